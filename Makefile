@@ -1,0 +1,71 @@
+# Every target sets up what it needs: a virtual environment in .venv, filled by pip from pyproject.toml's `dev` extra.
+# PYTHON names the interpreter it is made with (3.11 or later); by default the first such one that is found.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MINUTES ?= 10
+QUICK := not slow and not soak and not gpu and not benchmark and not frameworks
+FRAMEWORKS_READY := $(VENV)/.ready-frameworks
+FASTAI := fastai==2.8.12
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.DEFAULT_GOAL := help
+.PHONY: demo test test-all test-frameworks soak lint typecheck docs bench build clean help
+
+demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
+	$(BIN)/python examples/train_digits.py
+
+test: $(READY) ## the tests that are quick
+	$(BIN)/python -m pytest -m "$(QUICK)"
+
+test-all: $(FRAMEWORKS_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
+	$(BIN)/python -m pytest
+
+test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite and fastai
+	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks
+
+soak: $(READY) ## the soak tests, for MINUTES=10
+	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0
+
+lint: $(READY) ## ruff
+	$(BIN)/ruff check .
+
+typecheck: $(READY) ## mypy --strict
+	$(BIN)/mypy
+
+docs: $(READY) ## check the links and the code on the pages in docs/ and in the README
+	$(BIN)/python -m pytest tests/test_docs.py
+
+# A benchmark is a module that can be run; the others in the folder are what they share.
+bench: $(READY) ## every benchmark in tests/benchmarks, one after the other (ARGS=--quick for a look)
+	@set -e; for script in $$(grep -l '^if __name__ == "__main__"' tests/benchmarks/*.py); do \
+		name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name $(ARGS); done
+
+build: $(READY) ## wheel and source distribution in dist/
+	$(BIN)/python -m build --outdir dist .
+
+clean: ## remove what was built and cached, but for the virtual environment (rm -r .venv)
+	rm -rf build dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing asyncloader and what its development needs into $(VENV) (the first time takes some minutes)"
+	@$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+# `dev` is named again so that its pins hold: no framework may bring another torch.
+$(FRAMEWORKS_READY): $(READY)
+	@echo "installing the training frameworks into $(VENV)"
+	@$(BIN)/pip install --quiet --editable '.[dev,frameworks]'
+	@$(BIN)/pip install --quiet --no-deps $(FASTAI) # without torchvision and spacy: see pyproject.toml
+	@touch $@
