@@ -1,0 +1,187 @@
+"""The error tree.
+
+    AsyncLoaderError
+    ├── ConfigurationError      (also ValueError)                  an option that cannot work
+    ├── LoaderClosedError       (also RuntimeError)                taking from what was closed
+    ├── BatchTimeoutError       (also TimeoutError, RuntimeError)  the awaited batch did not come in time
+    └── WorkerError             (also RuntimeError)
+        ├── WorkerStartError                                       a worker did not come up
+        └── WorkerDiedError                                        a worker process ended on its own
+
+What a dataset, sampler or ``collate_fn`` raises is not in this tree: it is raised as it was (see
+:mod:`asyncloader.workers.failure`).
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+_KEYS_SHOWN = 8
+_MOST_OF_A_KEY = 200
+
+
+class AsyncLoaderError(Exception):
+    """Base of all errors of this package.
+
+    They can be pickled: each can be made of its message alone, and gets its attributes afterwards.
+    """
+
+
+class ConfigurationError(AsyncLoaderError, ValueError):
+    """An option, or a combination of options, that cannot work. Raised at construction."""
+
+
+class LoaderClosedError(AsyncLoaderError, RuntimeError):
+    """The iterator was closed, or belongs to another process, and has no more batches to give."""
+
+
+class BatchTimeoutError(AsyncLoaderError, TimeoutError, RuntimeError):
+    """The awaited batch did not come within ``timeout`` seconds.
+
+    Nothing is lost: the next call waits for the same batch.
+
+    Attributes:
+        timeout_s: The consumer's wait, in seconds.
+        keys: The indices of the awaited batch, as the sampler gave them.
+        pid: Process id of the worker that holds it, or None.
+        stack: Python stack of that worker at the moment of the timeout; may be empty.
+    """
+
+    def __init__(
+        self, message: str, *, timeout_s: float = 0.0, keys: Any = None, pid: int | None = None, stack: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.timeout_s = timeout_s
+        self.keys = keys
+        self.pid = pid
+        self.stack = stack
+
+
+class WorkerError(AsyncLoaderError, RuntimeError):
+    """Something is wrong with a worker itself, not with the data."""
+
+
+class WorkerStartError(WorkerError):
+    """A worker did not start, or ended before it could take a batch."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process ended while it had work.
+
+    Attributes:
+        pid: Its process id.
+        exitcode: Its exit code; negative for a signal, as in :mod:`multiprocessing`; None if unknown.
+        keys: The indices it held, one entry a batch, the batch in work first.
+        output: What :mod:`faulthandler` wrote before the end; may be empty.
+    """
+
+    def __init__(
+        self, message: str, *, pid: int = -1, exitcode: int | None = None, keys: Sequence[Any] = (), output: str = ""
+    ):
+        super().__init__(message)
+        self.pid = pid
+        self.exitcode = exitcode
+        self.keys = list(keys)
+        self.output = output
+
+
+def describe_keys(keys: Any) -> str:
+    """Write the indices of one batch for a message, shortened in the middle if there are many."""
+    if isinstance(keys, (list, tuple)):
+        if len(keys) > _KEYS_SHOWN:
+            head = ", ".join(map(_describe_key, keys[: _KEYS_SHOWN - 2]))
+            return f"[{head}, ..., {_describe_key(keys[-1])}] ({len(keys)} indices)"
+        return f"[{', '.join(map(_describe_key, keys))}]"
+    return _describe_key(keys)
+
+
+def _describe_key(key: Any) -> str:
+    try:
+        text = repr(key)
+    except Exception as error:  # the user's; a message must come about all the same
+        return f"<{type(key).__name__} whose repr raised {type(error).__name__}>"
+    return text if len(text) <= _MOST_OF_A_KEY else f"{text[: _MOST_OF_A_KEY - 3]}..."
+
+
+def describe_death(pid: int, exitcode: int | None) -> str:
+    """Say how a worker ended, in torch's words, with the likely cause."""
+    if exitcode is not None and exitcode < 0:
+        return f"DataLoader worker (pid {pid}) is killed by signal: {_signal_name(-exitcode)}. {_cause(-exitcode)}"
+    if exitcode is None:
+        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly."
+    return (
+        f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {exitcode}. Something in the dataset, "
+        "collate_fn or worker_init_fn, or a library that they use, ended the process (sys.exit, os._exit). "
+        "Rerunning with num_workers=0 may give better error trace."
+    )
+
+
+def died(pid: int, exitcode: int | None, keys: Sequence[Hashable], tries: int, output: str) -> WorkerDiedError:
+    """Build the error for a worker that died with work in hand."""
+    parts = [describe_death(pid, exitcode)]
+    if keys:
+        parts.append(f"It was working on the indices {describe_keys(keys[0])}.")
+    if len(keys) > 1:
+        parts.append(f"Batches queued behind it: {', '.join(describe_keys(k) for k in keys[1:])}.")
+    if tries > 1:
+        parts.append(f"This batch was tried {tries} times.")
+    if output:
+        parts.append(f"\nLast words of the worker:\n{output}")
+    return WorkerDiedError(" ".join(parts), pid=pid, exitcode=exitcode, keys=keys, output=output)
+
+
+def could_not_start(error: OSError) -> WorkerStartError:
+    """Build the error for a system that has no room for another worker, or for the loop."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return WorkerStartError(
+            "Too many open files: a worker process needs about 13 descriptors in the main process. Please increase "
+            "the limit with `ulimit -n` in the shell, or use fewer workers."
+        )
+    if error.errno == errno.EAGAIN:
+        return WorkerStartError(
+            f"The system allows no further process ({error}); see `ulimit -u`, or use fewer workers."
+        )
+    return WorkerStartError(f"A worker process could not be started: {error}")
+
+
+def timed_out(
+    timeout_s: float,
+    keys: Any = None,
+    worker: int | None = None,
+    pid: int | None = None,
+    stack: str = "",
+    why: str = "",
+) -> BatchTimeoutError:
+    """Build the error for a batch that did not come in time; ``why`` says why there is no stack."""
+    words = f"DataLoader timed out after {timeout_s} seconds."
+    if worker is None:
+        return BatchTimeoutError(f"{words} No worker has the awaited batch.", timeout_s=timeout_s)
+    words += (
+        f" The awaited batch has the indices {describe_keys(keys)}; worker {worker} (pid {pid}) has it. "
+        "The next call waits for the same batch.\n"
+    )
+    words += f"The worker is at:\n{stack}" if stack else why
+    return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.strsignal(number) or number} ({signal.Signals(number).name})"
+    except ValueError:
+        return str(number)
+
+
+def _cause(number: int) -> str:
+    if number == signal.SIGKILL:
+        return "The usual cause is the kernel's out-of-memory killer, or a limit of the job scheduler."
+    if number == signal.SIGBUS:
+        return (
+            "It is possible that dataloader's workers are out of shared memory. "
+            "Please try to raise your shared memory limit."
+        )
+    if number in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+        return "A native library that the dataset uses crashed."
+    return "Another process sent it."

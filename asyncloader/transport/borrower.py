@@ -1,0 +1,137 @@
+"""What one worker process has of the parent's slabs, and what its next batches will need."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from asyncloader.transport import codec
+from asyncloader.transport.loans import Loan
+from asyncloader.transport.shelf import Region, capacity_for
+
+if TYPE_CHECKING:
+    from asyncloader.transport.slab import SlabPool
+
+_AHEAD = 3  # batches for which a worker has slabs at most: it fills them one after the other
+_LARGE_BATCH = 8 << 20  # bytes; to fill it takes longer than to ask for another slab, and another slab costs memory
+
+
+class Borrower:
+    """The parent's record of one worker process: what it holds, and what its batches are like. Loop thread only."""
+
+    def __init__(self, pool: SlabPool) -> None:
+        self.watched: list[Region] = []  # leased while it was forked
+        self._pool = pool
+        self._loans: dict[int, Region] = {}
+        self._kept: dict[int, Region] = {}  # sent, but still referred to
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=8)  # sizes of large buffers of the last batches
+        self._asked: deque[bool] = deque(maxlen=8)  # whether the worker asked while it made them
+        self._num_asks = 0  # since the last batch
+
+    def __repr__(self) -> str:
+        return f"<Borrower loans={list(self._loans)} kept={list(self._kept)}>"
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Start the process inside, in this thread: then what a fork shows it is free again when it has ended."""
+        with self._pool.starting(self):
+            yield
+
+    def lend(self, outstanding: int) -> list[Loan]:
+        """Return what the worker lacks for `outstanding` batches like its last ones."""
+        self._pool.turn()
+        if not self._recent or not (last := self._recent[-1]):
+            return []
+        num_batches = min(outstanding, _AHEAD)
+        missing = num_batches * len(last) - len(self._loans)
+        if missing <= 0:
+            return []
+        may_carve = sum(last) < _LARGE_BATCH or self._asks_often()
+        # Else new regions are for the next batch only: when later ones are made, one will be free, or the worker asks.
+        num_new = missing if may_carve else max(0, len(last) - len(self._loans))
+        return self._grant(self._lacking(num_batches)[:missing], num_new)
+
+    def grant(self, sizes: list[int], returned: list[int]) -> list[Loan]:
+        """Answer a worker that asks for slabs of these sizes and returns others. What is over the budget is missing."""
+        self._pool.turn()
+        self._num_asks += 1
+        for number in returned:
+            self.given_up(number)
+        return self._grant(sizes, len(sizes))
+
+    def decode(self, payload: Any) -> tuple[Any, int]:
+        """Return the batch of a payload, and its bytes. Slabs that it names are on lease from here on.
+
+        Raises:
+            LookupError: the payload names a slab that this worker does not have.
+            Exception: whatever unpickling the batch raises.
+        """
+        return codec.decode(payload, self)
+
+    def reclaim(self) -> None:
+        """Take back all that the worker had: it has ended."""
+        for region in [*self._loans.values(), *self._kept.values(), *self.watched]:
+            if self in region.users:
+                self._pool.release(region, self)
+        self._loans.clear()
+        self._kept.clear()
+        self.watched.clear()
+        self._pool.retire(self)
+
+    # -- called by codec.decode
+    def open(self, number: int, nbytes: int, *, is_kept: bool) -> memoryview:
+        """Begin the lease of a region that a payload names, `nbytes` of it."""
+        if number not in self._loans:
+            raise LookupError(f"slab {number} is not on loan to this worker")
+        region = self._loans.pop(number)
+        memory = self._pool.lease(region, nbytes)
+        if is_kept:
+            self._kept[number] = region
+        else:
+            region.users.discard(self)
+        return memory
+
+    def given_up(self, number: int) -> None:
+        """Take back a region that the worker has no use for, or sent and does not refer to any more."""
+        region = self._loans.pop(number, None) or self._kept.pop(number)
+        self._pool.release(region, self)
+
+    def learn(self, sizes: tuple[int, ...]) -> None:
+        """Note the sizes of the large buffers of a batch, and whether the worker had to ask for them."""
+        self._recent.append(sizes)
+        self._asked.append(self._num_asks > 0)
+        self._num_asks = 0
+
+    def _asks_often(self) -> bool:
+        return sum(self._asked) >= 3
+
+    def _lacking(self, num_batches: int) -> list[int]:
+        """Sizes that the next batches will need, less what is there."""
+        held = Counter(region.capacity for region in self._loans.values())
+        lacking = []
+        for nbytes in self._likely_sizes() * num_batches:
+            capacity = capacity_for(nbytes)
+            if held[capacity] > 0:
+                held[capacity] -= 1
+            else:
+                lacking.append(nbytes)
+        return lacking
+
+    def _likely_sizes(self) -> list[int]:
+        """Sizes for the next batch: those of the last one, or the largest of the last few where sizes vary."""
+        last = self._recent[-1]
+        if not self._pool.is_loose:
+            return list(last)
+        return [max(sizes) for sizes in zip(*(s for s in self._recent if len(s) == len(last)), strict=True)]
+
+    def _grant(self, sizes: list[int], num_new: int) -> list[Loan]:
+        loans = []
+        for i, nbytes in enumerate(sizes):
+            region = self._pool.obtain(nbytes, may_carve=i < num_new)
+            if region is not None:
+                region.users.add(self)
+                self._loans[region.number] = region
+                loans.append(Loan(region.number, region.offset, region.capacity, region.is_fresh, self._pool.is_loose))
+        return loans

@@ -1,0 +1,160 @@
+"""torch's default collation, with results stacked straight into memory that is used again.
+
+torch collates by a map from element type to function. Our functions take the places of torch's own in that map: nested
+structures, errors and edge cases stay torch's, a user's additions to the map stay the user's, and a `collate_fn` that
+calls `default_collate` profits as well. What is not plainly the common case is left to torch.
+
+In a worker, torch's own functions would put every tensor into a shared memory file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from asyncloader.transport.codec import Encoder
+from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
+from asyncloader.transport.tensors import INLINE_MAX, Array, numpy_dtypes
+
+Allocate = Callable[[int], memoryview | None]
+Map = dict[Any, Callable[..., Any]]
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+_NUMPY_SCALARS = (np.bool_, np.number, np.object_)  # a key of torch's map
+
+
+def install(encoder: Encoder) -> None:
+    """Put our functions into torch's own map, in a worker process, where the user has not replaced torch's."""
+    stacker = Stacker(encoder.allocate, INLINE_MAX, in_worker=True)
+    torch_collate.default_collate_fn_map.update(_replacements(stacker))
+
+
+def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return an equivalent of `collate_fn` that uses the memory of dropped batches again, if it is torch's default.
+
+    For batches made in the trainer's process. The memory belongs to what is returned, and is freed with it and the
+    batches. It may be called in several threads.
+    """
+    if collate_fn is not torch.utils.data.default_collate:
+        return collate_fn
+    recycler = Recycler()
+    stacker = Stacker(recycler.allocate, RECYCLED_MIN, in_worker=False)
+
+    def collate(batch: Any) -> Any:
+        recycler.begin_batch()
+        # torch's map is looked at each time: the user may change it
+        replaced = {**torch_collate.default_collate_fn_map, **_replacements(stacker)}
+        return torch_collate.collate(batch, collate_fn_map=replaced)
+
+    return collate
+
+
+def _replacements(stacker: Stacker) -> Map:
+    """Our functions, for those keys of torch's map that have torch's functions."""
+    ours: dict[Any, tuple[Any, Callable[..., Any]]] = {
+        torch.Tensor: (torch_collate.collate_tensor_fn, stacker.tensors),
+        np.ndarray: (torch_collate.collate_numpy_array_fn, stacker.arrays),
+        _NUMPY_SCALARS: (torch_collate.collate_numpy_scalar_fn, collate_numpy_scalars),
+        float: (torch_collate.collate_float_fn, collate_floats),
+        int: (torch_collate.collate_int_fn, collate_ints),
+    }
+    there: Map = torch_collate.default_collate_fn_map
+    return {key: new for key, (old, new) in ours.items() if there.get(key) is old}
+
+
+class Stacker:
+    """Stacks tensors and arrays of a batch.
+
+    Args:
+        allocate: gives memory for so many bytes, or None.
+        min_bytes: results of at most so many bytes are allocated as ever.
+        in_worker: do as torch does in a worker, where the first sample decides about the dtype (else the samples are
+            promoted to a common one) and none may require grad.
+    """
+
+    def __init__(self, allocate: Allocate, min_bytes: int, *, in_worker: bool) -> None:
+        self._allocate = allocate
+        self._min_bytes = min_bytes
+        self._in_worker = in_worker
+
+    def tensors(self, batch: Tensors, *, collate_fn_map: Map | None = None) -> torch.Tensor:
+        """Stack tensors of one shape; torch's `collate_tensor_fn`."""
+        first = batch[0]
+        if first.is_nested or first.layout is not torch.strided:
+            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+        nbytes = first.nbytes * len(batch)
+        if nbytes > self._min_bytes and self._may_allocate(batch) and (memory := self._allocate(nbytes)) is not None:
+            out = torch.frombuffer(memory, dtype=first.dtype).view(len(batch), *first.shape)
+            return torch.stack(batch, 0, out=out)
+        stacked = torch.stack(batch, 0)
+        if self._in_worker and (stacked.dtype is not first.dtype or stacked.requires_grad):
+            return torch.stack(batch, 0, out=first.new_empty(stacked.shape))
+        return stacked
+
+    def arrays(self, batch: Sequence[Array], *, collate_fn_map: Map | None = None) -> Any:
+        """Stack arrays of one shape; torch's `collate_numpy_array_fn`."""
+        first = batch[0]
+        ours = collate_fn_map is not None and collate_fn_map.get(torch.Tensor) == self.tensors
+        if not ours or not _are_alike(batch):
+            return torch_collate.collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map)
+        nbytes = first.nbytes * len(batch)
+        memory = self._allocate(nbytes) if nbytes > self._min_bytes else None
+        out: Array = np.ndarray((len(batch), *first.shape), first.dtype, memory)  # allocates without one
+        # half the time of numpy.stack and a seventh of that of 256 small tensors made of arrays
+        np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
+        return torch.from_numpy(out)
+
+    def _may_allocate(self, batch: Tensors) -> bool:
+        first = batch[0]
+        if type(first) is not torch.Tensor or first.is_quantized or first.device.type != "cpu":
+            return False
+        return self._in_worker or all(t.dtype is first.dtype and not t.requires_grad for t in batch)
+
+
+def _are_alike(batch: Sequence[Array]) -> bool:
+    """Whether concatenating these arrays is all there is to do (torch refuses negative strides, other byte orders)."""
+    dtype, shape = batch[0].dtype, batch[0].shape
+    if dtype not in numpy_dtypes or not shape or shape[0] == 0:
+        return False
+    return all(type(a) is np.ndarray and a.dtype is dtype and a.shape == shape and a.flags.c_contiguous for a in batch)
+
+
+# Lists of numbers: torch.tensor takes 90 us for 1024 ints, numpy 16. numpy is strict about types: whatever is
+# mixed, too large or no number at all gives another type or an error, and goes to torch's own function.
+
+
+def collate_ints(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:
+    """Make a tensor of a list that begins with an int; torch's `collate_int_fn`."""
+    if type(batch[0]) is int and (numbers := _numbers(batch, np.int64)) is not None:
+        return torch.from_numpy(numbers)
+    return torch_collate.collate_int_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+
+
+def collate_floats(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:
+    """Make a tensor of a list that begins with a float; torch's `collate_float_fn`."""
+    if type(batch[0]) is float and (numbers := _numbers(batch, np.float64)) is not None:
+        return torch.from_numpy(numbers)
+    return torch_collate.collate_float_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+
+
+def _numbers(batch: Sequence[Any], dtype: type) -> Array | None:
+    """Return the list as an array if that is of this type."""
+    try:
+        numbers = np.array(batch)
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        return None
+    return numbers if numbers.dtype == dtype and numbers.ndim == 1 else None
+
+
+def collate_numpy_scalars(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:
+    """Make a tensor of a list that begins with a number of numpy's; torch's `collate_numpy_scalar_fn`."""
+    kind = type(batch[0])
+    if np.dtype(kind) not in numpy_dtypes or set(map(type, batch)) != {kind}:
+        made: torch.Tensor = torch_collate.collate_numpy_scalar_fn(batch, collate_fn_map=collate_fn_map)
+        return made
+    dtype = torch.as_tensor(batch[:1]).dtype  # torch's choice: not always numpy's own
+    return torch.from_numpy(np.fromiter(batch, kind, len(batch))).to(dtype)

@@ -1,0 +1,236 @@
+"""The worker's side of slabs: what is on loan here, and what of it is in use.
+
+    added ──> idle ── allocate (collation) ──> taken ── sent in a payload ──> the parent's
+                ^  └─ copy_in (any buffer) ─────────────────────────────────────^     (watched while referred to here)
+                └── dropped without being sent ──┘
+
+A region that is taken is free again for this worker when what was allocated in it has died. A region that was sent is
+the parent's; if something here still refers to it (a cache of collated batches, say), the parent is told, and does not
+lend it again before that has died as well: so nothing that a user keeps is written over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from asyncloader.transport.arena import PAGE, Arena
+
+Ask = Callable[[list[int], list[int]], Iterable[tuple[Any, ...]]]
+
+_REFUSED_S = 0.5  # after a refusal the parent is left alone for so long
+_STALE = 16  # a loan that was not used for so many batches and buffers is returned
+
+
+class Loan(NamedTuple):
+    """A region on loan, as a worker is told."""
+
+    number: int
+    offset: int  # in the arena
+    capacity: int
+    is_fresh: bool  # to be reserved before it is written
+    is_loose: bool  # may serve a buffer of a quarter of its size
+
+
+def fits(nbytes: int, capacity: int, is_loose: bool = False) -> bool:
+    """Whether a region that is there should serve a buffer, rather than a new one.
+
+    It may be a quarter too large: whoever keeps the buffer keeps all of the region. Batches whose sizes vary would then
+    find nothing most of the time, so as long as little is lost (`is_loose`) it may be four times as large.
+    """
+    return nbytes <= capacity <= nbytes + max(3 * nbytes if is_loose else nbytes >> 2, 8 * PAGE)
+
+
+_exporter_types: dict[int, Any] = {}
+
+
+def exporter_at(address: int, nbytes: int) -> Any:
+    """Return an object that exports the memory there, as the buffer protocol has it, and can be weakly referred to.
+
+    Of a ctypes array type for each power of two (ctypes never frees array types), so it exports more than `nbytes`.
+    """
+    bits = nbytes.bit_length()
+    kind = _exporter_types.get(bits)
+    if kind is None:
+        kind = _exporter_types[bits] = ctypes.c_ubyte * (1 << bits)
+    return kind.from_address(address)
+
+
+class _Idle(NamedTuple):
+    loan: Loan
+    since: int  # number of the request
+
+
+class _Taken(NamedTuple):
+    loan: Loan
+    ref: weakref.ref[Any]
+
+
+class WorkerSlabs:
+    """Slabs on loan to this worker process. For the thread that serves it only.
+
+    Attributes:
+        ask: a round trip to the parent: takes sizes wanted and numbers of regions returned, gives loans. Set by who
+            owns the channel.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.ask: Ask | None = None
+        self._arena = arena
+        self._idle: dict[int, _Idle] = {}
+        self._taken: dict[int, _Taken] = {}
+        self._sent: dict[int, weakref.ref[Any]] = {}  # sent, and still referred to when last looked at
+        self._unusable: list[int] = []  # no memory for them
+        self._requests = 0
+        self._quiet_until = 0.0
+
+    def __repr__(self) -> str:
+        return f"<WorkerSlabs idle={list(self._idle)} taken={list(self._taken)} sent={list(self._sent)}>"
+
+    def add(self, loans: Iterable[tuple[Any, ...]]) -> None:
+        """Take loans that the parent sent."""
+        for loan in loans:
+            self._idle[loan[0]] = _Idle(Loan(*loan), self._requests)
+
+    # -------------------------------------------------------------------------------------------------- getting slabs
+    def allocate(self, nbytes: int) -> memoryview | None:
+        """Return memory for a part of a batch, free again when nothing refers to it; None: there is none to be had."""
+        loan = self._find(nbytes)
+        if loan is None:
+            return None
+        exporter = self._exporter(loan)
+        self._taken[loan.number] = _Taken(loan, weakref.ref(exporter))
+        return memoryview(exporter).cast("B")[:nbytes]
+
+    def borrow(self, nbytes: int) -> Loan | None:
+        """Return a region to copy a buffer into, which is then sent or put back."""
+        return self._find(nbytes)
+
+    def memory_of(self, loan: Loan) -> memoryview:
+        """Return the memory of a region."""
+        return memoryview(self._exporter(loan)).cast("B")[: loan.capacity]
+
+    def _exporter(self, loan: Loan) -> Any:
+        return exporter_at(self._arena.base + loan.offset, loan.capacity)
+
+    def put_back(self, loan: Loan) -> None:
+        """Make a region idle again that was borrowed and not sent."""
+        self._idle[loan.number] = _Idle(loan, self._requests)
+
+    def _find(self, nbytes: int) -> Loan | None:
+        self._requests += 1
+        loan = self._best_fit(nbytes)
+        if loan is None and self._taken:
+            self._recover()
+            loan = self._best_fit(nbytes)
+        if loan is None:
+            self._ask_for(nbytes)
+            loan = self._best_fit(nbytes)
+        if loan is None or not loan.is_fresh:
+            return loan
+        return self._reserved(loan)
+
+    def _best_fit(self, nbytes: int) -> Loan | None:
+        best: Loan | None = None
+        for idle in self._idle.values():
+            loan = idle.loan
+            if fits(nbytes, loan.capacity, loan.is_loose) and (best is None or loan.capacity < best.capacity):
+                best = loan
+        if best is not None:
+            del self._idle[best.number]
+        return best
+
+    def _recover(self) -> None:
+        """Find regions that were taken for what never became part of a batch."""
+        for number, taken in list(self._taken.items()):
+            if taken.ref() is None:
+                del self._taken[number]
+                self.put_back(taken.loan)
+
+    def _ask_for(self, nbytes: int) -> None:
+        if self.ask is None or time.monotonic() < self._quiet_until:
+            return
+        loans = list(self.ask([nbytes], self._returned()))
+        if not loans:
+            self._quiet_until = time.monotonic() + _REFUSED_S
+        self.add(loans)
+
+    def _returned(self) -> list[int]:
+        """Part with loans that are of no use."""
+        oldest = self._requests - _STALE - 2 * len(self._idle)  # those of one size are used in turn
+        stale = [number for number, idle in self._idle.items() if idle.since < oldest]
+        for number in stale:
+            del self._idle[number]
+        unusable, self._unusable = self._unusable, []
+        return unusable + stale
+
+    def _reserved(self, loan: Loan) -> Loan | None:
+        """Get memory for a fresh region, here: it takes a while, and the parent has no time for it."""
+        if self._arena.reserve(loan.offset, loan.capacity):
+            return loan._replace(is_fresh=False)
+        self._unusable.append(loan.number)
+        self._quiet_until = time.monotonic() + _REFUSED_S
+        return None
+
+    # ------------------------------------------------------------------------------------------------- sending slabs
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Return the number of the region taken here that holds these bytes, and their offset in it."""
+        at = address - self._arena.base
+        if not 0 <= at < self._arena.size:
+            return None
+        for taken in self._taken.values():
+            offset = at - taken.loan.offset
+            if 0 <= offset <= taken.loan.capacity - nbytes:
+                return taken.loan.number, offset
+        return None
+
+    def pass_on(self, number: int) -> None:
+        """Note that a region is the parent's now."""
+        taken = self._taken.pop(number, None)
+        if taken is not None:
+            self._sent[number] = taken.ref
+
+    def is_referred_to(self, number: int) -> bool:
+        """Whether something here still refers to a region that was sent. When it does not, this is asked once."""
+        ref = self._sent.get(number)
+        if ref is None:
+            return False
+        if ref() is not None:
+            return True
+        del self._sent[number]
+        return False
+
+    def given_up(self) -> list[int]:
+        """Return the regions that the parent can have back: sent earlier and not referred to any more, or of no use."""
+        self._requests += 1
+        if not (self._sent or self._idle or self._unusable):
+            return []
+        dropped = [number for number, ref in self._sent.items() if ref() is None]
+        for number in dropped:
+            del self._sent[number]
+        return dropped + self._returned()
+
+
+class ArenaHandle:
+    """An arena on its way to a worker: inherited by a fork, pickled while a process is launched otherwise."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena: Arena | None = arena
+        self._ticket: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        ticket = self._ticket if self._arena is None else self._arena.ticket()
+        return {"_arena": None, "_ticket": ticket}
+
+    def attach(self) -> WorkerSlabs | None:
+        """Map the arena (a forked child has it mapped already, at the same addresses); None if that cannot be done."""
+        if self._arena is None:
+            kind, arguments = self._ticket
+            try:
+                self._arena = kind.attach(*arguments)
+            except OSError:
+                return None
+        return WorkerSlabs(self._arena)

@@ -1,0 +1,346 @@
+"""Slabs: shared memory that the parent owns, lends to workers, leases to batches, and uses again.
+
+      cold ──────────── carve ────────────> on loan to a worker ── a payload names it ──> on lease to tensors
+       ^            ┌──── lend, grant ──────────^    │                                          │
+       │            │                                │ returned, or the worker died             │ the last one died
+       └─ sweep ─ free (warm) <─────────────────────┴──────────────────────────────────────────┘
+
+- cold: addresses of the arena without memory. free: memory that was used before, so that nobody takes page faults
+  again.
+- A region is in use as long as it has users: the worker it is lent to; the lease of a batch; a worker that still refers
+  to what it sent; a process forked while it was leased, for that may look at the batch. Without users it is free.
+- Free regions fit requests of somewhat smaller sizes. How much stays warm follows the recent peak of use; the rest is
+  given back (swept), in small pieces, because giving back costs as much as first use: 0.9 us a page.
+- Nothing here waits. Over the budget there is no loan, and the buffer travels through the channel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+from asyncloader.transport import arena as arenas
+from asyncloader.transport.arena import Arena, Extents
+from asyncloader.transport.borrower import Borrower
+from asyncloader.transport.budget import Budget, total_bytes
+from asyncloader.transport.loans import ArenaHandle, exporter_at
+from asyncloader.transport.shelf import Region, Shelf, capacity_for
+
+PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
+LOSS_BYTES = 32 << 20  # with more than that unused in regions on lease, they have to fit better
+SWEEP_BYTES = 4 << 20  # given back at a time: 1 ms
+_LARGEST_ARENA = 1 << 40
+
+
+class LimitsMemory(Protocol):
+    """What decides how much may be reserved."""
+
+    def limit(self, reserved: int) -> int:
+        """Return the bytes that may be reserved, those `reserved` already included."""
+
+
+_LEASE = "lease"  # users of a region that are no worker
+_FORKED = "forked process"  # one we know nothing of: for ever
+
+
+class _LeaseRef(weakref.ref[Any]):
+    """Stands guard over the object that all tensors, arrays and views of one buffer refer to."""
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Statistics(NamedTuple):
+    """Bytes of slabs."""
+
+    reserved: int  # all that has memory
+    free: int
+    leased: int
+
+
+class SlabPool:
+    """All slabs of a process. Everything runs on the loop thread, except that leases end in any thread.
+
+    Args:
+        budget: limits what may be reserved; by default from the memory of machine and cgroups.
+        create_arena: makes the shared memory, at the first use.
+    """
+
+    def __init__(
+        self, budget: LimitsMemory | None = None, create_arena: Callable[[int], Arena | None] = arenas.create
+    ) -> None:
+        self.wake: Callable[[], None] | None = None  # called when a lease ends, in whatever thread: may take no lock
+        self.call_later: Callable[[float, Callable[[], None]], Any] | None = None  # the loop's, for trimming when idle
+        self._budget = budget or Budget()
+        self._create_arena = create_arena
+        self._arena: Arena | None = None
+        self._cold = Extents(0)
+        self._shelf = Shelf()
+        self._dying: deque[Region] = deque()  # to be swept
+        self._dying_bytes = 0
+        self._reserved = 0
+        self._unused = 0  # of what is leased
+        self._numbers = 0
+        self._regions: dict[int, Region] = {}
+        self._leases: dict[int, _LeaseRef] = {}
+        self._ended: deque[int] = deque()
+        self._on_end = self._make_on_end()
+        self._borrowers: set[Borrower] = set()
+        self._peaks = [0, 0]  # bytes in use at most, in the last period and in this one
+        self._period_ends = 0.0
+        self._can_sweep = True
+        self._trim_planned = False
+        self._forking: dict[int, set[int]] = {}  # by thread, between the hooks of a fork: ids of leases ended before
+        self._starting: dict[int, Borrower] = {}  # by thread
+
+    def __repr__(self) -> str:
+        reserved, free, leased = self.statistics()
+        return f"<SlabPool reserved={reserved} free={free} leased={leased} borrowers={len(self._borrowers)}>"
+
+    def handle(self) -> ArenaHandle | None:
+        """Return what a worker needs to use slabs, or None if there can be none."""
+        if self._arena is None:
+            self._arena = self._create_arena(min(2 * total_bytes(), _LARGEST_ARENA))
+            if self._arena is not None:
+                self._cold = Extents(self._arena.size)
+        return None if self._arena is None else ArenaHandle(self._arena)
+
+    def borrower(self) -> Borrower:
+        """Return the record of a new worker process."""
+        borrower = Borrower(self)
+        self._borrowers.add(borrower)
+        return borrower
+
+    def statistics(self) -> Statistics:
+        """Return how much there is of what."""
+        leased = sum(self._regions[number].capacity for number in list(self._leases))
+        return Statistics(self._reserved, self._shelf.nbytes, leased)
+
+    def trim(self) -> None:
+        """Give all free memory back, now."""
+        self._drain()
+        self._shed(0)
+        self._sweep(self._dying_bytes)
+
+    def close(self) -> None:
+        """Unmap the arena, for pools of their own in tests: there must be no lease and no borrower."""
+        self.trim()
+        if self._regions:
+            raise RuntimeError(f"slabs are in use: {list(self._regions.values())}")
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # ------------------------------------------------------------------------------------------ regions come and go
+    def obtain(self, nbytes: int, may_carve: bool) -> Region | None:
+        """Return a region without users for a buffer, a new one only if allowed; None: over the budget."""
+        region = self._shelf.take(nbytes, self.is_loose)
+        if region is None and may_carve:
+            region = self._carve(capacity_for(nbytes))
+        self._peaks[1] = max(self._peaks[1], self._in_use())
+        return region
+
+    def release(self, region: Region, user: object) -> None:
+        """Take a user from a region."""
+        region.users.discard(user)
+        if not region.users:
+            self._shelf.put(region)
+
+    def turn(self) -> None:
+        """Do what has come up: regions whose leases ended, periods that ended, memory to give back."""
+        if self._ended:
+            self._drain()
+        now = monotonic()
+        if now >= self._period_ends:
+            self._period_ends = now + PERIOD_S
+            self._shed(self._allowed())
+            self._peaks = [self._peaks[1], self._in_use()]
+        if self._dying:
+            self._sweep(SWEEP_BYTES)
+
+    def _in_use(self) -> int:
+        return self._reserved - self._shelf.nbytes - self._dying_bytes
+
+    def _allowed(self) -> int:
+        """What may stay reserved without being in use: an eighth over the recent peak, for sizes that vary."""
+        peak = max(self._peaks)
+        return peak + (peak >> 3) + SWEEP_BYTES
+
+    def _carve(self, capacity: int) -> Region | None:
+        if self._arena is None:
+            return None
+        self._peaks[1] = max(self._peaks[1], self._in_use() + capacity)
+        self._shed(max(0, self._allowed() - capacity))
+        limit = self._budget.limit(self._reserved)
+        if self._reserved + capacity > limit:
+            # Pressed for memory: what is free goes first, at about the price that the new region costs the worker.
+            self._shed(max(0, limit - capacity))
+            self._sweep(capacity)
+        if self._reserved + capacity > limit or (offset := self._cold.take(capacity)) is None:
+            return None
+        self._numbers += 1
+        self._reserved += capacity
+        region = self._regions[self._numbers] = Region(self._numbers, offset, capacity)
+        return region
+
+    def _shed(self, keep: int) -> None:
+        """Mark free regions as dying, oldest first, until no more than `keep` bytes are left."""
+        while self._can_sweep and self._reserved - self._dying_bytes > keep:
+            region = self._shelf.take_oldest()
+            if region is None:
+                return
+            self._dying.append(region)
+            self._dying_bytes += region.capacity
+
+    def _sweep(self, nbytes: int) -> None:
+        """Give memory of dying regions back, about `nbytes` of it."""
+        while self._dying and nbytes > 0:
+            region = self._dying[0]
+            piece = min(region.capacity, SWEEP_BYTES)
+            if self._arena is None or not self._arena.punch(region.offset, piece):
+                self._revive()
+                return
+            self._cold.give(region.offset, piece)
+            region.offset += piece
+            region.capacity -= piece
+            self._dying_bytes -= piece
+            self._reserved -= piece
+            nbytes -= piece
+            if region.capacity == 0:
+                self._dying.popleft()
+                del self._regions[region.number]
+
+    def _revive(self) -> None:
+        """The platform cannot punch holes: what is reserved stays, to be used again."""
+        self._can_sweep = False
+        for region in self._dying:
+            self._shelf.put(region)
+        self._dying.clear()
+        self._dying_bytes = 0
+
+    # ---------------------------------------------------------------------------------------------------- leases
+    @property
+    def is_loose(self) -> bool:
+        """Whether regions may serve much smaller buffers: little of what is leased is lost that way."""
+        return self._unused < LOSS_BYTES
+
+    def lease(self, region: Region, nbytes: int) -> memoryview:
+        """Return the memory of a region, `nbytes` of it in use; the lease lasts as long as anything refers to that."""
+        assert self._arena is not None
+        region.is_fresh = False
+        region.unused = region.capacity - nbytes
+        self._unused += region.unused
+        exporter = exporter_at(self._arena.base + region.offset, region.capacity)
+        region.users.add(_LEASE)
+        ref = self._leases[region.number] = _LeaseRef(exporter, self._on_end)
+        ref.number = region.number
+        return memoryview(exporter).cast("B")[: region.capacity]
+
+    def _make_on_end(self) -> Callable[[Any], None]:
+        """A lease ends in any thread, inside gc, or in a forked child that has its own copy of the tensors."""
+        owner, getpid, append = os.getpid(), os.getpid, self._ended.append
+
+        def on_end(ref: Any) -> None:
+            if getpid() == owner:
+                append(ref.number)
+                if self.wake is not None:
+                    self.wake()
+
+        return on_end
+
+    def _drain(self) -> None:
+        """Take back regions whose leases have ended."""
+        # Between the hooks of a fork nothing is taken back: a lease that ended after the fork may live on in the child.
+        while self._ended and not self._forking:
+            number = self._ended.popleft()
+            del self._leases[number]
+            region = self._regions[number]
+            self._unused -= region.unused
+            self.release(region, _LEASE)
+
+    # ------------------------------------------------------------------------------------------------------ forks
+    @contextmanager
+    def starting(self, borrower: Borrower) -> Iterator[None]:
+        """While active in this thread, a fork makes the process of `borrower`."""
+        thread = threading.get_ident()
+        self._starting[thread] = borrower
+        try:
+            yield
+        finally:
+            del self._starting[thread]
+
+    def before_fork(self) -> None:
+        """Called in the thread that forks."""
+        self._forking[threading.get_ident()] = {id(ref) for ref in list(self._leases.values()) if ref() is None}
+
+    def after_fork(self) -> None:
+        """Called in the thread that forked. The child has a copy of every batch, so no region leased may be reused.
+
+        1. before_fork: leases that have ended already are told apart; from now on none is taken back.
+        2. fork. Until it happens, other threads go on: leases begin and end.
+        3. Here: what was leased when the fork happened is still in `_leases`, and gets another user: the worker just
+           started, until it ends, or a process that we know nothing of.
+        """
+        thread = threading.get_ident()
+        child = self._starting.get(thread)
+        ended = self._forking[thread]
+        for region in [self._regions[n] for n, ref in self._leases.copy().items() if id(ref) not in ended]:
+            region.users.add(child or _FORKED)
+            if child is not None:
+                child.watched.append(region)
+        del self._forking[thread]
+
+    # ------------------------------------------------------------------------------------------------------- idle
+    def retire(self, borrower: Borrower) -> None:
+        """Forget a worker; without any, free memory is given back after a while."""
+        self._borrowers.discard(borrower)
+        if not self._borrowers:
+            self.plan_trim()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no worker uses it, and nothing will be given back unless somebody sees to it."""
+        return not self._borrowers and not self._trim_planned
+
+    def plan_trim(self, delay_s: float = PERIOD_S) -> None:
+        """Give all free memory back after a while, unless there are workers then. On the loop thread."""
+        if self.call_later is not None and not self._trim_planned:
+            self._trim_planned = True
+            self.call_later(delay_s, self._trim_if_idle)
+
+    def _trim_if_idle(self) -> None:
+        self._trim_planned = False
+        if self._borrowers:
+            return
+        self._drain()
+        self._shed(0)
+        self._sweep(SWEEP_BYTES)
+        if self._dying:
+            self.plan_trim(0.0)
+
+
+_pools: dict[int, SlabPool] = {}  # by process: a forked child makes its own, and never frees what it inherited
+
+
+def slab_pool() -> SlabPool:
+    """Return the pool of this process."""
+    return _pools.get(os.getpid()) or _pools.setdefault(os.getpid(), SlabPool())
+
+
+def _before_fork() -> None:
+    if (pool := _pools.get(os.getpid())) is not None:
+        pool.before_fork()
+
+
+def _after_fork() -> None:
+    if (pool := _pools.get(os.getpid())) is not None:
+        pool.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
