@@ -1,0 +1,92 @@
+"""Exceptions of user code on their way from the worker to the consumer.
+
+The same exception arrives where it can be pickled and unpickled: its type, its arguments, its attributes. The
+worker's traceback is its ``__cause__``, and torch's words and the indices are its notes. What does not survive
+pickling becomes a RuntimeError with torch's text.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from asyncloader.errors import describe_keys
+
+
+class RemoteTraceback(Exception):
+    """The worker's traceback as text, shown as the cause of what was raised there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """An exception as it crosses the channel.
+
+    Attributes:
+        type_name: Name of its class.
+        text: Its traceback, formatted in the worker.
+        pickled: The exception itself, or None if it does not survive pickling.
+        where: For torch's words: "in DataLoader worker process 3".
+    """
+
+    type_name: str
+    text: str
+    pickled: bytes | None
+    where: str
+
+    @classmethod
+    def capture(cls, error: BaseException, where: str) -> RemoteError:
+        """Describe the exception, in the worker."""
+        text = "".join(traceback.format_exception(error))
+        return cls(type(error).__name__, text, _pickled(error), where)
+
+    def rebuild(self, keys: Any) -> Exception:
+        """Make the exception to raise, in the parent."""
+        words = f"Caught {self.type_name} {self.where}."
+        indices = [] if keys is None else [f"The batch has the indices {describe_keys(keys)}."]
+        error = self._unpickled()
+        if error is None:
+            return _with_notes(RuntimeError(f"{words}\nOriginal {self.text}"), indices)
+        BaseException.__setattr__(error, "__cause__", RemoteTraceback(self.text))
+        return _with_notes(error, [words, *indices])
+
+    def _unpickled(self) -> Exception | None:
+        if self.pickled is None:
+            return None
+        try:
+            error = pickle.loads(self.pickled)
+        except BaseException:  # whatever the user's classes do, it must not end the loop
+            return None  # its class is not known here; the text is
+        return error if isinstance(error, Exception) else None
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Pickle the exception if it comes out again as what it was.
+
+    By reference if possible, so that ``except`` in the trainer knows its class; by value (cloudpickle) if the class is
+    known in neither module that a name can lead to, as after ``python -c`` with spawn.
+    """
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        try:
+            data: bytes = dumps(error)
+            if type(pickle.loads(data)).__name__ == type(error).__name__:
+                return data
+        except BaseException:  # SystemExit as well: it is not what the user raised
+            continue
+    return None
+
+
+def _with_notes(error: Exception, notes: list[str]) -> Exception:
+    """Add the notes, past a ``__setattr__`` of the user's: a frozen dataclass has one that refuses."""
+    BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), *notes])
+    return error

@@ -1,0 +1,98 @@
+"""What crosses the channel: frames of a fixed header and a body.
+
+    header: length of the body (u64), kind (u8)
+    body:   pickled (small, control) or, for a result, a fixed record and the payload that the codec made
+
+    parent -> worker   TICKETS  [(seq, keys), ...], loans     a batch each to do, and slabs to do them in
+                       LOANS    loans                         answer to an ask
+                       EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
+                       END      nothing                       finish: clean up and leave
+    worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
+                       READY    nothing                       the dataset is open, `worker_init_fn` has run
+                       RESULT   record, payload               one batch
+                       FAILURE  record, pickled RemoteError   what was raised instead of a batch
+                       EXHAUSTED record                       the iterable dataset ended before this ticket
+                       ASK      (sizes, returned loans)       needs slabs of these sizes now
+
+Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+HEADER = struct.Struct("<QB7x")
+RECORD = struct.Struct("<QIIIII4x")  # 32 bytes, so that the payload behind it stays aligned
+MAX_FRAME_BYTES = 1 << 40
+
+
+class Kind(enum.IntEnum):
+    """The kinds of frames."""
+
+    TICKETS = 1
+    LOANS = 2
+    EPOCH = 3
+    END = 4
+    UP = 15
+    READY = 16
+    RESULT = 17
+    FAILURE = 18
+    EXHAUSTED = 19
+    ASK = 20
+
+
+KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Record(NamedTuple):
+    """What a worker tells about a ticket, beside its outcome. Times in microseconds."""
+
+    seq: int
+    epoch: int
+    wait_us: int
+    fetch_us: int
+    collate_us: int
+    encode_us: int
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the worker had waited for the ticket."""
+        return self.wait_us * 1e-6
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work that the ticket took in the worker."""
+        return (self.fetch_us + self.collate_us + self.encode_us) * 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSpec:
+    """One run over the data, as a worker needs to know it.
+
+    Attributes:
+        number: Counts the runs of a pool; frames of an earlier run are dropped by it.
+        key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
+        shared_seed: For IterDataPipe.
+    """
+
+    number: int
+    key: tuple[int, int, int]
+    shared_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker works with. Inherited under fork, pickled once for all workers otherwise."""
+
+    dataset: Any
+    is_iterable: bool
+    auto_collation: bool
+    collate_fn: Any
+    drop_last: bool
+    worker_init_fn: Any
+    num_workers: int
+    base_seed: int
+    seed_each_batch: bool
