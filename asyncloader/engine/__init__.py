@@ -1,0 +1,1 @@
+"""The engine: the loop thread, what decides on it, and how batches are handed to the consumer."""

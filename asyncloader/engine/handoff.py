@@ -1,0 +1,162 @@
+"""Where finished batches wait for the consumer, and the consumer for batches.
+
+    loop thread ── put ──> ready (deque) ── take ──> consumer: a thread, or a task on any loop
+                └─ wake ─> waiters (deque of locks and futures)
+
+A consumer takes without waiting if there is something. Else it leaves a waiter, looks once more, and waits. The
+interleavings with a `put` in the loop thread:
+
+  1. The consumer finds nothing. 2. The loop appends, finds no waiter. 3. The consumer leaves its waiter, looks again,
+     finds the item, withdraws the waiter.
+  1. The consumer finds nothing, leaves its waiter. 2. The loop appends, takes the waiter, wakes it. 3. The consumer
+     looks again, finds the item; its waiter is already woken, which costs nothing.
+
+A wake-up that its waiter can no longer use (it was interrupted, cancelled or timed out) is passed on, so that with
+several consumers none sleeps beside a ready batch. Not used: ``threading.Event`` and ``queue``, which take several
+locks a batch; ``run_coroutine_threadsafe``, which takes a task a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class _Waiter(Protocol):
+    def wake(self) -> bool:
+        """Wake the consumer; False if it is gone."""
+
+
+class _ThreadWaiter:
+    """A thread that waits: its lock is held until somebody wakes it."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wake(self) -> bool:
+        self._lock.release()
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._lock.acquire(timeout=timeout_s)
+
+
+class _TaskWaiter:
+    """A task that waits on a future of its own loop."""
+
+    __slots__ = ("_loop", "future")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[bool] = self._loop.create_future()
+
+    def wake(self) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(self._set)
+        except RuntimeError:  # its loop was closed
+            return False
+        return True
+
+    def _set(self) -> None:
+        if not self.future.done():
+            self.future.set_result(True)
+
+    async def wait(self, timeout_s: float) -> bool:
+        timer = self._loop.call_later(timeout_s, self._expire) if timeout_s >= 0 else None
+        try:
+            return await self.future
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self) -> None:
+        if not self.future.done():
+            self.future.set_result(False)
+
+
+class Handoff(Generic[T]):
+    """A queue with one producer and any number of consumers.
+
+    `put` and `wake` belong to the producer's thread; everything else may be called from any thread or task.
+    """
+
+    def __init__(self) -> None:
+        self.ready: deque[T] = deque()
+        self._waiters: deque[_Waiter] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many consumers wait."""
+        return len(self._waiters)
+
+    def put(self, item: T) -> None:
+        """Append the item and wake one consumer."""
+        self.ready.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake one consumer to look at the state of things."""
+        while self._waiters:
+            try:
+                waiter = self._waiters.popleft()
+            except IndexError:
+                return
+            if waiter.wake():
+                return
+
+    def wake_all(self) -> None:
+        """Wake every consumer: there will be no more."""
+        for _ in range(len(self._waiters)):
+            self.wake()
+
+    def wait(self, changed: Callable[[], bool], deadline: float | None) -> bool:
+        """Block the thread until woken, or ``changed()`` is true; False when the deadline passed.
+
+        Args:
+            changed: Looked at once after the waiter is in place.
+            deadline: On :func:`time.monotonic`'s clock, seconds; None for no limit.
+        """
+        waiter = _ThreadWaiter()
+        self._waiters.append(waiter)
+        woken = False
+        try:
+            woken = changed() or waiter.wait(_remaining(deadline))
+        finally:
+            self._withdraw(waiter, woken)
+        return woken
+
+    async def wait_async(self, changed: Callable[[], bool], deadline: float | None) -> bool:
+        """Suspend the task until woken; see `wait`."""
+        waiter = _TaskWaiter()
+        self._waiters.append(waiter)
+        woken = False
+        try:
+            woken = changed() or await waiter.wait(_remaining(deadline))
+        finally:
+            self._withdraw(waiter, woken)
+        return woken
+
+    def _withdraw(self, waiter: _Waiter, woken: bool) -> None:
+        with contextlib.suppress(ValueError):
+            self._waiters.remove(waiter)
+            return
+        # The waiter was taken: a wake-up was meant for us. If we cannot use it, somebody else may.
+        if not woken:
+            self.wake()
+
+
+
+
+def _remaining(deadline: float | None) -> float:
+    """Return the seconds left; -1, which locks take for no limit, without a deadline."""
+    return -1 if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,218 @@
+"""num_workers=0: batches are made in the consumer's process.
+
+- ``for``: in the caller's thread, by torch's own iterator. No thread, no process, everything can be debugged.
+- ``async for``: on a thread of the iterator's own, so that the caller's loop stays free; the sampler is still read by
+  the caller. One batch at a time, and none before it is asked for: at 0 workers torch prefetches nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from asyncloader.engine.handoff import Handoff
+from asyncloader.engine.portal import EXIT_GRACE_S
+from asyncloader.engine.session import Item
+from asyncloader.errors import LoaderClosedError
+from asyncloader.iterators import Faces, check_owner
+from asyncloader.transport.collate import recycling_collate
+
+if TYPE_CHECKING:
+    from asyncloader.loader import DataLoader
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class FetchThread:
+    """A thread that makes batches from keys, in order, and hands them over. Started at the first request.
+
+    Holds the fetcher, not the iterator: so a dropped iterator ends it.
+    """
+
+    def __init__(self, fetcher: Any) -> None:
+        self.handoff: Handoff[Item] = Handoff()
+        self.unserved = 0  # requests less batches taken; changed by consumers, one at a time
+        self._fetcher = fetcher
+        self._requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        _alive.add(self)
+
+    def request(self, keys: Any) -> None:
+        """Ask for the batch of these keys."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="asyncloader fetch", daemon=True)
+            self._thread.start()
+        self.unserved += 1
+        self._requests.put([keys])
+
+    def stop(self) -> None:
+        """End the thread after the batch in work. Returns at once."""
+        self._requests.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            try:
+                item = Item(self._fetcher.fetch(request.pop()))
+            except asyncio.CancelledError as error:
+                item = Item(None, _cancelled(error))
+            except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
+                item = Item(None, error)
+            self.handoff.put(item)
+            del item
+
+
+def _cancelled(cause: BaseException) -> RuntimeError:
+    """Stand in for a CancelledError of the dataset's own: raised as it is, it would cancel the consumer's task."""
+    error = RuntimeError("The dataset raised CancelledError.")
+    error.__cause__ = cause
+    return error
+
+
+_alive: weakref.WeakSet[FetchThread] = weakref.WeakSet()
+
+
+def _stop_at_exit() -> None:
+    """End all threads, or wait for them a while: the interpreter's end unwinds a daemon thread wherever it is.
+
+    In the middle of torch's C++ that is ``std::terminate``: the program would be aborted with a core dump.
+    """
+    deadline = time.monotonic() + EXIT_GRACE_S
+    everyone = tuple(_alive)
+    for fetching in everyone:
+        fetching.stop()
+    for fetching in everyone:
+        fetching.join(max(0.0, deadline - time.monotonic()))
+
+
+threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]
+
+
+class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
+    """Batches made in this process."""
+
+    def __init__(self, loader: DataLoader[T_co]) -> None:
+        super().__init__(loader)
+        self._dataset_fetcher.collate_fn = recycling_collate(self._collate_fn)
+        self._pid = os.getpid()
+        self._fetching = FetchThread(self._dataset_fetcher)
+        self._finalizer = weakref.finalize(self, self._fetching.stop)
+        self._finalizer.atexit = False
+        self._closed = False
+        self._exhausted = False
+        self._taking = threading.Lock()
+        self._asking = threading.Lock()  # held to read the sampler, and to change the two numbers
+        self._wanting = 0  # consumers in `__anext__`
+
+    def __next__(self) -> Any:
+        self._check_usable()
+        with self._taking:
+            if self._fetching.unserved and (item := self._left_over()) is not None:
+                try:
+                    return item.open()
+                finally:
+                    del item
+            if torch._C._autograd._profiler_enabled() or self._dataset_kind != 0:
+                return super().__next__()
+            batch = self._next_data()  # type: ignore[no-untyped-call]
+            self._num_yielded += 1
+            return batch
+
+    async def __anext__(self) -> Any:
+        self._check_usable()
+        await self._let_the_loop_turn()
+        with self._asking:
+            self._wanting += 1
+        try:
+            while (item := self._take_or_request()) is None:
+                await self._fetching.handoff.wait_async(self._has_news, None)
+                self._check_usable()
+        finally:
+            with self._asking:
+                self._wanting -= 1
+        try:
+            return item.open()
+        except StopIteration:
+            raise StopAsyncIteration from None
+        finally:
+            del item
+
+    def _has_news(self) -> bool:
+        return bool(self._fetching.handoff.ready) or self._closed
+
+    def _take_or_request(self) -> Item | None:
+        """Take a batch, or see that one is on its way for each consumer that waits and for this one.
+
+        A batch whose consumer was cancelled waits for the next one: what was asked for is not asked for again. And one
+        may be taken by a consumer that has just come, from under those who have waited: so this is looked at anew after
+        each wait.
+        """
+        fetching = self._fetching
+        with self._asking:
+            try:
+                item = fetching.handoff.ready.popleft()
+            except IndexError:
+                if fetching.unserved < self._wanting:
+                    self._request()
+                return None
+            fetching.unserved -= 1
+            return item
+
+    def _left_over(self) -> Item | None:
+        """Take a batch that was made for a task that was cancelled; wait for it if it is being made."""
+        handoff = self._fetching.handoff
+        while self._fetching.unserved > self._wanting:
+            with self._asking, contextlib.suppress(IndexError):
+                item = handoff.ready.popleft()
+                self._fetching.unserved -= 1
+                return item
+            handoff.wait(self._has_news, None)
+            self._check_usable()
+        return None
+
+    def _next_index(self) -> Any:
+        with self._asking:
+            try:
+                return next(self._sampler_iter)
+            except StopIteration:
+                self._exhausted = True
+                raise
+
+    def _request(self) -> None:
+        if self._exhausted:
+            raise StopAsyncIteration
+        try:
+            keys = next(self._sampler_iter)
+        except StopIteration:
+            self._exhausted = True
+            raise StopAsyncIteration from None
+        self._fetching.request(keys)
+
+    def _check_usable(self) -> None:
+        check_owner(self._pid)
+        if self._closed and (self._fetching.unserved or not self._exhausted):
+            raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
+
+    def close(self) -> None:
+        """End; a batch in work on the thread is waited for, 3 s at most."""
+        self._closed = True
+        self._finalizer()
+        self._fetching.handoff.wake_all()
+        self._fetching.join(3.0)
+
+    async def aclose(self) -> None:
+        """End as `close` does, without blocking the loop."""
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,77 @@
+"""Copy batches into page-locked memory, on a thread beside the loop, so that the GPU can fetch them by itself.
+
+    loop thread ── pin(batch, tell) ──> queue ──> pin thread ── tell(pinned, error) ──> loop thread ──> reorder
+
+The copy is torch's own (`torch.utils.data._utils.pin_memory`), which knows nested batches and types with a
+``pin_memory`` method. The slab that the batch came in is free again when the copy is made.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from asyncloader.engine.portal import Portal
+from asyncloader.errors import LoaderClosedError
+
+Tell: TypeAlias = Callable[[Any, Exception | None], None]
+
+
+class Pinner:
+    """Owner of the pin thread of one session. Used from the loop thread; the thread starts with the first batch.
+
+    Args:
+        portal: On whose loop the outcome is told.
+        device: Type of the accelerator, "cuda" for example.
+        copy: Makes the pinned copy of a batch; torch's by default.
+    """
+
+    def __init__(self, portal: Portal, device: str, copy: Callable[[Any], Any] | None = None) -> None:
+        self._portal = portal
+        self._device = device
+        self._copy = copy or (lambda batch: pin_memory(batch, device))  # type: ignore[no-untyped-call]
+        self._index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else -1
+        self._queue: queue.SimpleQueue[tuple[Any, Tell] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def pin(self, batch: Any, tell: Tell) -> None:
+        """Copy the batch; ``tell`` is called on the loop with the copy, or with what was raised."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="asyncloader pin", daemon=True)
+            self._thread.start()
+        self._queue.put((batch, tell))
+
+    def stop(self) -> None:
+        """End the thread after the copy in work."""
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        if self._index >= 0:
+            torch.accelerator.set_device_index(self._index)
+        while (job := self._queue.get()) is not None:
+            batch, tell = job
+            del job
+            try:
+                pinned, error = self._copy(batch), None
+            except Exception as raised:
+                raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._index}.")
+                pinned, error = None, raised
+            del batch
+            try:
+                self._portal.post(tell, pinned, error)
+            except LoaderClosedError:
+                return
+            del pinned, error, tell

@@ -1,0 +1,214 @@
+"""The loop thread: one asyncio loop in one background thread of the process, shared by all loaders.
+
+    consumer threads ── call / post ──> ┌──────────────────────────┐
+    finalizers       ── post ─────────> │ portal thread: loop      │ ── forks workers, reads channels, keeps order
+    interpreter exit ── close ────────> └──────────────────────────┘
+
+Why a thread of its own: work goes on while the trainer computes, whichever face it uses and whether it has a loop. And
+it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.workers.process`).
+
+Interpreter exit. A ``ProcessPoolExecutor`` with a resident task hangs the exit (its manager thread is joined before any
+``atexit`` handler runs), so the portal closes what is alive from ``threading._register_atexit``, registered after
+``concurrent.futures`` was imported and so run before its hook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.process  # its exit hook must be registered before ours
+import concurrent.futures.thread
+import contextlib
+import multiprocessing.util
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from asyncloader.errors import LoaderClosedError, could_not_start
+from asyncloader.workers.process import try_descriptors
+
+T = TypeVar("T")
+
+EXIT_GRACE_S = 1.5
+"""At interpreter exit workers get this long to end by themselves, then they are killed. Seconds."""
+
+
+_DESCRIPTORS = 12
+"""More than a loop needs."""
+
+
+class Resident(Protocol):
+    """What lives on the portal and must end with it."""
+
+    def close_soon(self, grace_s: float) -> None:
+        """Begin to close: kill what is left after ``grace_s`` seconds. On the loop thread."""
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until everything is reaped. In any thread but the loop's."""
+
+
+class Portal:
+    """Owner of the loop and its thread. `post` and `call` may be used from any thread."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = _new_event_loop()
+        self.residents: set[Resident] = set()  # touched by the loop thread only
+        self.is_closing = False  # written by the loop thread
+        self._users: set[threading.Thread] = set()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="asyncloader", daemon=True)
+        self._thread.start()
+        # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
+        # a Ctrl-C in here must not leave a half-made portal to be closed.
+        multiprocessing.util.Finalize(None, self.close, exitpriority=100)
+
+    def _run(self) -> None:
+        # Signals are for the main thread. With all of them blocked here nothing interrupts a fork.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Run the function on the loop soon. Takes no lock, so finalizers may call it.
+
+        Raises:
+            LoaderClosedError: if the interpreter is exiting and the loop has ended.
+        """
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError as error:
+            raise LoaderClosedError("the interpreter is exiting, no more batches are made") from error
+
+    def call(self, function: Callable[..., T], *args: object) -> Future[T]:
+        """Run the function on the loop and give its result."""
+        future: Future[T] = Future()
+        self.post(_fulfil, future, function, args)
+        return future
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is the loop thread."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """End everything that lives here, then the loop. Bounded; what does not end is killed. Idempotent."""
+        if self._is_closed or self.pid != os.getpid():
+            return
+        self._is_closed = True
+        self._wait_for_users()
+        deadline = time.monotonic() + EXIT_GRACE_S + 1.0
+        with contextlib.suppress(TimeoutError):
+            for resident in self.call(self._close_residents).result(EXIT_GRACE_S):
+                resident.wait_closed(max(0.0, deadline - time.monotonic()))
+        self.post(self.loop.stop)
+        self._thread.join(1.0)
+
+    def stop_daemon(self) -> None:
+        """Do not return to a daemon thread if the interpreter is exiting.
+
+        Called before something would be raised because of that. The interpreter abandons daemon threads in a moment,
+        wherever they are; until then they would write tracebacks of errors that nobody made.
+        """
+        if self.is_closing and threading.current_thread().daemon:
+            threading.Event().wait()
+
+    def _close_residents(self) -> tuple[Resident, ...]:
+        self.is_closing = True  # what would come to live here from now on would be forgotten
+        residents = tuple(self.residents)
+        for resident in residents:
+            resident.close_soon(EXIT_GRACE_S)
+        return residents
+
+    def note_user(self) -> None:
+        """Remember the calling thread as one that takes batches."""
+        thread = threading.current_thread()
+        if thread not in self._users:
+            for other in tuple(self._users):
+                if not other.is_alive():
+                    self._users.discard(other)
+            self._users.add(thread)
+
+    def _wait_for_users(self) -> None:
+        """Let threads that train on after the main thread has returned come to their end.
+
+        All that ever took a batch, for a thread may just be between two epochs. The interpreter would wait for them as
+        well, but only after this hook. Threads of an executor end when concurrent.futures' own hook tells them to,
+        which would be too late: it is told now.
+        """
+        while waiting := [thread for thread in tuple(self._users) if _may_go_on(thread)]:
+            pooled = concurrent.futures.thread._threads_queues
+            if any(thread in pooled for thread in waiting):
+                concurrent.futures.thread._python_exit()
+            for thread in waiting:
+                thread.join()
+
+
+def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, ...]) -> None:
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future  # it would be in a cycle with the error, whose traceback refers to this frame
+
+
+def _may_go_on(thread: threading.Thread) -> bool:
+    return thread.is_alive() and not thread.daemon and thread is not threading.main_thread()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make a loop.
+
+    Raises:
+        WorkerStartError: if there are not enough descriptors; libuv would abort the process.
+    """
+    try:
+        try_descriptors(_DESCRIPTORS)
+    except OSError as error:
+        raise could_not_start(error) from error
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+_portal: Portal | None = None
+_making = threading.Lock()
+
+
+def get_portal() -> Portal:
+    """Return the portal of this process, started at first use."""
+    global _portal
+    with _making:
+        if _portal is None:
+            _portal = Portal()
+        return _portal
+
+
+def _forget() -> None:
+    """In a forked child: the thread is not there, the loop's descriptors are shared with the parent. Touch nothing."""
+    global _portal, _making
+    _making = threading.Lock()
+    if _portal is not None:
+        _inherited.append(_portal)  # kept, or its finalizers would close what the parent uses
+        _portal = None
+
+
+_inherited: list[Any] = []
+
+
+def _close_at_exit() -> None:
+    if _portal is not None:
+        _portal.close()
+
+
+os.register_at_fork(after_in_child=_forget)
+threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]

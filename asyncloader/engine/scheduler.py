@@ -1,0 +1,378 @@
+"""Decide which worker does which batch, and which batch is handed over next. No loop, no clock, no process.
+
+    planned(keys)  ──>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
+    returned, ready ──> │ unsent -> in flight -> parked -> delivered │ ──> Deliver(outcome)
+    exhausted, died ──> └────────────────────────────────────────────┘ ──> Read(until), Replace(worker), Finish()
+
+A batch is in exactly one of four places: *unsent* (read from the sampler, no worker has it), *in flight* (a worker
+has its ticket), *parked* (its outcome is here, but an earlier batch is missing), or gone: *delivered* or *void* (an
+iterable dataset ended before it, or an option says to leave it out).
+
+Events come in as method calls, decisions go out as lists of actions which the session carries out. The scheduler alone
+knows sequence numbers, order, window and retries. It belongs to one loop thread. Hypothesis drives it in the tests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+# Under dynamic scheduling a worker has tickets for this long, so that it need not wait for the channel. A round trip
+# takes 0.1 ms with an idle trainer and several ms with one that is busy in pure Python (the interpreter's switch
+# interval is 5 ms), so one ticket behind the one in work is the least, and more are queued only for tiny batches.
+_HIDE_LATENCY_S = 0.002
+_LEAST_DEPTH = 2
+_MOST_DEPTH = 100
+# Where waiting for the channel takes a smaller share than this of a worker's time, it gets one ticket at a time.
+_LATENCY_SHARE = 0.05
+_LATENCY_GUESS_S = 0.0003
+# What a parked batch costs beyond its data. Bounds run-ahead over batches of a few bytes.
+_BATCH_OVERHEAD_BYTES = 4096
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A numbered batch to do: ``keys`` are the indices as the sampler gave them."""
+
+    seq: int
+    keys: Any
+    worker: int = -1
+    tries: int = 0
+    is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
+
+
+class Send(NamedTuple):
+    """Give the ticket to the worker."""
+
+    worker: int
+    ticket: Ticket
+
+
+class Deliver(NamedTuple):
+    """Hand the outcome over to the consumer."""
+
+    outcome: Any
+
+
+class Read(NamedTuple):
+    """Let a consumer that waits read the sampler on, until it has read so many batches in all."""
+
+    until: int
+
+
+class Replace(NamedTuple):
+    """Start a new process for this worker id."""
+
+    worker: int
+
+
+class Fail(NamedTuple):
+    """These tickets are given up because their worker died; the session makes one error of it.
+
+    ``at_once`` hands the error over before what is in order, and the tickets are void already; else it takes the
+    place of the first ticket, through :meth:`Scheduler.ready`.
+    """
+
+    tickets: list[Ticket]
+    at_once: bool
+
+
+class Finish(NamedTuple):
+    """Everything that was planned has been delivered, and nothing more will be planned."""
+
+
+Action: TypeAlias = Send | Deliver | Read | Replace | Fail | Finish
+
+VOID = object()
+"""The outcome of a ticket that makes no batch: it keeps its place in the order and is passed over."""
+
+
+class Scheduler:
+    """The state of one session. Called from the loop thread only.
+
+    Args:
+        num_workers: Workers, numbered from 0.
+        prefetch_factor: Batches in flight or waiting, for each worker.
+        scheduling: "static" sends batch i to worker i % num_workers; "dynamic" to the one with least to do.
+        in_order: Deliver by sequence number; else as they come.
+        run_ahead_bytes: Read beyond the window while workers would stand idle, as long as what is ahead of the
+            consumer is estimated below this many bytes. 0 for never.
+        on_crash: What becomes of the ticket that a dead worker was at: "retry", "raise" or "skip".
+        max_retries: How often a ticket is sent again before it is given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        scheduling: Literal["static", "dynamic"] = "static",
+        in_order: bool = True,
+        run_ahead_bytes: int = 0,
+        on_crash: Literal["raise", "retry", "skip"] = "retry",
+        max_retries: int = 2,
+    ) -> None:
+        self.window = num_workers * prefetch_factor
+        self.num_workers = num_workers
+        self._static = scheduling == "static"
+        self._in_order = in_order
+        self._run_ahead_bytes = run_ahead_bytes if in_order else 0
+        self._on_crash = on_crash
+        self._max_retries = max_retries
+
+        self.active = set(range(num_workers))
+        self.in_flight: list[dict[int, Ticket]] = [{} for _ in range(num_workers)]
+        self._unsent: list[tuple[int, Ticket]] = []  # a heap by sequence number
+        self._parked: dict[int, Any] = {}
+        self._next_worker = 0
+
+        self.planned_count = 0
+        self.gone_count = 0  # delivered or void; in order it is the sequence number that is awaited
+        self.void_count = 0
+        self.skipped: list[Any] = []
+        self._plan_ended = False
+        self._finished = False
+
+        self._read_until = self.window
+        self._parked_bytes = 0
+        self._mean_bytes: float | None = None
+        self._mean_busy_s: float | None = None
+        self._latency_s = _LATENCY_GUESS_S
+
+    def __repr__(self) -> str:
+        loads = ",".join(str(len(tickets)) for tickets in self.in_flight)
+        return (
+            f"<Scheduler planned={self.planned_count} unsent={len(self._unsent)} in_flight=[{loads}] "
+            f"parked={len(self._parked)} gone={self.gone_count}>"
+        )
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def planned(self, batches: Iterable[Any]) -> list[Action]:
+        """The consumer read these batches of keys from the sampler."""
+        for keys in batches:
+            heapq.heappush(self._unsent, (self.planned_count, Ticket(self.planned_count, keys)))
+            self.planned_count += 1
+        return self._assign()
+
+    def plan_ended(self) -> list[Action]:
+        """The sampler has no more batches."""
+        self._plan_ended = True
+        return self._maybe_finish()
+
+    def returned(self, worker: int, seq: int, busy_s: float = 0.0, wait_s: float = 0.0) -> list[Action]:
+        """The worker is done with this ticket; its outcome follows in `ready`.
+
+        Args:
+            worker: Who did it.
+            seq: Of the ticket.
+            busy_s: Seconds of work that it took.
+            wait_s: Seconds that the worker had waited for it.
+        """
+        ticket = self.in_flight[worker].pop(seq, None)
+        if ticket is None:
+            raise AssertionError(f"worker {worker} returned {seq}, which it did not have: {self!r}")
+        mean = self._mean_busy_s
+        self._mean_busy_s = busy_s if mean is None else mean + 0.2 * (busy_s - mean)
+        if ticket.is_prompt:
+            self._latency_s += 0.2 * (wait_s - self._latency_s)
+        else:
+            self._latency_s += 0.005 * (_LATENCY_GUESS_S - self._latency_s)  # long ago: to be tried again
+        return self._assign(idle=worker) if self._unsent else []
+
+    def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
+        """The outcome of a returned ticket can be handed over."""
+        is_batch = nbytes > 0  # what is void, and an exception, tells nothing about the size of batches
+        nbytes += _BATCH_OVERHEAD_BYTES
+        if is_batch:
+            mean = self._mean_bytes
+            self._mean_bytes = nbytes if mean is None else mean + 0.2 * (nbytes - mean)
+        if not self._in_order:
+            return self._leave(outcome, [])
+        if seq != self.gone_count:
+            self._parked[seq] = (outcome, nbytes)
+            self._parked_bytes += nbytes
+            return self._maybe_run_ahead()
+        actions = self._leave(outcome, [])
+        while (parked := self._parked.pop(self.gone_count, None)) is not None:
+            self._parked_bytes -= parked[1]
+            self._leave(parked[0], actions)
+        return actions or self._maybe_run_ahead()
+
+    def exhausted(self, worker: int, seq: int) -> list[Action]:
+        """The worker's iterable dataset ended before this ticket: it, and what the worker has behind it, is void."""
+        self.active.discard(worker)
+        lost = list(self.in_flight[worker].values())
+        self.in_flight[worker].clear()
+        actions: list[Action] = []
+        for ticket in lost:
+            actions += self.ready(ticket.seq, VOID)
+        return actions + self._assign()
+
+    def died(self, worker: int, *, replaceable: bool = True, was_ready: bool = True) -> list[Action]:
+        """The worker's process ended. What it was at is tried again, given up or left out, as ``on_crash`` says.
+
+        A worker that cannot be replaced (it held the state of an iterable dataset) takes no more tickets, and what it
+        had in flight is named in one error. One that was not ready had not begun with any ticket.
+        """
+        lost = list(self.in_flight[worker].values())
+        self.in_flight[worker].clear()
+        if self._on_crash == "raise" or not replaceable:
+            return self._give_up(worker, lost, replaceable)
+        actions: list[Action] = [Replace(worker)]
+        if lost and was_ready:
+            # A worker takes its tickets in order, so only the first one can have killed it.
+            actions += self._blame(lost.pop(0))
+        for ticket in lost:
+            heapq.heappush(self._unsent, (ticket.seq, ticket))
+        return actions + self._assign()
+
+    def stopped(self) -> list[Ticket]:
+        """No worker can be had any more: give up everything that has no outcome yet."""
+        lost = [ticket for tickets in self.in_flight for ticket in tickets.values()]
+        lost += [ticket for _, ticket in self._take_unsent()]
+        for tickets in self.in_flight:
+            tickets.clear()
+        self.active.clear()
+        return sorted(lost, key=lambda ticket: ticket.seq)
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def awaited(self) -> Ticket | None:
+        """Return the ticket that the consumer waits for: the first in order that a worker has."""
+        in_flight = [ticket for tickets in self.in_flight for ticket in tickets.values()]
+        return min(in_flight, key=lambda ticket: ticket.seq, default=None)
+
+    def validate(self) -> None:
+        """Check what must hold between any two events."""
+        flying = [seq for tickets in self.in_flight for seq in tickets]
+        unsent = [seq for seq, _ in self._unsent]
+        everywhere = [*flying, *unsent, *self._parked]
+        assert len(everywhere) == len(set(everywhere)), f"a batch is in two places: {self!r}"
+        if self._in_order:
+            assert all(seq >= self.gone_count for seq in everywhere), f"a batch came back after delivery: {self!r}"
+            assert self.gone_count not in self._parked, f"a batch is parked that could go: {self!r}"
+        assert self._parked_bytes == sum(nbytes for _, nbytes in self._parked.values())
+        assert self.gone_count + len(self._parked) + len(flying) + len(unsent) <= self.planned_count
+
+    # ---------------------------------------------------------------------------------------------- decisions
+
+    def _assign(self, idle: int | None = None) -> list[Action]:
+        """Give unsent tickets to workers, in order, as far as there is a worker to take them.
+
+        Args:
+            idle: The worker that has just finished something.
+        """
+        actions: list[Action] = []
+        if not self.active:  # every worker has come to the end of its data, or is lost
+            self._plan_ended = True
+            for _, ticket in sorted(self._take_unsent()):
+                actions += self.ready(ticket.seq, VOID)
+            return actions + self._maybe_finish()
+        while self._unsent:
+            ticket = self._unsent[0][1]
+            worker = self._choose(ticket)
+            if worker is None:
+                break
+            heapq.heappop(self._unsent)
+            ticket.worker = worker
+            ticket.is_prompt = worker == idle and not self.in_flight[worker]
+            self.in_flight[worker][ticket.seq] = ticket
+            actions.append(Send(worker, ticket))
+        return actions + self._maybe_run_ahead()
+
+    def _take_unsent(self) -> list[tuple[int, Ticket]]:
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def _choose(self, ticket: Ticket) -> int | None:
+        if ticket.worker in self.active and self._static:
+            return ticket.worker  # sent again after a crash: to the same worker id
+        if not self._static:
+            worker = min(self.active, key=lambda w: (len(self.in_flight[w]), w))
+            return worker if len(self.in_flight[worker]) < self._queue_depth() else None
+        # As torch: round robin over the workers that still have data, and out of order only to one with room.
+        most = self.window // len(self.active)
+        for _ in range(self.num_workers):
+            worker = self._next_worker
+            has_room = self._in_order or len(self.in_flight[worker]) < most
+            if worker in self.active and has_room:
+                self._next_worker = (worker + 1) % self.num_workers
+                return worker
+            self._next_worker = (worker + 1) % self.num_workers
+        return None
+
+    def _queue_depth(self) -> int:
+        """Return how many tickets a worker has at once under dynamic scheduling: as few as keep it busy."""
+        if self._mean_busy_s is not None and self._latency_s < _LATENCY_SHARE * self._mean_busy_s:
+            return 1
+        return self._depth()
+
+    def _depth(self) -> int:
+        """Return how many batches cover the latency of the channel and of asking."""
+        if self._mean_busy_s is None:
+            return _LEAST_DEPTH
+        return max(_LEAST_DEPTH, min(1 + int(_HIDE_LATENCY_S / max(self._mean_busy_s, 1e-6)), _MOST_DEPTH))
+
+    def _maybe_run_ahead(self) -> list[Action]:
+        """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
+
+        One round of tickets, or for batches of microseconds as many as hide the latency of asking. Asked for at most
+        once until the consumer has read that far. A consumer that does not wait does not read: then the training is
+        what is slow, and the window is enough.
+        """
+        if self.planned_count < self._read_until or self._unsent or not self._run_ahead_bytes:
+            return []
+        if self._plan_ended or self._mean_bytes is None:
+            return []
+        depth = self._depth()
+        low = max(_LEAST_DEPTH, depth // 2)  # asked for early, so that what is read comes before a worker stands idle
+        if not any(len(self.in_flight[worker]) < low for worker in self.active):
+            return []
+        unknown = self.planned_count - self.gone_count - len(self._parked)  # in flight, or returned and being pinned
+        room_bytes = self._run_ahead_bytes - self._parked_bytes - self._mean_bytes * unknown
+        rounds = min(depth - 1, int(room_bytes / (self._mean_bytes * self.num_workers)))
+        if rounds < 1:
+            return []
+        self._read_until = self.planned_count + rounds * self.num_workers
+        return [Read(self._read_until)]
+
+    def _blame(self, ticket: Ticket) -> list[Action]:
+        ticket.tries += 1
+        if self._on_crash == "skip":
+            self.skipped.append(ticket.keys)
+            return self.ready(ticket.seq, VOID)
+        if ticket.tries > self._max_retries:
+            return [Fail([ticket], at_once=False)]
+        heapq.heappush(self._unsent, (ticket.seq, ticket))
+        return []
+
+    def _give_up(self, worker: int, lost: list[Ticket], replaceable: bool) -> list[Action]:
+        actions: list[Action] = []
+        if replaceable:
+            actions.append(Replace(worker))
+        else:
+            self.active.discard(worker)
+        if lost or not (replaceable or self._finished):
+            actions.append(Fail(lost, at_once=True))
+        for ticket in lost:
+            actions += self.ready(ticket.seq, VOID)
+        return actions + self._assign()
+
+    def _leave(self, outcome: Any, actions: list[Action]) -> list[Action]:
+        self.gone_count += 1
+        if outcome is VOID:
+            self.void_count += 1
+            actions.append(Read(self._read_until))  # a void ticket frees its place in the window
+        else:
+            actions.append(Deliver(outcome))
+        actions += self._maybe_finish()
+        return actions
+
+    def _maybe_finish(self) -> list[Action]:
+        if self._plan_ended and not self._finished and self.gone_count == self.planned_count:
+            self._finished = True
+            return [Finish()]
+        return []

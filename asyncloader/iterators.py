@@ -1,0 +1,354 @@
+"""The two faces of one run over the data: ``for`` and ``async for``.
+
+    _BaseDataLoaderIter (torch's: sampler, base seed, flags)
+    ├── WorkerIterator    over a session with workers
+    └── InlineIterator    num_workers=0, in asyncloader.engine.inline
+
+Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncloader.engine.consumer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import warnings
+import weakref
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+
+from asyncloader.engine.consumer import Consumer
+from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.portal import Portal, get_portal
+from asyncloader.engine.scheduler import Scheduler, Ticket
+from asyncloader.engine.session import END_GRACE_S, Item, Run, Session, State
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, timed_out
+from asyncloader.workers.handle import WorkerHandle
+from asyncloader.workers.messages import EpochSpec, WorkerSpec
+from asyncloader.workers.pool import Pool
+from asyncloader.workers.process import WorkerProcess
+
+if TYPE_CHECKING:
+    from asyncloader.loader import DataLoader
+
+T_co = TypeVar("T_co", covariant=True)
+
+LONGEST_TURN_S = 0.002
+"""`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
+
+
+class Faces(_BaseDataLoaderIter, Generic[T_co]):
+    """What both kinds of iterators share: context managers, and a loop that turns."""
+
+    _last_turn = 0.0
+
+    def close(self) -> None:
+        """End the run and let go of everything; wait for it, 3 s at most."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """End the run as `close` does, without blocking the loop."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def _let_the_loop_turn(self) -> None:
+        now = time.monotonic()
+        if now - self._last_turn > LONGEST_TURN_S:
+            await asyncio.sleep(0)
+            self._last_turn = time.monotonic()
+
+
+class WorkerIterator(Faces[T_co]):
+    """Batches that workers make, in order.
+
+    Several threads or tasks may take from one iterator; each batch goes to exactly one of them. After an exception that
+    stands for a batch the iterator goes on with the next one.
+
+    Args:
+        loader: Whose settings are read, once.
+        wait_for_start: Return when the workers have been started (``iter``); else the first ``anext`` waits for it.
+    """
+
+    def __init__(self, loader: DataLoader[T_co], *, wait_for_start: bool) -> None:
+        super().__init__(loader)
+        if not loader.prefetch_factor:
+            raise AssertionError("prefetch_factor must be positive")
+        self._is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._options = loader._options()
+        self._window = loader.prefetch_factor * loader.num_workers
+        self._runs = 0
+        run = self._make_run(loader)
+        self._session = self._make_session(loader, run)
+        self._finalizer = weakref.finalize(self, self._session.request_close)
+        self._finalizer.atexit = False
+        super()._reset(loader, first_iter=True)
+        self._begin(run)
+        # The first window is read before the workers start: they find their tickets waiting.
+        self._started: Future[None] | None = self._session.portal.call(self._session.start)
+        if wait_for_start:
+            self._wait_started(self._started)
+
+    def _make_session(self, loader: DataLoader[T_co], run: Run) -> Session:
+        portal = get_portal()
+        pool = Pool(portal.loop, loader._start_context(), self._worker_spec(loader))
+        pool.pack()
+        return Session(portal, pool, run, replaceable=not self._is_iterable, pinner=self._make_pinner(portal))
+
+    def _make_pinner(self, portal: Portal) -> Pinner | None:
+        return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
+
+    def _make_run(self, loader: DataLoader[T_co]) -> Run:
+        options = self._options
+        self._runs += 1
+        scheduler = Scheduler(
+            num_workers=self._num_workers,
+            prefetch_factor=self._window // self._num_workers,
+            scheduling="static" if self._is_iterable else options.scheduling,
+            in_order=loader.in_order,
+            run_ahead_bytes=options.run_ahead_bytes,
+            on_crash=options.on_crash,
+            max_retries=options.max_retries,
+        )
+        key = (int(self._base_seed), loader._next_epoch(), self._rank)
+        return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed))
+
+    def _worker_spec(self, loader: DataLoader[T_co]) -> WorkerSpec:
+        return WorkerSpec(
+            dataset=self._dataset,
+            is_iterable=self._is_iterable,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            worker_init_fn=self._init_fn(loader),
+            num_workers=loader.num_workers,
+            base_seed=int(self._base_seed),
+            seed_each_batch=self._options.seeding == "batch" and not self._is_iterable,
+        )
+
+    def _init_fn(self, loader: DataLoader[T_co]) -> Any:
+        """Return the user's function, with torch's sharding of data pipes before it."""
+        if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            return loader.worker_init_fn
+        return partial(_sharding_worker_init_fn, loader.worker_init_fn, self._world_size, self._rank)
+
+    def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
+        """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
+        super()._reset(loader, first_iter)
+        self._window = (loader.prefetch_factor or 1) * self._num_workers
+        run = self._make_run(loader)
+        self._session.push(run)
+        self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        """Begin to read the sampler, whose iterator torch's `_reset` has made anew."""
+        self._consumer = Consumer(self._session, run, self._sampler_iter, self._window)
+
+    @property
+    def _is_usable(self) -> bool:
+        """Whether it can begin another run."""
+        session = self._session
+        return session.pid == os.getpid() and session.state in (State.NEW, State.OPEN) and not session.gave_up
+
+    # -------------------------------------------------------------------------------------------------- taking
+
+    def __next__(self) -> Any:
+        if torch._C._autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                return self._next()
+        return self._next()
+
+    def _next(self) -> Any:
+        consumer = self._consumer
+        if consumer.run.handoff.ready and self._session.pid == os.getpid() and (item := consumer.take()) is not None:
+            try:
+                return self._open(item)
+            finally:
+                del item  # a traceback that refers to this frame would keep the iterator, and its workers, alive
+        if self._started is not None:
+            check_owner(self._session.pid)
+            self._wait_started(self._started)
+        self._check_usable()
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        while (item := self._take_or_read_on()) is None:
+            if not consumer.run.handoff.wait(consumer.has_news, deadline) and not consumer.has_news():
+                error = self._diagnose().result()
+                if not consumer.has_news():  # it may have come in the last moment
+                    try:
+                        raise error
+                    finally:
+                        del error
+        try:
+            return self._open(item)
+        finally:
+            del item
+
+    def _wait_started(self, started: Future[None]) -> None:
+        try:
+            started.result()
+        finally:
+            if started.done():
+                self._started = None
+            del started  # a traceback that refers to this frame, and to which the future refers, would be a cycle
+
+    async def _wait_started_async(self, started: Future[None]) -> None:
+        try:
+            await asyncio.shield(asyncio.wrap_future(started))
+        finally:
+            if started.done():
+                self._started = None
+            del started
+
+    async def __anext__(self) -> Any:
+        await self._let_the_loop_turn()
+        if self._started is not None:
+            check_owner(self._session.pid)
+            await self._wait_started_async(self._started)
+        self._check_usable()
+        if (item := self._consumer.take()) is None:
+            item = await self._wait_async()
+        try:
+            return self._open(item)
+        except StopIteration:
+            raise StopAsyncIteration from None
+        finally:
+            del item
+
+    async def _wait_async(self) -> Item:
+        consumer = self._consumer
+        handoff = consumer.run.handoff
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        while True:
+            try:
+                item = self._take_or_read_on()
+            except StopIteration:
+                raise StopAsyncIteration from None
+            if item is not None:
+                return item
+            if not await handoff.wait_async(consumer.has_news, deadline) and not consumer.has_news():
+                error = await asyncio.wrap_future(self._diagnose())
+                if not consumer.has_news():
+                    try:
+                        raise error
+                    finally:
+                        del error
+            self._last_turn = time.monotonic()
+
+    def _take_or_read_on(self) -> Item | None:
+        """Take an item, or find out that there will be none, or do what can be done before waiting."""
+        consumer = self._consumer
+        if (item := consumer.take()) is not None:
+            return item
+        self._check_usable()
+        try:
+            consumer.read_on()
+        finally:
+            if consumer.exhausted and not self._persistent_workers:
+                self._finalizer()  # the workers may go
+        return None
+
+    def _open(self, item: Item) -> Any:
+        """Return the batch, or raise what came in its place."""
+        if item.error is None and self._is_iterable:
+            self._num_yielded += 1
+            self._warn_if_longer()
+        try:
+            return item.open()
+        finally:
+            del item  # a traceback refers to this frame
+
+    def _warn_if_longer(self) -> None:
+        """Warn as torch does when an iterable dataset gives more than it said."""
+        length = self._IterableDataset_len_called
+        if length is None or self._num_yielded <= length:
+            return
+        warnings.warn(
+            f"Length of IterableDataset {self._dataset} was reported to be {length}"
+            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+            "For multiprocessing data-loading, this could be caused by not properly configuring the "
+            "IterableDataset replica at each worker. Please see "
+            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples.",
+            stacklevel=5,
+        )
+
+    def _check_usable(self) -> None:
+        session = self._session
+        check_owner(session.pid)
+        if session.state in (State.CLOSING, State.CLOSED) and not self._consumer.exhausted:
+            session.portal.stop_daemon()
+            raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
+
+    # ------------------------------------------------------------------------------------------------- timeouts
+
+    def _diagnose(self) -> Future[BatchTimeoutError]:
+        """Ask the worker that has the awaited batch for its stack, and build the error."""
+        future: Future[BatchTimeoutError] = Future()
+
+        def tell(ticket: Ticket | None, process: WorkerProcess | None, stack: str) -> None:
+            if not future.done():
+                future.set_result(_timed_out(self._timeout, ticket, process, stack))
+
+        self._session.portal.post(self._session.diagnose, tell)
+        return future
+
+    # --------------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone."""
+        self._finalizer.detach()
+        if self._session.pid == os.getpid():
+            self._session.request_close()
+            self._session.wait_closed(END_GRACE_S + 1.0)
+
+    async def aclose(self) -> None:
+        """End the run as `close` does, without blocking the loop."""
+        self._finalizer.detach()
+        if self._session.pid == os.getpid():
+            self._session.request_close()
+            await asyncio.to_thread(self._session.wait_closed, END_GRACE_S + 1.0)
+
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        """The worker processes, as torch's iterator shows them."""
+        return [WorkerHandle(process) for process in self._session.pool.processes]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} taken={self._consumer.taken} {self._session!r}>"
+
+
+def check_owner(pid: int) -> None:
+    """Refuse to work in a fork of the process that made the iterator: its workers and its loop are not there."""
+    if pid != os.getpid():
+        raise LoaderClosedError(
+            "this iterator belongs to the process that made it, not to a fork of it; call iter(loader) here"
+        )
+
+
+def _timed_out(
+    timeout_s: float, ticket: Ticket | None, process: WorkerProcess | None, stack: str
+) -> BatchTimeoutError:
+    if ticket is None or process is None:
+        return timed_out(timeout_s)
+    why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
+    return timed_out(timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)

@@ -1,0 +1,265 @@
+"""The DataLoader: torch's arguments and ours, and the two ways to iterate."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch.utils.data
+from torch.utils.data import Dataset, Sampler
+
+from asyncloader.engine.inline import InlineIterator
+from asyncloader.iterators import WorkerIterator
+from asyncloader.options import (
+    RUN_AHEAD_BYTES,
+    OnCrash,
+    OnError,
+    OnTimeout,
+    Options,
+    Scheduling,
+    Seeding,
+    WorkerBackend,
+)
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _AskedByAccelerate:
+    """What Accelerate reads of a loader, False, just before it builds another one in its place: time to warn.
+
+    Not a data descriptor, so that a value which is set on a loader, as Accelerate does, goes before it.
+    """
+
+    def __get__(self, loader: DataLoader[Any] | None, owner: type) -> bool:
+        # The class that Accelerate builds. Anything but these two was put there by somebody who knows what it does.
+        built = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
+        if loader is not None and built in DataLoader.__bases__:
+            warnings.warn(
+                "Accelerate builds a torch DataLoader in place of this one, and asyncloader is not used. To keep it, "
+                "write this before: accelerate.data_loader.DataLoader = asyncloader.DataLoader",
+                stacklevel=2,
+            )
+        elif loader is not None and built is DataLoader and (lost := loader._changed_options()):
+            warnings.warn(
+                f"Accelerate builds this loader anew, without {lost}. To keep that, write this before: "
+                f"accelerate.data_loader.DataLoader = functools.partial(asyncloader.DataLoader, {lost})",
+                stacklevel=2,
+            )
+        return False
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """Combine a dataset and a sampler, and iterate over batches, with ``for`` or with ``async for``.
+
+    A drop-in for :class:`torch.utils.data.DataLoader`: its arguments, attributes, checks and errors are torch's. Below
+    are the options beyond them; each has a default and is kept under its own name.
+
+    Args:
+        dataset: As in torch, and so on up to ``in_order``.
+        batch_size: Samples in a batch, or None for no automatic batching.
+        shuffle: Draw the samples in random order.
+        sampler: Yields keys of the dataset.
+        batch_sampler: Yields lists of keys.
+        num_workers: Worker processes; 0 makes the batches in this process.
+        collate_fn: Makes a batch of a list of samples.
+        pin_memory: Copy batches into page-locked memory, on a side thread; types with a ``pin_memory`` method too.
+        drop_last: Leave out an incomplete last batch.
+        timeout: How long a consumer waits for a batch, in seconds; 0 for no limit.
+        worker_init_fn: Called in each worker with its id.
+        multiprocessing_context: "fork", "forkserver", "spawn", or a context.
+        generator: Draws the order and the base seed.
+        prefetch_factor: Batches that each worker has in advance; 2 by default.
+        persistent_workers: Keep the workers, their datasets and their memory for the next run.
+        pin_memory_device: As in torch: deprecated and ignored.
+        in_order: Deliver batches in the order of the sampler; else as they come.
+        concurrency: Samples that one worker fetches at once.
+        scheduling: "static" gives batch i to worker i % num_workers, as torch; "dynamic" to the worker with the least
+            to do.
+        seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank, number of the
+            batch), so that the number of workers, their timing and a crash change nothing; "worker" keeps torch's
+            streams, one for each worker.
+        run_ahead_bytes: While the next batch in order is slow and workers would stand idle, they work ahead of torch's
+            window, as long as what waits is below so many bytes. 0 keeps torch's window exactly.
+        on_error: What to do about a sample that raises.
+        max_errors: After how many such samples to raise all the same.
+        on_timeout: What to do about a batch that does not come in time.
+        on_crash: What to do about a batch whose worker died: "retry" replaces the worker and runs the batch again, with
+            the same seeds; "raise" raises WorkerDiedError; "skip" leaves the batch out.
+        max_retries: How often a batch is run again; then WorkerDiedError is raised, and the next batch follows.
+        worker_backend: Where workers run.
+        trace: File to write a timeline to.
+        snapshot_every_n_steps: Accepted for the sake of code written for torchdata's StatefulDataLoader.
+
+    Raises:
+        ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
+        NotImplementedError: for what is documented but not built yet.
+    """
+
+    _is_accelerate_prepared = _AskedByAccelerate()
+
+    def __init__(
+        self,
+        dataset: Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        concurrency: int | None = None,
+        scheduling: Scheduling = "static",
+        seeding: Seeding = "batch",
+        run_ahead_bytes: int = RUN_AHEAD_BYTES,
+        on_error: OnError = "raise",
+        max_errors: int | float | None = None,
+        on_timeout: OnTimeout = "raise",
+        on_crash: OnCrash = "retry",
+        max_retries: int = 2,
+        worker_backend: WorkerBackend = "process",
+        trace: str | None = None,
+        snapshot_every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        self.concurrency = concurrency
+        self.scheduling = scheduling
+        self.seeding = seeding
+        self.run_ahead_bytes = run_ahead_bytes
+        self.on_error = on_error
+        self.max_errors = max_errors
+        self.on_timeout = on_timeout
+        self.on_crash = on_crash
+        self.max_retries = max_retries
+        self.worker_backend = worker_backend
+        self.trace = trace
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        self._epoch = 0
+        self._newest: Callable[[], Any] = _nothing
+        self._options()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
+
+        Lightning makes loaders anew from their attributes. Where it finds ``**kwargs`` it hands on the arguments that
+        torch's ``__init__`` has, and nothing else that the signature does not name.
+        """
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            _name_options(cls.__dict__["__init__"])
+
+    def _options(self) -> Options:
+        """Check and freeze our options, as they are now."""
+        return Options(**{name: getattr(self, name) for name in Options.__dataclass_fields__})
+
+    def _changed_options(self) -> str:
+        """Write down our options that are not at their defaults."""
+        now, defaults = self._options(), Options()
+        changed = [name for name in Options.__dataclass_fields__ if getattr(now, name) != getattr(defaults, name)]
+        return ", ".join(f"{name}={getattr(now, name)!r}" for name in changed)
+
+    def __iter__(self) -> Any:
+        """Begin a run over the data: workers start, and the first batches are being made when this returns."""
+        self._drop_unusable()
+        return super().__iter__()
+
+    def __aiter__(self) -> Any:
+        """Begin a run over the data without blocking the loop: what goes wrong is raised by the first ``anext``."""
+        self._drop_unusable()
+        if not self.persistent_workers:
+            return self._make_iterator(wait_for_start=False)
+        if self._iterator is None:
+            self._iterator = self._make_iterator(wait_for_start=False)
+        else:
+            self._iterator._reset(self)
+        return self._iterator
+
+    def _drop_unusable(self) -> None:
+        """Forget persistent workers that were closed, or belong to the process that this one was forked from."""
+        iterator: Any = self._iterator
+        if iterator is not None and not iterator._is_usable:
+            self._iterator = None
+
+    def _get_iterator(self) -> Any:
+        return self._make_iterator(wait_for_start=True)
+
+    def _make_iterator(self, *, wait_for_start: bool) -> Any:
+        iterator: Any
+        if self.num_workers == 0:
+            iterator = InlineIterator(self)
+        else:
+            self.check_worker_number_rationality()
+            iterator = WorkerIterator(self, wait_for_start=wait_for_start)
+        self._newest = weakref.ref(iterator)
+        return iterator
+
+    def close(self) -> None:
+        """Close the newest iterator and wait until its workers are gone, 3 s at most."""
+        if (iterator := self._newest()) is not None:
+            iterator.close()
+
+    def _next_epoch(self) -> int:
+        """Count the runs over the data of this loader."""
+        self._epoch += 1
+        return self._epoch - 1
+
+    def _start_context(self) -> BaseContext:
+        context = self.multiprocessing_context
+        return multiprocessing.get_context() if context is None else context
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_newest": _nothing}
+
+
+def _name_options(init: Any) -> None:
+    """Add our options to the signature of an ``__init__`` that takes any keywords, before those."""
+    if not isinstance(init, FunctionType):
+        return
+    signature = inspect.signature(init)
+    *named, last = signature.parameters.values() or [None]
+    if last is None or last.kind is not inspect.Parameter.VAR_KEYWORD:
+        return
+    options = [
+        parameter
+        for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+        if name in Options.__dataclass_fields__ and name not in signature.parameters
+    ]
+    init.__dict__["__signature__"] = signature.replace(parameters=[*named, *options, last])
+
+
+def _nothing() -> None:
+    """Stand in for a weak reference to an iterator that is not there."""

@@ -1,0 +1,78 @@
+"""Our own options, checked and frozen; torch's are checked by torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from asyncloader.errors import ConfigurationError
+
+Scheduling = Literal["static", "dynamic"]
+Seeding = Literal["batch", "worker"]
+OnError = Literal["raise", "skip", "replace"]
+OnTimeout = Literal["raise", "retry", "skip"]
+OnCrash = Literal["raise", "retry", "skip"]
+WorkerBackend = Literal["process", "thread"]
+
+RUN_AHEAD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What :class:`asyncloader.DataLoader` takes beyond torch's arguments. See there for the meanings.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+        NotImplementedError: for a value that is documented but not built yet; it is never ignored.
+    """
+
+    concurrency: int | None = None
+    scheduling: Scheduling = "static"
+    seeding: Seeding = "batch"
+    run_ahead_bytes: int = RUN_AHEAD_BYTES
+    on_error: OnError = "raise"
+    max_errors: int | float | None = None
+    on_timeout: OnTimeout = "raise"
+    on_crash: OnCrash = "retry"
+    max_retries: int = 2
+    worker_backend: WorkerBackend = "process"
+    trace: str | None = None
+    snapshot_every_n_steps: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("scheduling", self.scheduling, Scheduling)
+        _one_of("seeding", self.seeding, Seeding)
+        _one_of("on_error", self.on_error, OnError)
+        _one_of("on_timeout", self.on_timeout, OnTimeout)
+        _one_of("on_crash", self.on_crash, OnCrash)
+        _one_of("worker_backend", self.worker_backend, WorkerBackend)
+        _count("run_ahead_bytes", self.run_ahead_bytes, least=0)
+        _count("max_retries", self.max_retries, least=0)
+        _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=1)
+        self._refuse_unbuilt()
+
+    def _refuse_unbuilt(self) -> None:
+        unbuilt = {
+            "concurrency": self.concurrency not in (None, 1),
+            "on_error": self.on_error != "raise",
+            "max_errors": self.max_errors is not None,
+            "on_timeout": self.on_timeout != "raise",
+            "worker_backend": self.worker_backend != "process",
+            "trace": self.trace is not None,
+        }
+        for name, asked in unbuilt.items():
+            if asked:
+                raise NotImplementedError(
+                    f"{name}={getattr(self, name)!r} is planned but not built yet; leave {name} at its default"
+                )
+
+
+def _one_of(name: str, value: object, kind: object) -> None:
+    allowed = get_args(kind)
+    if value not in allowed:
+        raise ConfigurationError(f"{name} should be one of {', '.join(map(repr, allowed))}, but got {value!r}")
+
+
+def _count(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} should be an integer of at least {least}, but got {value!r}")
