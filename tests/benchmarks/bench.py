@@ -1,0 +1,174 @@
+"""The run of one benchmark script: its arguments, sides taking turns, targets, tables, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.benchmarks.measure import Memory, Run, loader_classes, machine, settle
+
+
+class Target(NamedTuple):
+    """A bound out of the requirements, such as Target(">=", 8)."""
+
+    sign: str
+    bound: float
+
+    def met(self, seen: float) -> bool:
+        return {">=": seen >= self.bound, "<=": seen <= self.bound, "<": seen < self.bound}[self.sign]
+
+    def verdict(self, seen: float) -> str:
+        return f"{self.sign} {self.bound:g}: {'met' if self.met(seen) else 'MISSED'}"
+
+
+@dataclass
+class Bench:
+    """One run of one script: its arguments, the sides, and what was found so far."""
+
+    name: str
+    quick: bool
+    null: bool
+    found: dict[str, Any] = field(default_factory=dict)
+    missed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loaders = loader_classes(self.null)
+
+    def compare(
+        self,
+        title: str,
+        unit: str,
+        sides: Mapping[str, Callable[[], Run]],
+        *,
+        rounds: int,
+        targets: Mapping[str, Target] | None = None,
+        workers_stay: bool = False,
+    ) -> dict[str, list[Run]]:
+        """Let the sides take turns; print a table with each side's ratio to the first one, and remember it.
+
+        Between two runs the workers of the first must be gone, unless they are meant to stay.
+        """
+        runs: dict[str, list[Run]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                if not workers_stay:
+                    settle()
+                runs[name].append(side())
+        if not workers_stay:
+            settle()
+        baseline = next(iter(sides))
+        columns = list(dict.fromkeys(key for own in runs.values() for key in own[0].extras))
+        rows, found = [], {}
+        for name, own in runs.items():
+            ratios = [mine.value / other.value for mine, other in zip(own, runs[baseline], strict=True)]
+            seen: dict[str, Any] = {unit: _summary([run.value for run in own]), "ratio": _summary(ratios)}
+            extras = {key: statistics.median(run.extras[key] for run in own) for key in own[0].extras}
+            target = (targets or {}).get(name)
+            verdict = self._judge(f"{title}: {name}", target, seen["ratio"]["median"])
+            more = (number(extras[key]) if key in extras else "" for key in columns)
+            rows.append([name, *_shown(seen[unit]), *_shown(seen["ratio"]), verdict, *more])
+            found[name] = {**seen, "extras": extras, "target": verdict}
+        headers = ["", unit, "spread", "ratio", "spread", "target", *columns]
+        self.table(f"{title} ({rounds} rounds, ratios to {baseline})", headers, rows)
+        self.found[title] = found
+        return runs
+
+    def check(self, what: str, seen: float, target: Target) -> None:
+        """Print a figure that has a target of its own, not a ratio to another side."""
+        verdict = self._judge(what, target, seen)
+        print(f"  {what}: {number(seen)}   {verdict}", flush=True)
+        self.found[what] = {"seen": seen, "target": verdict}
+
+    def note(self, what: str, **figures: float) -> None:
+        """Print and remember figures that nothing is asked of."""
+        print(f"  {what}: " + ", ".join(f"{name} {number(value)}" for name, value in figures.items()), flush=True)
+        self.found[what] = figures
+
+    def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table as plain text, first column to the left, the others to the right."""
+        cells = [list(headers), *map(list, rows)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+        print(f"\n{title}")
+        for row in cells:
+            padded = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+            print(f"  {row[0].ljust(widths[0])}  " + "  ".join(padded), flush=True)
+
+    def alone(self, job: str, *args: str, watch: bool = True) -> tuple[dict[str, float], int]:
+        """Run one of the script's jobs in a fresh process; return what it says and the most bytes its tree took.
+
+        Watching takes locks in the watched: where a job's times count, not to be done.
+        """
+        command = [sys.executable, "-m", f"{__package__}.{self.name}", "--alone", job, *args]
+        command += ["--quick"] * self.quick + ["--null"] * self.null
+        most = 0
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            memory = Memory(process.pid)
+            while True:
+                try:
+                    said, _ = process.communicate(timeout=0.05 if watch else None)
+                    break
+                except subprocess.TimeoutExpired:
+                    most = max(most, memory.bytes())
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command[2:])} ended with {process.returncode}")
+        return json.loads(said.splitlines()[-1]), most
+
+    def _judge(self, what: str, target: Target | None, seen: float) -> str:
+        if target is None or self.null:
+            return ""
+        if not target.met(seen):
+            self.missed.append(f"{what}: {number(seen)}, target {target.sign} {target.bound:g}")
+        return target.verdict(seen)
+
+
+def main(doc: str, measure: Callable[[Bench], None], **jobs: Callable[..., Mapping[str, float]]) -> None:
+    """Run a script: `measure` does it all; `jobs` are what `Bench.alone` may start in a fresh process."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a look in about 20 s, too short to judge by")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write what was found here as well")
+    parser.add_argument("--null", action="store_true", help="torch's DataLoader on both sides: shows the noise")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument("--alone", nargs="+", metavar=("JOB", "ARG"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    # 4 workers on 2 cores are what some of the requirements ask for.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    script = sys.modules["__main__"].__spec__
+    if script is None:
+        parser.error("run it from the repository root as python -m tests.benchmarks.NAME")
+    bench = Bench(script.name.rpartition(".")[2], args.quick, args.null)
+    if args.alone:
+        job, *rest = args.alone
+        print(json.dumps(jobs[job](bench, *rest)))
+        return
+    about = machine()
+    print(doc.splitlines()[0], *(f"  {key}: {value}" for key, value in about.items()), sep="\n", flush=True)
+    measure(bench)
+    for line in bench.missed:
+        print(f"MISSED  {line}")
+    if args.json:
+        report = {"benchmark": bench.name, "quick": bench.quick, "null": bench.null, "machine": about}
+        args.json.write_text(json.dumps({**report, "found": bench.found, "missed": bench.missed}, indent=1) + "\n")
+    sys.exit(1 if args.check and bench.missed else 0)
+
+
+def number(value: float) -> str:
+    """Show a figure with three digits or so."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3}f}"
+
+
+def _summary(values: Sequence[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values), "all": list(values)}
+
+
+def _shown(summary: Mapping[str, float]) -> tuple[str, str]:
+    return number(summary["median"]), f"{number(summary['low'])}-{number(summary['high'])}"

@@ -1,0 +1,109 @@
+"""What all tests share: the check that nothing is left behind, event loops, start methods, loader classes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+
+import pytest
+import torch
+import torch.utils.data
+
+from tests.leftovers import Holdings
+
+START_METHODS = ("fork", "forkserver", "spawn")
+PASSED = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run choose how workers are started where a test does not say."""
+    parser.addoption(
+        "--start-method",
+        choices=START_METHODS,
+        help="start the workers of tests that do not name a start method in this way (default: the platform's way)",
+    )
+    parser.addoption(
+        "--subject",
+        action="append",
+        help="run the conformance cases on this one only: torch, ours, 'async for', defaults",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers used here, and see that a crash of the interpreter tells where."""
+    config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    # Workers of the forkserver then start as fast as forked ones; what is tested is not the import of torch.
+    multiprocessing.set_forkserver_preload(["__main__", "numpy", "torch", "torch.utils.data"])
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run each asynchronous test on asyncio's own loop and on uvloop's."""
+    factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let fixtures know whether the test itself passed."""
+    report = yield
+    if report.when == "call":
+        item.stash[PASSED] = report.passed
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_wide_singletons(pytestconfig: pytest.Config) -> None:
+    """Bring to life what stays once it exists: torch's threads, our portal with its loop, our shared memory."""
+    torch.ones(1 << 16).sum()
+    if pytestconfig.getoption("--subject") == ["torch"]:
+        return
+    from asyncloader import DataLoader
+
+    large = torch.zeros(1 << 18)  # 1 MiB: over anything that travels inline
+    for _ in DataLoader([large, large], num_workers=1):
+        pass
+    gc.collect()
+    gc.freeze()  # collections after tests then look at what the tests made, not at all of torch and pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest, process_wide_singletons: None) -> Iterator[None]:
+    """Fail a test after which there are more children, threads, descriptors or segments than before it."""
+    before = Holdings.now()
+    yield
+    if request.node.get_closest_marker("leaks") or not request.node.stash.get(PASSED, False):
+        return  # the traceback of a failed test keeps the frames, and with them the iterators, that it failed in
+    left = before.more_than_before()
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(params=START_METHODS)
+def start_method(request: pytest.FixtureRequest) -> str:
+    """Each way of starting a worker process that this platform has."""
+    if request.param not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"{sys.platform} does not have {request.param}")
+    return request.param
+
+
+@pytest.fixture(params=["torch", "ours"])
+def loader_class(request: pytest.FixtureRequest) -> type[torch.utils.data.DataLoader]:
+    """torch's DataLoader and ours."""
+    if request.param == "torch":
+        return torch.utils.data.DataLoader
+    return pytest.importorskip("asyncloader").DataLoader

@@ -1,0 +1,68 @@
+"""The loop thread: calls from any thread, one for each process, gone when the interpreter exits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from asyncloader.engine.portal import Portal, get_portal
+
+
+def test_call_gives_the_result() -> None:
+    """A function runs on the loop thread; what it returns comes back."""
+    portal = get_portal()
+    assert portal.call(lambda: (portal.is_here, asyncio.get_running_loop() is portal.loop)).result(5) == (True, True)
+    assert not portal.is_here
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()])
+def test_call_gives_what_was_raised(error: BaseException) -> None:
+    """Whatever it is, it goes to the caller, and the loop lives on."""
+    portal = get_portal()
+
+    def fail() -> None:
+        raise error
+
+    future = portal.call(fail)
+    assert future.exception(5) is error
+    assert portal.call(lambda: 1).result(5) == 1
+
+
+def test_calls_come_in_order() -> None:
+    """What one thread posts runs in the order in which it was posted."""
+    portal = get_portal()
+    seen: list[int] = []
+    for number in range(1000):
+        portal.post(seen.append, number)
+    portal.call(lambda: None).result(5)
+    assert seen == list(range(1000))
+
+
+def test_there_is_one_for_the_process() -> None:
+    """However many threads ask for it at the same time."""
+    with ThreadPoolExecutor(8) as threads:
+        portals = set(threads.map(lambda _: get_portal(), range(64)))
+    assert portals == {get_portal()}
+
+
+def test_signals_are_not_for_the_loop_thread() -> None:
+    """All of them are blocked there, so that nothing interrupts a fork."""
+    blocked = get_portal().call(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())).result(5)
+    assert {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1} <= blocked
+
+
+def test_closing_ends_the_thread_and_the_loop() -> None:
+    """A closed portal refuses; closing twice is fine."""
+    portal = Portal()
+    assert portal.call(os.getpid).result(5) == os.getpid()
+    portal.close()
+    portal.close()
+    assert portal.loop.is_closed()
+    assert threading.active_count() >= 1
+    with pytest.raises(RuntimeError, match="exiting"):
+        portal.post(print)

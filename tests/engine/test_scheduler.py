@@ -1,0 +1,456 @@
+"""The scheduler alone: every interleaving that Hypothesis can think of, and the decisions that must not change."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncloader.engine.scheduler import VOID, Deliver, Fail, Finish, Read, Replace, Scheduler, Send, Ticket
+
+BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
+OVERHEAD_BYTES = 4096
+
+
+class Model(RuleBasedStateMachine):
+    """A trainer, its workers and its pinning thread, reduced to what the scheduler can see of them.
+
+    The consumer reads its sampler as :class:`asyncloader.iterators.WorkerIterator` does: as far as the window, and to
+    `Read.until` only when it waits. A worker does its tickets in the order in which it got them. Between `returned` and
+    `ready` lies the pinning, which may change the order.
+    """
+
+    @initialize(
+        num_workers=st.integers(1, 4),
+        prefetch_factor=st.integers(1, 3),
+        scheduling=st.sampled_from(["static", "dynamic"]),
+        in_order=st.booleans(),
+        run_ahead_batches=st.sampled_from([0, 3, 20]),
+        on_crash=st.sampled_from(["raise", "retry", "skip"]),
+        max_retries=st.integers(0, 2),
+        is_iterable=st.booleans(),
+        length=st.none() | st.integers(0, 25),
+    )
+    def begin(
+        self,
+        num_workers: int,
+        prefetch_factor: int,
+        scheduling: Any,
+        in_order: bool,
+        run_ahead_batches: int,
+        on_crash: Any,
+        max_retries: int,
+        is_iterable: bool,
+        length: int | None,
+    ) -> None:
+        if is_iterable:  # always static, and a lost worker cannot be replaced
+            scheduling = "static"
+        self.scheduler = Scheduler(
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            scheduling=scheduling,
+            in_order=in_order,
+            run_ahead_bytes=run_ahead_batches * (BATCH_BYTES + OVERHEAD_BYTES),
+            on_crash=on_crash,
+            max_retries=max_retries,
+        )
+        self.num_workers = num_workers
+        self.window = num_workers * prefetch_factor
+        self.is_static = scheduling == "static"
+        self.in_order = in_order
+        self.most_ahead = max(self.window, run_ahead_batches if in_order else 0)
+        self.on_crash = on_crash
+        self.is_iterable = is_iterable
+        self.length = length
+
+        self.at_work: list[deque[int]] = [deque() for _ in range(num_workers)]
+        self.pinning: list[int] = []
+        self.handed_over: deque[int] = deque()  # what the consumer can take
+        self.fates: dict[int, str] = {}
+        self.deliveries: list[int] = []
+        self.first_workers: list[int] = []
+        self.last_busy_s = 0.0
+
+        self.planned = self.taken = self.void_count = self.read_until = 0
+        self.plan_ended = self.finished = False
+        self.lost_workers: set[int] = set()
+        self._read_sampler(self.window)
+
+    # ------------------------------------------------------------------------------------------- the consumer
+
+    def _read_sampler(self, until: int) -> None:
+        while self.planned < until and not self.plan_ended:
+            if self.planned == self.length:
+                self.plan_ended = True
+                self._apply(self.scheduler.plan_ended())
+            else:
+                self.planned += 1
+                self._apply(self.scheduler.planned([f"keys {self.planned - 1}"]))
+
+    @rule()
+    def take(self) -> None:
+        """Take a batch if there is one; else wait, and read on as far as asked."""
+        until = self.window + self.taken + self.void_count
+        if self.handed_over:
+            self.handed_over.popleft()
+            self.taken += 1
+            self._read_sampler(until + 1)
+        else:
+            self._read_sampler(max(until, self.read_until))
+
+    # -------------------------------------------------------------------------------------------- the workers
+
+    @rule(data=st.data(), busy_s=st.sampled_from([0.0, 1e-5, 5e-4, 1.0]))
+    def do_a_batch(self, data: st.DataObject, busy_s: float) -> None:
+        """Have a worker finish the first of its tickets, well or with an exception, which is the same here."""
+        if busy := [worker for worker in range(self.num_workers) if self.at_work[worker]]:
+            self._return(data.draw(st.sampled_from(busy)), busy_s)
+
+    def _return(self, worker: int, busy_s: float) -> None:
+        seq = self.at_work[worker].popleft()
+        self.pinning.append(seq)
+        self._apply(self.scheduler.returned(worker, seq, busy_s))
+
+    @rule(data=st.data())
+    def pin_a_batch(self, data: st.DataObject) -> None:
+        """Have the pinning give a batch on, not always in order."""
+        if self.pinning:
+            self._pin(data.draw(st.integers(0, min(2, len(self.pinning) - 1))))
+
+    def _pin(self, index: int) -> None:
+        seq = self.pinning.pop(index)
+        self._apply(self.scheduler.ready(seq, seq, BATCH_BYTES))
+
+    @rule(worker=st.integers(0, 3))
+    def die(self, worker: int) -> None:
+        """Kill a worker, at work or idle."""
+        if worker >= self.num_workers or worker in self.lost_workers:
+            return
+        lost = list(self.at_work[worker])
+        self.at_work[worker].clear()
+        if self.is_iterable:
+            self.lost_workers.add(worker)
+        first_fate = self.on_crash
+        self._apply(self.scheduler.died(worker, replaceable=not self.is_iterable))
+        if lost and first_fate == "skip" and not self.is_iterable:
+            assert self.scheduler.skipped[-1] == f"keys {lost[0]}"
+            assert self.fates.setdefault(lost[0], "skipped") == "skipped"
+
+    @precondition(lambda self: self.is_iterable)
+    @rule(worker=st.integers(0, 3))
+    def exhaust(self, worker: int) -> None:
+        """Come to the end of a worker's share of an iterable dataset."""
+        if worker >= self.num_workers or not self.at_work[worker]:
+            return
+        lost = list(self.at_work[worker])
+        self.at_work[worker].clear()
+        self.lost_workers.add(worker)
+        for seq in lost:
+            assert self.fates.setdefault(seq, "exhausted") == "exhausted"
+        self._apply(self.scheduler.exhausted(worker, lost[0]))
+
+    @rule(chance=st.integers(0, 9))
+    def give_up(self, chance: int) -> None:
+        """Have no worker any more: what has no outcome is lost, what is being pinned is not."""
+        if chance or self.lost_workers:
+            return
+        lost = self.scheduler.stopped()
+        assert sorted(ticket.seq for ticket in lost) == [ticket.seq for ticket in lost]
+        assert {seq for queue in self.at_work for seq in queue} <= {ticket.seq for ticket in lost}
+        for queue in self.at_work:
+            queue.clear()
+        self.lost_workers = set(range(self.num_workers))
+        for ticket in lost:
+            assert self.fates.setdefault(ticket.seq, "failed") == "failed"
+            self._apply(self.scheduler.ready(ticket.seq, VOID))
+        self._apply(self.scheduler.plan_ended())
+
+    # -------------------------------------------------------------------------------------------- the session
+
+    def _apply(self, actions: list[Any]) -> None:
+        for action in actions:
+            assert not self.finished or type(action) in (Replace, Read), "an action after the end"
+            match action:
+                case Send(worker, ticket):
+                    self._send(worker, ticket)
+                case Deliver(seq):
+                    self._deliver(seq)
+                case Read(until):
+                    ahead = until - self.scheduler.gone_count - self._void_ahead()
+                    assert until <= self.planned or ahead <= self.most_ahead, f"{ahead} batches ahead"
+                    self.read_until = max(self.read_until, until)
+                    self.void_count = self.scheduler.void_count
+                case Replace(worker):
+                    assert not self.at_work[worker]
+                    assert worker not in self.lost_workers
+                case Fail(tickets, at_once):
+                    self._fail(tickets, at_once)
+                case Finish():
+                    self.finished = True
+                case _:
+                    raise AssertionError(action)
+        self.scheduler.validate()
+
+    def _void_ahead(self) -> int:
+        """Return how many batches that hold no memory wait for an earlier one."""
+        first = self.scheduler.gone_count if self.in_order else self.planned
+        return sum(seq >= first for seq, fate in self.fates.items() if fate != "delivered")
+
+    def _send(self, worker: int, ticket: Ticket) -> None:
+        assert worker not in self.lost_workers, "a ticket for a worker that takes none"
+        assert ticket.keys == f"keys {ticket.seq}"
+        assert ticket.seq not in self.fates
+        assert all(ticket.seq not in queue for queue in self.at_work), "a ticket at two workers"
+        self.at_work[worker].append(ticket.seq)
+        if self.is_static and not self.lost_workers and self.in_order:
+            assert worker == ticket.seq % self.num_workers
+        if self.is_static and not self.in_order and ticket.tries == 0 and self.on_crash == "raise":
+            assert len(self.at_work[worker]) <= self.window // max(1, self.num_workers - len(self.lost_workers))
+        if ticket.seq < self.num_workers and ticket.tries == 0 and not self.lost_workers and self.taken == 0:
+            self.first_workers.append(worker)
+
+    def _deliver(self, seq: int) -> None:
+        assert self.fates.setdefault(seq, "delivered") in ("delivered", "failed")
+        self.deliveries.append(seq)
+        self.handed_over.append(seq)
+
+    def _fail(self, tickets: list[Ticket], at_once: bool) -> None:
+        for ticket in tickets:
+            assert self.fates.setdefault(ticket.seq, "failed") == "failed"
+        if not at_once:
+            (ticket,) = tickets
+            self._apply(self.scheduler.ready(ticket.seq, ticket.seq))
+
+    # --------------------------------------------------------------------------------------------- what holds
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        """Each batch was delivered at most once, in order."""
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.validate()
+        assert max(Counter(self.deliveries).values(), default=1) == 1
+        if self.in_order:
+            assert self.deliveries == sorted(self.deliveries)
+
+    @invariant()
+    def the_window_holds(self) -> None:
+        """No more is in flight or waits than the window, or than run-ahead allows in bytes."""
+        if hasattr(self, "scheduler"):
+            ahead = self.planned - self.taken - self.scheduler.void_count - self._void_ahead()
+            assert ahead <= self.most_ahead
+
+    def teardown(self) -> None:
+        """Let everything come to its end: nothing may be stuck, and every batch has one fate."""
+        if not hasattr(self, "scheduler"):
+            return
+        if self.length is None:
+            self.length = self.planned + 3
+        for _ in range(10_000):
+            if self.finished and not self.handed_over:
+                break
+            before = self._progress()
+            while self.pinning:
+                self._pin(0)
+            self.take()
+            for worker in range(self.num_workers):
+                if self.at_work[worker]:
+                    self._return(worker, 0.001)
+            assert before != self._progress(), f"stuck: {self.scheduler!r}"
+        assert self.finished
+        # With every worker of an iterable dataset at its end, or lost and named, no more is planned.
+        assert self.planned == self.length or not self.scheduler.active
+        self._check_fates()
+        assert len(set(self.first_workers)) == len(self.first_workers) or self.on_crash != "raise"
+
+    def _progress(self) -> tuple[object, ...]:
+        at_work = [list(queue) for queue in self.at_work]
+        return self.planned, self.plan_ended, self.taken, len(self.fates), self.finished, self.pinning[:], at_work
+
+    def _check_fates(self) -> None:
+        nameless = [seq for seq in range(self.planned) if seq not in self.fates]
+        # Only a dataset of which no worker has anything left makes batches void without naming them.
+        assert not nameless or len(self.lost_workers) == self.num_workers
+        assert self.taken == len(self.deliveries)
+        assert self.taken + self.scheduler.void_count == self.planned
+
+
+TestInterleavings = Model.TestCase
+TestInterleavings.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, report_multiple_bugs=False
+)
+
+
+def make(**options: Any) -> Scheduler:
+    """Return a scheduler of two workers and a window of four, unless options say otherwise."""
+    return Scheduler(**{"num_workers": 2, "prefetch_factor": 2, **options})
+
+
+def sent(actions: list[Any]) -> list[tuple[int, int]]:
+    """Return worker and number of each ticket sent."""
+    return [(action.worker, action.ticket.seq) for action in actions if isinstance(action, Send)]
+
+
+def delivered(actions: list[Any]) -> list[Any]:
+    """Return what is delivered."""
+    return [action.outcome for action in actions if isinstance(action, Deliver)]
+
+
+def kinds(actions: list[Any]) -> list[str]:
+    """Return the names of the actions."""
+    return [type(action).__name__ for action in actions]
+
+
+def test_static_scheduling_is_round_robin() -> None:
+    """Batch i goes to worker i % num_workers, whatever came back when."""
+    scheduler = make(num_workers=3)
+    assert sent(scheduler.planned(range(6))) == [(0, 0), (1, 1), (2, 2), (0, 3), (1, 4), (2, 5)]
+    scheduler.returned(2, 2)
+    scheduler.returned(2, 5)
+    assert sent(scheduler.planned(range(3))) == [(0, 6), (1, 7), (2, 8)]
+
+
+def test_dynamic_scheduling_gives_to_who_has_least() -> None:
+    """One ticket each at first; further ones to whoever comes back."""
+    scheduler = make(scheduling="dynamic", num_workers=3, prefetch_factor=4)
+    first = sent(scheduler.planned(range(12)))
+    assert [worker for worker, _ in first[:3]] == [0, 1, 2]
+    for seq in sorted(scheduler.in_flight[1]):
+        actions = scheduler.returned(1, seq, busy_s=0.5)
+    assert sent(actions) == [(1, len(first))]
+
+
+def test_dynamic_scheduling_queues_little_behind_a_slow_batch() -> None:
+    """A worker with long batches has one to do; with batches of microseconds many, for the channel takes longer."""
+    slow, fast = (make(scheduling="dynamic", num_workers=1, prefetch_factor=200) for _ in range(2))
+    for scheduler, busy_s in ((slow, 0.5), (fast, 2e-6)):
+        scheduler.planned(range(200))
+        for seq in range(30):
+            if seq in scheduler.in_flight[0]:
+                scheduler.returned(0, seq, busy_s)
+                scheduler.ready(seq, seq, 100)
+    assert len(slow.in_flight[0]) == 1
+    assert len(fast.in_flight[0]) > 20
+
+
+def test_order_is_kept_whatever_comes_first() -> None:
+    """What comes too early is parked, and delivered with the one that it waited for."""
+    scheduler = make()
+    scheduler.planned("abcd")
+    for seq in (3, 1, 2):
+        scheduler.returned(seq % 2, seq)
+        assert delivered(scheduler.ready(seq, seq, 1)) == []
+    scheduler.returned(0, 0)
+    assert delivered(scheduler.ready(0, 0, 1)) == [0, 1, 2, 3]
+
+
+def test_out_of_order_batches_are_delivered_as_they_come() -> None:
+    """And a worker gets no more than its share of the window."""
+    scheduler = make(in_order=False)
+    assert sent(scheduler.planned(range(5))) == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    scheduler.returned(1, 3)
+    assert delivered(scheduler.ready(3, 3, 1)) == [3]
+    assert 4 in scheduler.in_flight[1]
+
+
+def test_run_ahead_lets_idle_workers_go_on() -> None:
+    """While batch 0 is slow the other worker is not idle; what waits stays under the limit in bytes."""
+    size = 1000
+    scheduler = make(run_ahead_bytes=20 * (size + OVERHEAD_BYTES))
+    scheduler.planned(range(4))
+    planned, parked = 4, 0
+    while True:
+        mine = sorted(scheduler.in_flight[1])
+        if not mine:
+            break
+        scheduler.returned(1, mine[0], 0.01)
+        actions = scheduler.ready(mine[0], mine[0], size)
+        assert delivered(actions) == []
+        parked += 1
+        for action in actions:
+            assert isinstance(action, Read)
+            scheduler.planned(range(action.until - planned))
+            planned = action.until
+    assert parked > 6
+    assert planned <= 20
+    scheduler.validate()
+
+
+def test_without_run_ahead_the_window_is_torchs() -> None:
+    """Nothing asks the consumer to read on."""
+    scheduler = make(run_ahead_bytes=0)
+    scheduler.planned(range(4))
+    actions = []
+    for seq in (1, 3):
+        actions += scheduler.returned(1, seq) + scheduler.ready(seq, seq, 10)
+    assert actions == []
+
+
+def test_only_the_batch_in_work_is_blamed() -> None:
+    """The tickets queued behind it are sent again without counting as tried."""
+    scheduler = make(max_retries=1, prefetch_factor=3)
+    scheduler.planned(range(6))
+    actions = scheduler.died(0)
+    assert kinds(actions) == ["Replace", "Send", "Send", "Send"]
+    assert sent(actions) == [(0, 0), (0, 2), (0, 4)]
+    assert [ticket.tries for ticket in scheduler.in_flight[0].values()] == [1, 0, 0]
+    actions = scheduler.died(0)
+    assert kinds(actions) == ["Replace", "Fail", "Send", "Send"]
+    (fail,) = [action for action in actions if isinstance(action, Fail)]
+    assert [(ticket.seq, ticket.tries) for ticket in fail.tickets] == [(0, 2)]
+
+
+def test_nothing_is_blamed_on_a_worker_that_never_came_up() -> None:
+    """It had not begun with any ticket."""
+    scheduler = make(max_retries=0)
+    scheduler.planned(range(4))
+    for _ in range(5):
+        assert kinds(scheduler.died(1, was_ready=False)) == ["Replace", "Send", "Send"]
+    assert {ticket.tries for ticket in scheduler.in_flight[1].values()} == {0}
+
+
+def test_an_empty_plan_is_finished_at_once() -> None:
+    """Nothing planned, nothing to wait for."""
+    assert make().plan_ended() == [Finish()]
+
+
+def test_finish_comes_once_after_everything() -> None:
+    """With the delivery of the last batch, or with the end of the plan if that comes later."""
+    scheduler = make()
+    scheduler.planned([0])
+    scheduler.returned(0, 0)
+    assert kinds(scheduler.ready(0, 0, 1)) == ["Deliver"]
+    assert scheduler.plan_ended() == [Finish()]
+    assert kinds(scheduler.died(0)) == ["Replace"]
+
+
+def test_what_a_worker_never_had_cannot_come_back() -> None:
+    """A mistake in the session shows at once."""
+    scheduler = make()
+    scheduler.planned([0])
+    with pytest.raises(AssertionError, match="worker 1 returned 0, which it did not have"):
+        scheduler.returned(1, 0)
+
+
+def test_the_awaited_ticket_is_the_first_that_a_worker_has() -> None:
+    """It is what a timeout is about."""
+    scheduler = make()
+    assert scheduler.awaited() is None
+    scheduler.planned("ab")
+    scheduler.returned(0, 0)
+    ticket = scheduler.awaited()
+    assert ticket is not None
+    assert (ticket.seq, ticket.keys, ticket.worker) == (1, "b", 1)
+
+
+def test_representation() -> None:
+    """What a debugger shows."""
+    scheduler = make()
+    scheduler.planned("abcd")
+    scheduler.returned(1, 1)
+    scheduler.ready(1, 1, 1)
+    assert repr(scheduler) == "<Scheduler planned=4 unsent=0 in_flight=[2,1] parked=1 gone=0>"

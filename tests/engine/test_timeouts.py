@@ -1,0 +1,143 @@
+"""The awaited batch does not come in time: an error that says where its worker is, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from asyncloader import BatchTimeoutError, DataLoader
+
+FACES = ["for", "async for"]
+
+
+class Gated(Dataset[int]):
+    """Waits for a file before some sample."""
+
+    def __init__(self, gate: Path, at: int = 6) -> None:
+        self._gate = gate
+        self._at = at
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        if index == self._at:
+            self.wait_for_the_gate()
+        return index
+
+    def wait_for_the_gate(self) -> None:
+        """Hang, until the file is there."""
+        while not self._gate.exists():
+            time.sleep(0.01)
+
+
+async def take(iterator: Any, face: str) -> Any:
+    """Take the next batch, by either face."""
+    return next(iterator) if face == "for" else await anext(iterator)
+
+
+@pytest.mark.parametrize("face", FACES)
+async def test_a_timeout_says_all_that_is_known(face: str, tmp_path: Path) -> None:
+    """Types, torch's words, indices, the worker's pid and its stack; the next call waits for the same batch."""
+    loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, timeout=0.3)
+    iterator = iter(loader)
+    assert (await take(iterator, face)).tolist() == [0, 1, 2, 3]
+    for _ in range(2):
+        begun = time.monotonic()
+        with pytest.raises(BatchTimeoutError) as caught:
+            await take(iterator, face)
+        assert 0.3 <= time.monotonic() - begun < 1.5
+        error = caught.value
+        assert isinstance(error, TimeoutError)
+        assert isinstance(error, RuntimeError)
+        assert "DataLoader timed out after 0.3 seconds" in str(error)
+        assert (error.timeout_s, error.keys, error.pid) == (0.3, [4, 5, 6, 7], iterator._workers[1].pid)
+        assert "[4, 5, 6, 7]" in str(error)
+        assert f"pid {error.pid}" in str(error)
+        assert error.stack in str(error)
+        assert "in wait_for_the_gate" in error.stack
+        assert "test_timeouts.py" in error.stack
+        del caught, error
+    (tmp_path / "gate").touch()
+    for expected in (4, 8, 12):
+        assert (await take(iterator, face))[0] == expected
+    with pytest.raises((StopIteration, StopAsyncIteration) if face == "async for" else StopIteration):
+        await anext(iterator) if face == "async for" else next(iterator)
+
+
+def test_a_worker_that_hangs_in_c_code_shows_its_stack(tmp_path: Path) -> None:
+    """With the interpreter's lock held, no Python code can run there; the signal's handler writes all the same."""
+    import ctypes
+
+    def collate(batch: list[int]) -> list[int]:
+        for _ in range(20):  # the signal ends one of them early
+            ctypes.PyDLL(None).usleep(50_000)
+        return batch
+
+    iterator = iter(DataLoader(range(4), num_workers=1, collate_fn=collate, timeout=0.2))  # type: ignore[arg-type]
+    with pytest.raises(BatchTimeoutError, match="in collate"):
+        next(iterator)
+
+
+def test_several_who_wait_are_all_told(tmp_path: Path) -> None:
+    """Each consumer has a clock of its own; the worker is asked once at a time."""
+    loader = DataLoader(Gated(tmp_path / "gate", at=0), batch_size=4, num_workers=2, timeout=0.2)
+    iterator = iter(loader)
+    errors: list[BatchTimeoutError] = []
+
+    def wait() -> None:
+        try:
+            next(iterator)
+        except BatchTimeoutError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert ["in wait_for_the_gate" in error.stack for error in errors] == [True] * 3
+    (tmp_path / "gate").touch()
+    assert [int(batch[0]) for batch in iterator] == [0, 4, 8, 12]
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_not_come_up_yet_is_left_alone(start_method: str) -> None:
+    """The signal that asks for a stack would end a process that is still importing torch."""
+    loader = DataLoader(
+        range(8),
+        batch_size=4,
+        num_workers=1,
+        timeout=0.02,
+        multiprocessing_context=start_method,  # type: ignore[arg-type]
+    )
+    iterator = iter(loader)
+    (pid,) = [worker.pid for worker in iterator._workers]
+    seen = []
+    timeouts = []
+    while len(seen) < 2:
+        try:
+            seen.append(next(iterator).tolist())
+        except BatchTimeoutError as error:
+            timeouts.append(error)
+    assert all(error.stack or "has not come up yet" in str(error) for error in timeouts)
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert timeouts or start_method == "fork"
+    assert [worker.pid for worker in iterator._workers] == [pid]
+
+
+async def test_the_clock_is_the_consumers_wait(tmp_path: Path) -> None:
+    """Time that the consumer spends elsewhere does not count, and neither does what a task waits for."""
+    (tmp_path / "gate").touch()
+    loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, timeout=0.5)
+    seen = []
+    async for batch in loader:
+        seen.append(int(batch[0]))
+        await asyncio.sleep(0.6)
+    assert seen == [0, 4, 8, 12]

@@ -1,0 +1,281 @@
+"""Workers that die at work: nothing is lost, nothing is delivered twice, and what is raised says what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
+from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning"
+)  # more workers than processors
+
+
+def epoch(dataset: Any, **options: Any) -> list[Any]:
+    """Return the batches of one epoch, and in the place of a batch the error that was raised."""
+    torch.manual_seed(7)
+    batches: list[Any] = []
+    iterator = iter(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2, **options))
+    while True:
+        try:
+            batches.append(plain(next(iterator)))
+        except StopIteration:
+            return batches
+        except RuntimeError as error:
+            batches.append(error)
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_an_epoch_with_a_death_is_bit_identical(death: str, tmp_path: Path) -> None:
+    """With on_crash="retry" nothing can be seen of a death, not even in random augmentation."""
+    undisturbed = epoch(Augmented(40))
+    assert epoch(Deadly(40, tmp_path, death, at=(13,))) == undisturbed
+    assert len(deaths(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("scheduling", ["static", "dynamic"])
+@pytest.mark.parametrize("prefetch_factor", [1, 4])
+def test_many_deaths_are_recovered(scheduling: str, prefetch_factor: int, tmp_path: Path) -> None:
+    """Deaths of both workers, several in a row, at the first and at the last batch."""
+    options = {"scheduling": scheduling, "prefetch_factor": prefetch_factor}
+    undisturbed = epoch(Augmented(40), **options)
+    assert (
+        epoch(Deadly(40, tmp_path, "SIGKILL", at=(0, 1, 2, 19, 39), times=2), max_retries=20, **options) == undisturbed
+    )
+    assert len(deaths(tmp_path)) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("death", ["SIGKILL", "os._exit", "sys.exit"])
+def test_deaths_under_every_start_method(death: str, start_method: str, tmp_path: Path) -> None:
+    """A worker is replaced by one that is started in the same way."""
+    undisturbed = epoch(Augmented(16))
+    assert epoch(Deadly(16, tmp_path, death, at=(5,)), multiprocessing_context=start_method) == undisturbed
+    assert len(deaths(tmp_path)) == 1
+
+
+def test_out_of_order_delivery_survives_deaths(tmp_path: Path) -> None:
+    """With in_order=False every batch comes exactly once, whatever dies."""
+    undisturbed = epoch(Augmented(40))
+    disturbed = epoch(Deadly(40, tmp_path, "SIGKILL", at=(3, 17)), in_order=False)
+    assert sorted(disturbed) == sorted(undisturbed)
+
+
+def test_kills_from_outside_at_any_moment() -> None:
+    """Workers killed at random moments, at work or idle, while starting or ending: the epoch is the same."""
+    undisturbed = epoch(Augmented(400))
+    torch.manual_seed(7)
+    iterator = iter(DataLoader(Augmented(400), batch_size=4, shuffle=True, num_workers=2, max_retries=1000))
+    ended = threading.Event()
+    chance = random.Random(3)
+
+    def kill_now_and_then() -> None:
+        starting = 0
+        while not ended.wait(chance.random() * 0.05):
+            process = chance.choice(iterator._session.pool.processes)
+            # One that has not come up twice in a row would be taken for one that cannot.
+            starting = 0 if process.is_ready else starting + 1
+            if process.is_alive and starting < 2:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    try:
+        batches = []
+        for batch in iterator:
+            batches.append(plain(batch))
+            if len(batches) % 10 == 0:
+                time.sleep(0.01)  # a step of training
+    finally:
+        ended.set()
+        killer.join()
+    assert batches == undisturbed
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_death_is_raised_with_all_that_is_known(death: str, tmp_path: Path) -> None:
+    """With on_crash="raise": pid, exit code or signal, indices, torch's words; then the epoch goes on."""
+    dataset = Deadly(16, tmp_path, death, at=(5,))
+    torch.manual_seed(0)
+    options = {"on_crash": "raise", "prefetch_factor": 1, "run_ahead_bytes": 0}  # nothing is queued behind the batch
+    iterator = iter(DataLoader(dataset, batch_size=4, num_workers=1, **options))  # type: ignore[arg-type]
+    assert next(iterator)[0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(WorkerDiedError) as caught:
+        next(iterator)
+    error = caught.value
+    ((_, pid, _),) = deaths(tmp_path)
+    exitcode = DEATHS[death][1]
+    assert (error.pid, error.exitcode) == (pid, exitcode)
+    assert error.keys[0] == [4, 5, 6, 7]
+    assert "[4, 5, 6, 7]" in str(error)
+    words = f"DataLoader worker (pid {pid}) "
+    if exitcode < 0:
+        words += f"is killed by signal: {signal.strsignal(-exitcode)}"
+    else:
+        words += f"exited unexpectedly with exit code {exitcode}"
+    assert words in str(error)
+    if death == "segmentation fault":
+        assert "datasets.py" in error.output
+        assert "in __getitem__" in str(error)
+    del caught, error
+    assert [batch[0].tolist() for batch in iterator] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_a_death_names_all_batches_that_it_cost(tmp_path: Path) -> None:
+    """With on_crash="raise" each index is delivered or named in the error, the batch in work first."""
+    dataset = Deadly(32, tmp_path, "SIGKILL", at=(8,))
+    batches = []
+    lost: list[Any] = []
+    iterator = iter(DataLoader(dataset, batch_size=4, num_workers=2, on_crash="raise", prefetch_factor=3))
+    while True:
+        try:
+            batches += next(iterator)[0].tolist()
+        except StopIteration:
+            break
+        except WorkerDiedError as error:
+            named = error.keys
+            lost += [key for keys in error.keys for key in keys]
+    assert named[0] == [8, 9, 10, 11]
+    assert batches == sorted(batches)
+    assert sorted(batches + lost) == list(range(32))
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["alone", "with a child left behind"])
+@pytest.mark.parametrize("death", ["SIGKILL", "os._exit"])
+def test_a_death_is_known_within_100_ms(death: str, child: bool, tmp_path: Path) -> None:
+    """The error comes within 100 ms of the death, also when a child holds copies of the worker's pipes.
+
+    Best of five, because this machine does other things too.
+    """
+    delays = []
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        iterator = iter(DataLoader(Deadly(1, folder, death, at=(0,), child=child), num_workers=1, on_crash="raise"))
+        with pytest.raises(WorkerDiedError):
+            next(iterator)
+        now = time.monotonic()
+        ((ended, _, pid),) = deaths(folder)
+        delays.append(now - ended)
+        iterator.close()
+        assert not child or is_gone(pid, 2.0)
+        if delays[-1] < 0.1:
+            return
+    pytest.fail(f"{[round(delay * 1000) for delay in delays]} ms")
+
+
+def is_gone(pid: int, timeout_s: float) -> bool:
+    """Whether a process that is not our child ends within the time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_a_skipped_batch_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With on_crash="skip" just the batch that killed its worker is missing."""
+    undisturbed = epoch(Augmented(40))
+    disturbed = epoch(Deadly(40, tmp_path, "SIGKILL", at=(13,)), on_crash="skip")
+    (missing,) = [batch for batch in undisturbed if batch not in disturbed]
+    assert 13 in missing[0]
+    assert disturbed == [batch for batch in undisturbed if batch != missing]
+    assert len(caplog.records) == 1
+
+
+def test_skipping_every_batch_comes_to_the_end(tmp_path: Path) -> None:
+    """A window full of batches that are skipped is read on, and the loop ends."""
+    dataset = Deadly(12, tmp_path, "os._exit", at=tuple(range(12)), times=100)
+    assert epoch(dataset, on_crash="skip", prefetch_factor=1) == []
+
+
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_a_batch_that_always_kills_ends_in_an_error(max_retries: int, tmp_path: Path) -> None:
+    """After max_retries the error stands in the place of the batch, and the rest follows."""
+    undisturbed = epoch(Augmented(40))
+    disturbed = epoch(Deadly(40, tmp_path, "SIGKILL", at=(13,), times=100), max_retries=max_retries)
+    (place,) = [i for i, batch in enumerate(disturbed) if isinstance(batch, WorkerDiedError)]
+    error = disturbed[place]
+    assert [error.keys] == [[undisturbed[place][0]]]
+    assert (f"tried {max_retries + 1} times" in str(error)) == (max_retries > 0)
+    assert disturbed[:place] + disturbed[place + 1 :] == undisturbed[:place] + undisturbed[place + 1 :]
+    assert len(deaths(tmp_path)) == max_retries + 1
+
+
+@pytest.mark.parametrize("on_crash", ["retry", "raise", "skip"])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_that_never_come_up_end_in_an_error(on_crash: str, num_workers: int, tmp_path: Path) -> None:
+    """A worker_init_fn that always crashes: WorkerStartError after a bounded number of tries, then the end."""
+
+    def crash(worker: int) -> None:
+        (tmp_path / f"{os.getpid()}").touch()
+        os._exit(7)
+
+    errors = []
+    loader = DataLoader(range(100), num_workers=num_workers, worker_init_fn=crash, on_crash=on_crash)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    while True:
+        try:
+            next(iterator)
+        except StopIteration:
+            break
+        except RuntimeError as error:
+            errors.append(error)
+    assert isinstance(errors[-1], WorkerStartError)
+    assert "exit code 7" in str(errors[-1])
+    assert len(errors) == 1 or on_crash == "raise"
+    assert len(list(tmp_path.iterdir())) <= 2 * num_workers + 3
+
+
+def test_one_worker_that_never_comes_up_ends_in_an_error() -> None:
+    """What the other worker made comes, and the error; nobody waits for ever."""
+
+    def crash(worker: int) -> None:
+        if worker == 1:
+            os._exit(7)
+
+    batches: list[int] = []
+    iterator = iter(DataLoader(range(100), num_workers=2, worker_init_fn=crash))  # type: ignore[arg-type]
+    with pytest.raises(WorkerStartError, match="exit code 7"):
+        batches.extend(int(batch) for batch in iterator)
+    batches += [int(batch) for batch in iterator]
+    assert batches == list(range(0, 2 * len(batches), 2))
+
+
+def test_a_worker_that_cannot_be_replaced_ends_in_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the system has no room for another process, that is what is raised; the healthy worker is in nobody's way."""
+    dataset = Deadly(400, tmp_path, "SIGKILL", at=(8,))
+    iterator = iter(DataLoader(dataset, batch_size=4, num_workers=2, prefetch_factor=4))
+
+    def refuse(*args: Any) -> None:
+        raise WorkerStartError("no room")
+
+    monkeypatch.setattr(iterator._session.pool, "_start_one", refuse)
+    batches: list[int] = []
+    with pytest.raises(WorkerStartError, match="no room") as caught:
+        batches.extend(int(key) for batch in iterator for key in batch[0])
+    assert "indices" in caught.value.__notes__[0]
+    del caught
+    rest = [int(key) for batch in iterator for key in batch[0]]  # what had been made already
+    assert batches + rest == sorted(batches + rest)
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]

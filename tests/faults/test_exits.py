@@ -1,0 +1,268 @@
+"""The end of the program: whatever is alive at that moment, it ends soon, says nothing, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.nursery import Program
+from tests.faults.programs import FACES, HUNG, NUMBERS, assert_within, seconds_after
+
+Run = Callable[..., Program]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_whole_epoch_leaves_nothing_and_says_nothing(run: Run, face: str, num_workers: int) -> None:
+    """An ordinary script, from start to end."""
+    program = run(
+        NUMBERS + FACES[face] + f"print(train(DataLoader(Numbers(), batch_size=4, num_workers={num_workers})))"
+    )
+    assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_whole_epoch_with_other_start_methods(run: Run, face: str, method: str) -> None:
+    """An ordinary script whose workers are started anew."""
+    main = """
+if __name__ == "__main__":
+    print(train(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1])))
+"""
+    program = run(NUMBERS + FACES[face] + main, method, timeout_s=90)
+    assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "alive",
+    [
+        "iterator = iter(loader); next(iterator)",
+        "iterator = loader.__aiter__(); asyncio.run(iterator.__anext__())",
+        "iterator = loader.__aiter__()",
+        "iterators = [iter(loader) for _ in range(3)]; [next(iterator) for iterator in iterators]",
+        "iterator = iter(loader); cycle = [iterator]; cycle.append(cycle); del iterator",
+        "iterator = iter(loader); sys.modules['kept'] = iterator",
+        "iterator = iter(loader); loader._iterator = iterator",
+        "iterator = iter(loader); iterator.close()",
+    ],
+)
+def test_iterators_alive_at_the_end(run: Run, alive: str, num_workers: int) -> None:
+    """Whatever still refers to an iterator when the interpreter ends."""
+    setup = f"loader = DataLoader(Slow(), batch_size=4, num_workers={num_workers})\n"
+
+    def attempt() -> float:
+        program = run(NUMBERS + setup + alive + "\nprint('bye', time.monotonic())")
+        assert (program.returncode, program.err) == (0, "")
+        return seconds_after(program, "bye")
+
+    assert_within(3.0, attempt)
+
+
+@pytest.mark.parametrize("face", ["next(iter_)", "asyncio.run(iter_.__anext__())"])
+@pytest.mark.parametrize(
+    "way", ["sleep", "interpreter's lock held", "a loop that swallows everything", "a thread that does not end"]
+)
+def test_hung_workers_do_not_hold_up_the_end(run: Run, way: str, face: str) -> None:
+    """The program ends within 3 s, whatever its workers do."""
+    main = f"""
+loader = DataLoader(Hung(sys.argv[1]), batch_size=4, num_workers=2)
+iter_ = iter(loader)
+for _ in range(2):
+    {face}
+time.sleep(0.2)
+print("bye", time.monotonic())
+"""
+
+    def attempt() -> float:
+        program = run(NUMBERS + HUNG + main, way)
+        assert "hung\n" in program.out
+        assert (program.returncode, program.err) == (0, "")
+        return seconds_after(program, "bye")
+
+    assert_within(3.0, attempt)
+
+
+@pytest.mark.parametrize("ending", ["close", "del", "break"])
+def test_hung_workers_are_killed_after_the_grace(run: Run, ending: str) -> None:
+    """close() waits for 3 s at most; del and break do not wait; and the workers are gone while the program goes on."""
+    main = """
+import psutil
+loader = DataLoader(Hung("sleep"), batch_size=4, num_workers=2)
+for i, batch in enumerate(iterator := iter(loader)):
+    if i == 1:
+        break
+time.sleep(0.2)
+begun = time.monotonic()
+if sys.argv[1] == "close":
+    iterator.close()
+del iterator
+took = time.monotonic() - begun
+while psutil.Process().children():
+    time.sleep(0.01)
+print(took, time.monotonic() - begun)
+"""
+    program = run(NUMBERS + HUNG + main, ending)
+    assert (program.returncode, program.err) == (0, "")
+    took, gone = map(float, program.out.splitlines()[-1].split())
+    assert gone < 3.7
+    assert took < 3.7 if ending == "close" else took < 0.1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exception_ends_the_program_as_usual(run: Run, num_workers: int) -> None:
+    """Uncaught in the body of a loop: one traceback, status 1."""
+    main = f"""
+for batch in DataLoader(Slow(), num_workers={num_workers}):
+    raise ValueError("the user's own")
+"""
+    program = run(NUMBERS + main)
+    assert program.returncode == 1
+    assert program.err.count("Traceback") == 1
+    assert program.err.endswith("ValueError: the user's own\n")
+
+
+@pytest.mark.parametrize("statement", ["sys.exit(5)", "os._exit(5)", "raise SystemExit(5)"])
+def test_leaving_in_the_body_of_a_loop(run: Run, statement: str) -> None:
+    """The status is the user's, and workers are gone, without any word."""
+    main = f"""
+for batch in DataLoader(Slow(), num_workers=2):
+    {statement}
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.err) == (5, "")
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("has_begun", [True, False], ids=["between epochs", "in an epoch"])
+def test_a_thread_trains_on_after_main_has_returned(run: Run, face: str, has_begun: bool) -> None:
+    """A non-daemon thread gets all its data, in this epoch and in the next ones."""
+    main = f"""
+begun = threading.Event()
+def train_on():
+    if {has_begun}:
+        print(train(DataLoader(Numbers(), num_workers=2)) == list(range(40)), flush=True)
+    else:
+        iterator = iter(DataLoader(Numbers(), num_workers=2))
+    begun.set()
+    time.sleep(0.3)
+    if not {has_begun}:
+        print(torch.cat(list(iterator)).tolist() == list(range(40)), flush=True)
+    for epoch in range(2):
+        print(train(DataLoader(Slow(), batch_size=4, num_workers=2)) == list(range(40)), flush=True)
+threading.Thread(target=train_on).start()
+begun.wait()
+"""
+    program = run(NUMBERS + FACES[face] + main)
+    assert (program.returncode, program.out, program.err) == (0, "True\n" * 3, "")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_thread_of_a_pool_trains_on_after_main_has_returned(run: Run, face: str) -> None:
+    """So does a ThreadPoolExecutor's thread, which ends only when it is told to."""
+    main = """
+from concurrent.futures import ThreadPoolExecutor
+begun = threading.Event()
+def train_on():
+    iterator = iter(DataLoader(Slow(), num_workers=2))
+    begun.set()
+    time.sleep(0.3)
+    print(torch.cat(list(iterator)).tolist() == list(range(40)), flush=True)
+    print(train(DataLoader(Slow(), batch_size=4, num_workers=2)) == list(range(40)), flush=True)
+pool = ThreadPoolExecutor()
+pool.submit(train_on)
+begun.wait()
+"""
+    program = run(NUMBERS + FACES[face] + main)
+    assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_daemon_thread_in_a_loop_at_the_end(run: Run, face: str, num_workers: int) -> None:
+    """It is left where it is, as any daemon thread; nothing is said."""
+    main = f"""
+loader = DataLoader(Slow(100_000), batch_size=2, num_workers={num_workers})
+threading.Thread(target=train, args=(loader,), daemon=True).start()
+time.sleep(0.3)
+print("bye", time.monotonic())
+"""
+
+    def attempt() -> float:
+        program = run(NUMBERS + FACES[face] + main)
+        assert (program.returncode, program.err) == (0, "")
+        return seconds_after(program, "bye")
+
+    assert_within(3.0, attempt)
+
+
+def test_a_batch_in_work_on_a_thread_at_the_end(run: Run) -> None:
+    """num_workers=0 with `async for`: the thread may be inside torch, which must not crash the interpreter's end."""
+    main = """
+class Heavy(Numbers):
+    def __getitem__(self, index):
+        for _ in range(20 if index else 0):
+            torch.rand(200, 200) @ torch.rand(200, 200)
+        return index
+loader = DataLoader(Heavy(), num_workers=0)
+async def main():
+    iterator = aiter(loader)
+    await anext(iterator)
+    task = asyncio.create_task(anext(iterator))
+    await asyncio.sleep(0.01)
+    return iterator
+iterator = asyncio.run(main())
+print("bye", time.monotonic())
+"""
+
+    def attempt() -> float:
+        program = run(NUMBERS + main)
+        assert (program.returncode, program.err) == (0, "")
+        return seconds_after(program, "bye")
+
+    assert_within(3.0, attempt)
+
+
+CLEANUP = """
+def note(what):
+    with open("notes", "a") as file:
+        print(what, os.getpid(), file=file, flush=True)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        atexit.register(note, "atexit")
+        try:
+            for number in range(40):
+                yield number
+        finally:
+            note("finally")
+"""
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("forkserver", "spawn"))]
+)
+@pytest.mark.parametrize("ending", ["exhaustion", "break", "exit"])
+def test_cleanup_code_runs_where_it_belongs(run: Run, method: str, ending: str) -> None:
+    """At every orderly end workers run their own atexit handlers and `finally`, and never the trainer's handlers."""
+    main = """
+if __name__ == "__main__":
+    atexit.register(note, "trainer's atexit")
+    print(os.getpid())
+    iterator = iter(DataLoader(Stream(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1]))
+    for i, batch in enumerate(iterator):
+        if i == 3 and sys.argv[2] != "exhaustion":
+            break
+    if sys.argv[2] != "exit":
+        iterator.close()
+"""
+    program = run(NUMBERS + CLEANUP + main, method, ending, timeout_s=90)
+    assert (program.returncode, program.err) == (0, "")
+    notes: dict[int, list[str]] = {}
+    for line in (program.folder / "notes").read_text().splitlines():
+        what, pid = line.rsplit(maxsplit=1)
+        notes.setdefault(int(pid), []).append(what)
+    assert notes.pop(int(program.out)) == ["trainer's atexit"]
+    assert list(notes.values()) == [["finally", "atexit"]] * 2

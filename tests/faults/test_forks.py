@@ -1,0 +1,240 @@
+"""The trainer forks: by os.fork, by multiprocessing, and after its threads and torch's have done their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.nursery import Program
+from tests.faults.programs import FACES, NUMBERS
+
+Run = Callable[..., Program]
+
+FORK = """
+from asyncloader import LoaderClosedError
+
+def in_child(function):
+    pid = os.fork()
+    if pid == 0:
+        function()
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iterator_of_the_parent_is_closed_in_a_fork(run: Run, num_workers: int) -> None:
+    """In the child it raises LoaderClosedError by either face; the parent's epoch is undisturbed."""
+    main = f"""
+iterator = iter(DataLoader(Slow(), batch_size=4, num_workers={num_workers}))
+seen = next(iterator).tolist()
+def take():
+    for face in (lambda: next(iterator), lambda: asyncio.run(anext(iterator)), lambda: list(iterator)):
+        try:
+            face()
+        except LoaderClosedError as error:
+            print("not to a fork of it" in str(error))
+    iterator.close()
+    asyncio.run(iterator.aclose())
+print(in_child(take))
+for batch in iterator:
+    seen += batch.tolist()
+print(seen == list(range(40)))
+"""
+    program = run(NUMBERS + FORK + main)
+    assert (program.returncode, program.out, program.err) == (0, "True\nTrue\nTrue\n0\nTrue\n", "")
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["os._exit(0)", "sys.exit(0)", "del iterator; import gc; gc.collect(); sys.exit(0)", "pass", "raise ValueError"],
+)
+def test_the_end_of_a_fork_disturbs_nothing(run: Run, ending: str) -> None:
+    """Whatever finalizers and exit hooks run in a child, the parent and its workers do not notice."""
+    main = f"""
+iterator = iter(DataLoader(Slow(), batch_size=4, num_workers=2))
+seen = next(iterator).tolist()
+sys.stdout.flush()
+pid = os.fork()
+if pid == 0:
+    {ending}
+else:
+    begun = time.monotonic()
+    os.waitpid(pid, 0)
+    took = time.monotonic() - begun
+    for batch in iterator:
+        seen += batch.tolist()
+    print(seen == list(range(40)), took < 3)
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out) == (0, "True True\n")
+    assert program.err == "" or (ending == "raise ValueError" and program.err.count("Traceback") == 1)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_fork_has_loaders_of_its_own(run: Run, face: str) -> None:
+    """A child makes iterators anew, with the parent's loader or another, and its own exit ends them."""
+    main = """
+loader = DataLoader(Slow(), batch_size=4, num_workers=2)
+iterator = iter(loader)
+seen = next(iterator).tolist()
+sys.stdout.flush()
+pid = os.fork()
+if pid == 0:
+    print(train(loader) == list(range(40)), flush=True)
+    print(train(DataLoader(Numbers(), num_workers=1)) == list(range(40)), flush=True)
+    left_alive = iter(loader)
+else:
+    _, status = os.waitpid(pid, 0)
+    for batch in iterator:
+        seen += batch.tolist()
+    print(seen == list(range(40)), status)
+"""
+    program = run(NUMBERS + FACES[face] + main)
+    assert (program.returncode, program.out, program.err) == (0, "True\nTrue\nTrue 0\n", "")
+
+
+def test_forks_while_other_threads_iterate(run: Run) -> None:
+    """At any moment of an epoch, again and again: neither the threads nor the children notice.
+
+    A child cannot have an epoch of its own here: torch's generator may have been locked by another thread at the fork,
+    and stays locked in the child for ever.
+    """
+    main = """
+done = threading.Event()
+results = []
+def train_on():
+    while not done.is_set():
+        results.append(train(DataLoader(Numbers(400), batch_size=4, num_workers=2)) == list(range(400)))
+threads = [threading.Thread(target=train_on) for _ in range(2)]
+for thread in threads:
+    thread.start()
+def end_orderly():
+    import gc
+    gc.collect()
+    print("child", flush=True)
+    sys.exit(0)
+statuses = []
+for _ in range(30):
+    try:
+        statuses.append(in_child(end_orderly))
+    except SystemExit:
+        os._exit(0)
+done.set()
+for thread in threads:
+    thread.join()
+print(statuses, all(results), len(results) > 2)
+"""
+    program = run(NUMBERS + FORK + FACES["for"] + main, timeout_s=60)
+    assert (program.returncode, program.err) == (0, "")
+    assert program.out == "child\n" * 30 + f"{[0] * 30} True True\n"
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("forkserver", "spawn"))]
+)
+def test_inside_a_process_of_multiprocessing(run: Run, method: str) -> None:
+    """A trainer that is a child itself, as under a launcher."""
+    main = """
+import multiprocessing
+def child():
+    print(train(DataLoader(Slow(), batch_size=4, num_workers=2)) == list(range(40)), flush=True)
+    iterator = iter(DataLoader(Slow(), batch_size=4, num_workers=2))
+    next(iterator)
+    globals()["alive"] = iterator
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+    program = run(NUMBERS + FACES["for"] + main, method, timeout_s=60)
+    assert (program.returncode, program.out, program.err) == (0, "True\n0\n", "")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_inside_a_daemonic_process(run: Run, face: str) -> None:
+    """Daemonic processes may have no children: torch's error, when workers are started."""
+    main = """
+import multiprocessing
+def child():
+    loader = DataLoader(Numbers(), num_workers=2)
+    try:
+        if sys.argv[1] == "for":
+            iter(loader)
+        else:
+            asyncio.run(anext(aiter(loader)))
+    except AssertionError as error:
+        print(error, flush=True)
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+    program = run(NUMBERS + main, face)
+    assert program.out == "daemonic processes are not allowed to have children\n0\n"
+    assert (program.returncode, program.err) == (0, "")
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_fork_after_torch_has_used_its_threads(run: Run, num_threads: int) -> None:
+    """Workers do convolutions and matrix products although the trainer did, with several threads, before the fork."""
+    main = f"""
+torch.set_num_threads({num_threads})
+def work():
+    images = torch.ones(2, 3, 64, 64)
+    features = torch.nn.functional.conv2d(images, torch.ones(8, 3, 3, 3))
+    matrix = torch.ones(300, 300)
+    return float(features.sum() + (matrix @ matrix).sum() + torch.linalg.inv(torch.eye(50)).sum())
+class Convolved(Numbers):
+    def __getitem__(self, index):
+        return work(), torch.get_num_threads()
+expected = work()
+with torch.enable_grad():
+    torch.ones(10, requires_grad=True).sum().backward()
+for epoch in range(2):
+    for results, threads in DataLoader(Convolved(16), batch_size=4, num_workers=2):
+        assert results.tolist() == [expected] * 4, results
+        assert threads.tolist() == [1] * 4, threads
+        work()
+print(torch.get_num_threads())
+"""
+    program = run(NUMBERS + main, timeout_s=60)
+    assert (program.returncode, program.out, program.err) == (0, f"{num_threads}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("share", "outcome"), [(0.5, "True\n"), (1.0, "True True\n")], ids=["now and then", "all the time"]
+)
+def test_fork_while_a_thread_draws_random_numbers(run: Run, share: float, outcome: str) -> None:
+    """A worker that inherits the lock of torch's generator, held for ever, is found out and replaced; a bounded
+    time."""
+    main = f"""
+import logging
+from asyncloader import WorkerStartError
+logging.getLogger("asyncloader").setLevel(logging.ERROR)
+done = threading.Event()
+def draw():
+    numbers = torch.empty(4_000_000)
+    while not done.is_set():
+        begun = time.monotonic()
+        numbers.random_(0, 1000)
+        done.wait((time.monotonic() - begun) * (1 - {share}) / {share})
+thread = threading.Thread(target=draw)
+thread.start()
+time.sleep(0.1)
+try:
+    print(train(DataLoader(Numbers(), batch_size=4, num_workers=1, generator=torch.Generator())) == list(range(40)))
+except WorkerStartError as error:
+    print("held a lock" in str(error), "forkserver" in str(error))
+done.set()
+thread.join()
+"""
+    program = run(NUMBERS + FACES["for"] + main, timeout_s=60)
+    assert program.returncode == 0, program.explain("failed")
+    assert program.out == outcome or share == 1.0
+    assert program.err == ""

@@ -1,0 +1,209 @@
+"""The Hugging Face Trainer, which loads through Accelerate, and `datasets`, map-style and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate.data_loader
+import datasets
+import pytest
+import torch
+import torch.utils.data
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import asyncloader
+from asyncloader import DataLoader
+from tests.frameworks.witness import Sample, assert_made_by_torch, assert_made_by_us, attest, indices
+
+VOCABULARY = 16
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The one line that keeps our loader, taken back afterwards."""
+    monkeypatch.setattr(accelerate.data_loader, "DataLoader", asyncloader.DataLoader)
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Classifier(BertForSequenceClassification):
+    """A tiny BERT that remembers which samples it was given."""
+
+    def __init__(self) -> None:
+        shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+        super().__init__(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=8, num_labels=2, **shape))
+        self.seen: list[Sample] = []
+
+    def forward(self, *, index: Tensor, witness: Tensor, **inputs: Any) -> SequenceClassifierOutput:
+        self.seen.append({"index": index, "witness": witness})
+        return super().forward(**inputs)
+
+
+class Sentences(torch.utils.data.Dataset[Sample]):
+    """Sentences of four words, whose label is whether the first is in the upper half of the vocabulary."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.words = torch.randint(VOCABULARY, (length, 4), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> Sample:
+        words = self.words[index]
+        label = int(words[0] >= VOCABULARY // 2)
+        return {"input_ids": words, "labels": label, "index": index, "witness": attest()}
+
+
+def make_trainer(folder: Path, **options: Any) -> tuple[Trainer, Classifier]:
+    torch.manual_seed(0)
+    model = Classifier()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        dataloader_num_workers=2,
+        remove_unused_columns=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"save_strategy": "no", "num_train_epochs": 2, **options},
+    )
+    data = Sentences(40)
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=Sentences(12)), model
+
+
+@pytest.mark.usefixtures("kept")
+def test_trainer_trains_and_evaluates_from_our_workers(tmp_path: Path) -> None:
+    """One line before, and train, evaluate and predict iterate over our loader; every sample once an epoch."""
+    trainer, model = make_trainer(tmp_path)
+    trainer.train()
+    first, second = indices(model.seen[:10]), indices(model.seen[10:])
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert first != second
+    assert_made_by_us(model.seen, num_workers=2)
+    for use in (trainer.evaluate, lambda: trainer.predict(Sentences(12))):
+        model.seen.clear()
+        use()
+        assert indices(model.seen) == list(range(12))
+        assert_made_by_us(model.seen, num_workers=2)
+    assert type(trainer.get_train_dataloader().base_dataloader) is DataLoader
+
+
+def test_without_the_line_the_trainer_uses_torchs(tmp_path: Path) -> None:
+    """Without the line the Trainer's loader is torch's: what the line is for."""
+    trainer, model = make_trainer(tmp_path, num_train_epochs=1)
+    trainer.train()
+    assert_made_by_torch(model.seen)
+
+
+@pytest.mark.usefixtures("kept")
+def test_persistent_workers_of_the_trainer(tmp_path: Path) -> None:
+    """The Trainer's own options for the loader reach ours: two processes make all epochs."""
+    trainer, model = make_trainer(
+        tmp_path, num_train_epochs=3, dataloader_persistent_workers=True, dataloader_prefetch_factor=3
+    )
+    trainer.train()
+    assert len(model.seen) == 30
+    assert len({int(pid) for batch in model.seen for pid in batch["witness"][:, 1]}) == 2
+    assert_made_by_us(model.seen, num_workers=2)
+    loader = trainer.get_train_dataloader()
+    assert (loader.persistent_workers, loader.prefetch_factor) == (True, 3)
+
+
+@pytest.mark.usefixtures("kept")
+def test_trainer_resumes_within_an_epoch(tmp_path: Path) -> None:
+    """The Trainer skips what it has trained on by Accelerate's skip_first_batches; the rest comes from our workers."""
+    whole, complete = make_trainer(tmp_path / "whole", max_steps=20, save_strategy="steps", save_steps=6)
+    whole.train()
+    resumed, rest = make_trainer(tmp_path / "resumed", max_steps=20)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    assert indices(rest.seen) == indices(complete.seen[6:])
+    assert_made_by_us(rest.seen, num_workers=2)
+    assert all(torch.equal(*pair) for pair in zip(complete.parameters(), rest.parameters(), strict=True))
+
+
+def with_witness(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {**rows, "witness": [attest().tolist() for _ in rows["index"]]}
+
+
+def with_tensors(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {**rows, "witness": [attest() for _ in rows["index"]]}
+
+
+@pytest.fixture
+def table() -> datasets.Dataset:
+    """Forty rows, in memory."""
+    rows = range(40)
+    return datasets.Dataset.from_dict(
+        {"index": list(rows), "x": [[row / 40, 1.0] for row in rows], "name": [f"row {row}" for row in rows]}
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_datasets_table_gives_what_it_gives_torch(table: datasets.Dataset, num_workers: int) -> None:
+    """A `datasets.Dataset` formatted for torch gives the same batches to our loader as to torch's, shuffled alike."""
+
+    def batches(loader_class: type) -> list[Any]:
+        own = torch.Generator().manual_seed(1)
+        loader = loader_class(table.with_format("torch"), 8, shuffle=True, num_workers=num_workers, generator=own)
+        return [[batch["index"].tolist(), batch["x"].tolist(), batch["name"]] for batch in loader]
+
+    ours = batches(DataLoader)
+    assert ours == batches(torch.utils.data.DataLoader)
+    assert sorted(index for batch in ours for index in batch[0]) == list(range(40))
+
+
+def test_datasets_transform_runs_in_our_workers(table: datasets.Dataset) -> None:
+    """A transform, as for augmentation or tokenizing, runs in our workers, for a whole batch at once."""
+    batches = list(DataLoader(table.with_transform(with_tensors), batch_size=8, num_workers=2))
+    assert indices(batches) == list(range(40))
+    assert_made_by_us(batches, num_workers=2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_streamed_datasets_are_divided_among_workers(table: datasets.Dataset, num_workers: int) -> None:
+    """A `datasets.IterableDataset` gives each worker its shards: the batches that torch gives, new in each epoch."""
+    stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=10).with_format("torch")
+
+    def epochs(loader_class: type) -> list[list[int]]:
+        loader = loader_class(stream, batch_size=8, num_workers=num_workers)
+        taken = []
+        for epoch in range(2):
+            stream.set_epoch(epoch)
+            taken.append(indices(loader))
+        return taken
+
+    first, second = epochs(DataLoader)
+    assert [first, second] == epochs(torch.utils.data.DataLoader)
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert first != second
+
+
+def test_streamed_datasets_come_from_our_workers(table: datasets.Dataset) -> None:
+    """What is mapped over a stream runs in our workers."""
+    stream = table.to_iterable_dataset(num_shards=2).map(with_witness, batched=True, batch_size=4).with_format("torch")
+    batches = list(DataLoader(stream, batch_size=8, num_workers=2))
+    assert sorted(indices(batches)) == list(range(40))
+    assert_made_by_us(batches, num_workers=2)
+
+
+def test_a_layer_trains_on_a_table(table: datasets.Dataset) -> None:
+    """The whole way, without a Trainer: a loss falls."""
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.2)
+    losses = []
+    for _ in range(5):
+        for batch in DataLoader(table.with_format("torch"), batch_size=8, shuffle=True, num_workers=2):
+            loss = nn.functional.mse_loss(layer(batch["x"])[:, 0], batch["index"] / 40)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4

@@ -1,0 +1,150 @@
+"""What a process has that a test could leave behind: children, threads, descriptors, shared memory.
+
+    before = Holdings.now()
+    ...                                  # the test
+    before.more_than_before()            # [] or one line for each thing that is left
+
+What stays by design is told apart by what it is, never by how many there are: multiprocessing's forkserver and
+resource tracker by their pids and descriptors, the arenas of its heap (for `multiprocessing.Value`) by their name. The
+loader's own portal thread with its loop, and its arena, are brought to life before the first look (see conftest.py), so
+that they belong to what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import multiprocessing
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+PATIENCE_S = 3.0
+COLLECT_AFTER_S = (0.1, 0.5, 1.0, 2.0, math.inf)
+SHM = Path("/dev/shm")
+HEAP = "/pym-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Holdings:
+    """What this process holds at one moment."""
+
+    children: frozenset[int]
+    threads: frozenset[threading.Thread]
+    descriptors: dict[int, str]
+    segments: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Self:
+        """Look at the process as it is."""
+        keepers, kept_descriptors = _singletons()
+        return cls(
+            children=frozenset(descendants(os.getpid()) - keepers),
+            threads=frozenset(threading.enumerate()),
+            descriptors={
+                fd: what for fd, what in descriptors().items() if fd not in kept_descriptors and HEAP not in what
+            },
+            segments=frozenset(os.listdir(SHM)) if SHM.is_dir() else frozenset(),
+        )
+
+    def more_than_before(self, patience_s: float = PATIENCE_S, *, collect: bool = True) -> list[str]:
+        """Describe what is there now and was not there before; wait for what is on its way out.
+
+        Garbage is collected only when something is left after a while: a collection after each of hundreds of tests
+        would cost more than the tests.
+        """
+        now = Holdings.now()
+        suspects = now.segments  # what others on this machine make later is not to be blamed on this process
+        left = self._compare(now)
+        begun, pause, collected = time.monotonic(), 0.002, 0
+        while left and (waited := time.monotonic() - begun) < patience_s:
+            if collect and waited > COLLECT_AFTER_S[collected]:
+                gc.collect()
+                collected += 1
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+            now = Holdings.now()
+            left = self._compare(dataclasses.replace(now, segments=now.segments & suspects))
+        return left
+
+    def _compare(self, now: Holdings) -> list[str]:
+        return [
+            *(f"process {_process(pid)}" for pid in sorted(now.children - self.children)),
+            *(f"not joined: {child!r}" for child in multiprocessing.active_children() if child.pid in now.children),
+            *(f"thread {thread!r}" for thread in now.threads - self.threads if thread.is_alive()),
+            *(f"descriptor {fd} -> {what}" for fd, what in self._new_descriptors(now)),
+            *(f"shared memory {SHM / name}" for name in now.segments - self.segments if _is_ours(name)),
+        ]
+
+    def _new_descriptors(self, now: Holdings) -> Iterable[tuple[int, str]]:
+        return ((fd, what) for fd, what in now.descriptors.items() if self.descriptors.get(fd) != what)
+
+
+def descendants(pid: int) -> set[int]:
+    """Find the children of a process, their children and so on; dead ones that nobody has reaped count."""
+    if not sys.platform.startswith("linux"):
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # the process is gone
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread is gone
+                found |= {int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()}
+    return found.union(*map(descendants, found))
+
+
+def descriptors() -> dict[int, str]:
+    """Map this process's open descriptors to what they lead to."""
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        return {fd: _inode(fd) for fd in range(256) if _inode(fd)}
+    found: dict[int, str] = {}
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder
+            found[int(name)] = os.readlink(folder / name)
+    return found
+
+
+def _inode(fd: int) -> str:
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return ""
+    return f"{stat.filemode(status.st_mode)} inode {status.st_ino}"
+
+
+def _singletons() -> tuple[set[int], set[int]]:
+    """Name the processes and descriptors that multiprocessing keeps for good, once it has needed them."""
+    server, tracker = forkserver._forkserver, resource_tracker._resource_tracker
+    pids = {server._forkserver_pid, tracker._pid}
+    fds = {server._forkserver_alive_fd, tracker._fd}
+    return pids - {None}, fds - {None}
+
+
+def _process(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{pid} ({process.status()}, child of {process.ppid()}): {' '.join(process.cmdline())[:120]}"
+    except psutil.Error:
+        return f"{pid} (gone by now)"
+
+
+def _is_ours(segment: str) -> bool:
+    """Whether a segment is to be blamed on this process: not if only strangers, in a container or not, use it."""
+    family = {os.getpid(), *descendants(os.getpid())}
+    users = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if f"{SHM}/{segment}" in Path(f"/proc/{pid}/maps").read_text():
+                users.add(pid)
+    # A semaphore is unlinked before it is unmapped: one that nobody here has mapped belongs to somebody elsewhere.
+    return bool(users & family) or (not users and not segment.startswith("sem."))

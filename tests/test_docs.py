@@ -1,0 +1,53 @@
+"""The pages for users: what they link to is there, and the code they show runs."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run_python
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(page: Path) -> list[str]:
+    return [code for language, code in FENCED.findall(page.read_text()) if language == "python"]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what can follow the # in a link to a page: its headings, in the spelling of markdown's renderers."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links and pictures of a page name files of the repository, and headings in them."""
+    dead = []
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert not dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_on_pages_is_python(page: Path) -> None:
+    """Every block of Python on a page can be parsed; `await` may stand at its top level, as in a notebook."""
+    for code in python_blocks(page):
+        compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_code_of_the_first_page_runs() -> None:
+    """The blocks of docs/index.md, one after the other, are a program that runs without a warning."""
+    program = "\n".join(python_blocks(ROOT / "docs" / "index.md"))
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,79 @@
+"""Each example runs by itself, as a user starts it: in its own process, to its closing lines, without a warning."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run_python
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the digits; the first example that needs them writes them there."""
+    return tmp_path_factory.mktemp("examples") / "digits"
+
+
+def run_example(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run an example in a process of its own."""
+    return run_python(ROOT / "examples" / name, *arguments)
+
+
+def closing_lines(done: subprocess.CompletedProcess[str], count: int) -> list[str]:
+    """Return the last lines of what an example printed; see that it ended well, and warned of nothing."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()[-count:]
+
+
+def test_train_digits_reports_accuracy_and_waiting(digits: Path) -> None:
+    """Three epochs train, and the closing lines tell the accuracy and the time spent waiting for data."""
+    done = run_example("train_digits.py", "--epochs", "3", "--min-accuracy", "0.6", "--data", digits)
+    accuracy, waiting = closing_lines(done, 2)
+    assert re.fullmatch(r"test accuracy \d+\.\d% after 3 epochs", accuracy)
+    assert re.fullmatch(r"training took \d+\.\d s, \d+\.\d\d s of it \(\d+%\) waiting for data", waiting)
+    assert len(list(digits.glob("*/*.png"))) == 1797
+
+
+def test_train_digits_fails_below_the_accuracy_asked_for(digits: Path) -> None:
+    """One epoch does not reach 99 %, and the exit code says so."""
+    done = run_example("train_digits.py", "--epochs", "1", "--min-accuracy", "0.99", "--data", digits, "--workers", "0")
+    assert done.returncode == 1
+    assert done.stderr == "test accuracy is below 99%\n"
+
+
+@pytest.mark.slow
+def test_train_digits_reaches_97_percent() -> None:
+    """What `make demo` runs, as it runs it, reaches its accuracy, or exits with 1."""
+    accuracy, _ = closing_lines(run_example("train_digits.py"), 2)
+    assert float(accuracy.split()[2].rstrip("%")) >= 97
+
+
+def test_train_async_answers_while_it_trains(digits: Path) -> None:
+    """The endpoint is answered at many different steps, and every epoch leaves a checkpoint that can be loaded."""
+    done = run_example("train_async.py", "--epochs", "3", "--min-accuracy", "0.6", "--data", digits)
+    accuracy, answers = closing_lines(done, 2)
+    assert re.fullmatch(r"test accuracy \d+\.\d% with the weights from the last of 3 checkpoints", accuracy)
+    seen = re.fullmatch(
+        r"(\d+) requests answered during training, at (\d+) different steps: median .* ms, slowest (\d+) ms", answers
+    )
+    assert seen is not None
+    requests, steps, slowest_ms = map(int, seen.groups())
+    assert requests >= steps >= 5
+    assert slowest_ms < 1000
+
+
+def test_tinyloader_experiment_draws_a_picture(tmp_path: Path) -> None:
+    """A small run measures the three loaders, prints a table with all of them and draws the picture."""
+    picture = tmp_path / "new" / "tinyloader.png"
+    small = ("--epochs", "1", "--samples", "128", "--workers", "0", "2", "--step-s", "0.01", "--out", picture)
+    done = run_example("tinyloader_experiment.py", *small)
+    header, _, none, two, _, closing = closing_lines(done, 6)
+    assert closing == f"drawn to {picture}"
+    assert header == "| workers, step of 10 ms | naive loop | torch | asyncloader |"
+    assert re.fullmatch(r"\| 0 (\| \d+\.\d\d ms ){3}\|", none)
+    assert re.fullmatch(r"\| 2 \|  (\| \d+\.\d\d ms ){2}\|", two)
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,600 @@
+"""The two faces of an iterator, and every way to leave one: each batch goes to exactly one consumer, nothing is
+left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from asyncloader import DataLoader, LoaderClosedError
+
+SOON_S = 20.0
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+class Numbers(Dataset[Any]):
+    """Numbers, some of which take long, or raise."""
+
+    def __init__(
+        self, length: int = 40, *, seconds: float = 0.0, error: BaseException | None = None, at: int | None = None
+    ) -> None:
+        self._length = length
+        self._seconds = seconds
+        self._error = error
+        self._at = at
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._seconds:
+            time.sleep(self._seconds)
+        if self._error is not None and (self._at is None or key == self._at):
+            raise type(self._error)(*self._error.args)
+        return key
+
+
+def numbers(num_workers: int, length: int = 40, **options: Any) -> DataLoader[Any]:
+    """Return a loader of batches of four numbers."""
+    return DataLoader(Numbers(length), batch_size=4, num_workers=num_workers, **options)
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = SOON_S) -> None:
+    """Wait for something that happens on another thread."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Leave it to reference counts to let go of things."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# --------------------------------------------------------------------------------------------------- leaving a loop
+
+
+@WORKERS
+def test_break(num_workers: int) -> None:
+    """A loop that is left early; and another one over the same loader."""
+    loader = numbers(num_workers)
+    for _ in range(2):
+        for batch in loader:
+            if 12 in batch:
+                break
+        assert batch.tolist() == [12, 13, 14, 15]
+
+
+@WORKERS
+async def test_break_async(num_workers: int) -> None:
+    """The same by the other face."""
+    loader = numbers(num_workers)
+    for _ in range(2):
+        async for batch in loader:
+            if 12 in batch:
+                break
+        assert batch.tolist() == [12, 13, 14, 15]
+
+
+@WORKERS
+def test_an_exception_in_the_body(num_workers: int) -> None:
+    """Is the user's, and ends the loop."""
+
+    def loop() -> None:
+        for _ in numbers(num_workers):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+
+
+@WORKERS
+async def test_an_exception_in_the_body_async(num_workers: int) -> None:
+    """The same by the other face."""
+
+    async def loop() -> None:
+        async for _ in numbers(num_workers):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await loop()
+
+
+@pytest.mark.parametrize("after", ["start", "batch", "error", "timeout", "StopIteration"])
+def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) -> None:
+    """Whatever was raised before: no cycle keeps the iterator alive, and dropping it does not wait."""
+    error = {"error": ValueError(), "StopIteration": StopIteration()}.get(after)
+    dataset = Numbers(error=error, at=0, seconds=0.5 if after == "timeout" else 0)
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, timeout=0.05 if after == "timeout" else 0)
+    with no_collection():
+        iterator = iter(loader)
+        workers = iterator._workers
+        if after != "start":
+            with contextlib.suppress(ValueError, StopIteration, TimeoutError):
+                next(iterator)
+        begun = time.monotonic()
+        del iterator
+        assert time.monotonic() - begun < 0.05
+        wait_until(lambda: not any(worker.is_alive() for worker in workers))
+
+
+@pytest.mark.parametrize("after", ["start", "batch", "error", "timeout", "StopIteration", "cancellation"])
+async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(after: str) -> None:
+    """The same by the other face."""
+    error = {"error": ValueError(), "StopIteration": StopIteration()}.get(after)
+    slow = after in ("timeout", "cancellation")
+    dataset = Numbers(error=error, at=0, seconds=0.5 if slow else 0)
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, timeout=0.05 if after == "timeout" else 0)
+    with no_collection():
+        iterator = aiter(loader)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(iterator._wait_started_async(iterator._started), 10)
+        workers = iterator._workers
+        assert workers
+        if after == "cancellation":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await anext(iterator)
+        elif after != "start":
+            with contextlib.suppress(ValueError, StopAsyncIteration, TimeoutError):
+                await anext(iterator)
+        del iterator
+        await asyncio.to_thread(wait_until, lambda: not any(worker.is_alive() for worker in workers))
+
+
+@WORKERS
+def test_with_closes(num_workers: int) -> None:
+    """`with` ends everything, waits for it, and what comes after is refused."""
+    with iter(numbers(num_workers)) as iterator:
+        assert next(iterator).tolist() == [0, 1, 2, 3]
+        workers = getattr(iterator, "_workers", [])
+    assert not any(worker.is_alive() for worker in workers)
+    for _ in range(2):
+        with pytest.raises(LoaderClosedError):
+            next(iterator)
+    iterator.close()
+
+
+@WORKERS
+async def test_async_with_closes(num_workers: int) -> None:
+    """The same by the other face."""
+    async with aiter(numbers(num_workers)) as iterator:
+        assert (await anext(iterator)).tolist() == [0, 1, 2, 3]
+        workers = getattr(iterator, "_workers", [])
+    assert not any(worker.is_alive() for worker in workers)
+    for _ in range(2):
+        with pytest.raises(LoaderClosedError):
+            await anext(iterator)
+    await iterator.aclose()
+
+
+@WORKERS
+@pytest.mark.parametrize("length", [4, 400])
+def test_closing_is_not_the_end_of_the_data(num_workers: int, length: int) -> None:
+    """A closed iterator never seems exhausted, even if all batches had been made; an exhausted one stays so."""
+    loader = numbers(num_workers, length)
+    closed, exhausted = iter(loader), iter(loader)
+    for _ in exhausted:
+        pass
+    exhausted.close()
+    time.sleep(0.05)  # batches of the other one are made
+    closed.close()
+    with pytest.raises(LoaderClosedError):
+        next(closed)
+    assert next(exhausted, None) is None
+
+
+@WORKERS
+def test_loader_close_closes_the_newest_iterator(num_workers: int) -> None:
+    """And nothing else; without an iterator it does nothing."""
+    loader = numbers(num_workers)
+    loader.close()
+    older, newest = iter(loader), iter(loader)
+    loader.close()
+    assert next(older).tolist() == [0, 1, 2, 3]
+    with pytest.raises(LoaderClosedError):
+        next(newest)
+    older.close()
+
+
+@WORKERS
+def test_close_wakes_those_who_wait(num_workers: int) -> None:
+    """A thread that waits for a batch while another closes the iterator gets LoaderClosedError, not the end."""
+    if num_workers == 0:
+        pytest.skip("nobody waits: the thread makes the batch itself")
+    iterator = iter(DataLoader(Numbers(seconds=0.3), batch_size=4, num_workers=num_workers))
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(next, iterator) for _ in range(3)]
+        wait_until(lambda: iterator._consumer.run.handoff.waiting == 3)
+        iterator.close()
+        for future in waiting:
+            assert isinstance(future.exception(SOON_S), LoaderClosedError)
+
+
+@WORKERS
+async def test_aclose_wakes_those_who_wait(num_workers: int) -> None:
+    """The same by the other face."""
+    iterator = aiter(DataLoader(Numbers(seconds=0.1), batch_size=4, num_workers=num_workers))
+    tasks = [asyncio.create_task(anext(iterator)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    await iterator.aclose()
+    for task in tasks:
+        with pytest.raises(LoaderClosedError):
+            await task
+
+
+# ------------------------------------------------------------------------------------------- several at the same time
+
+
+@WORKERS
+def test_two_iterators_over_one_loader(num_workers: int) -> None:
+    """Each has all batches; they do not disturb each other."""
+    loader = numbers(num_workers)
+    pairs = list(zip(loader, loader, strict=True))
+    assert [(a.tolist(), b.tolist()) for a, b in pairs] == [([i, i + 1, i + 2, i + 3],) * 2 for i in range(0, 40, 4)]
+
+
+@WORKERS
+async def test_nested_loops_of_both_faces(num_workers: int) -> None:
+    """A `for` inside a running loop, and an `async for` in its body; as in a notebook."""
+    outer, inner = numbers(num_workers, 8), numbers(num_workers, 12)
+    seen = []
+    for a in outer:
+        async for b in inner:
+            seen.append((int(a[0]), int(b[0])))
+    assert seen == [(a, b) for a in (0, 4) for b in (0, 4, 8)]
+
+
+@WORKERS
+@pytest.mark.parametrize("in_order", [True, False])
+def test_threads_share_an_iterator(num_workers: int, in_order: bool) -> None:
+    """Each batch goes to one of them, in order for each; all see the end."""
+    iterator = iter(numbers(num_workers, 800, in_order=in_order))
+    with ThreadPoolExecutor(4) as threads:
+        shares = [future.result(SOON_S) for future in [threads.submit(list, iterator) for _ in range(4)]]
+    starts = [[int(batch[0]) for batch in share] for share in shares]
+    assert sorted(itertools.chain(*starts)) == list(range(0, 800, 4))
+    assert not in_order or all(share == sorted(share) for share in starts)
+
+
+@WORKERS
+async def test_tasks_share_an_iterator(num_workers: int) -> None:
+    """Each batch goes to one of them; all see the end."""
+    iterator = aiter(numbers(num_workers, 800))
+
+    async def take() -> list[int]:
+        return [int(batch[0]) async for batch in iterator]
+
+    shares = await asyncio.wait_for(asyncio.gather(*(take() for _ in range(5))), SOON_S)
+    assert sorted(itertools.chain(*shares)) == list(range(0, 800, 4))
+
+
+@WORKERS
+async def test_nothing_is_lost_by_cancelling(num_workers: int) -> None:
+    """A task is cancelled while it waits; another one goes on with the batch that it would have got."""
+    loader = DataLoader(Numbers(24, seconds=0.01), batch_size=4, num_workers=num_workers)
+    iterator = aiter(loader)
+    seen: list[int] = []
+
+    async def take() -> None:
+        async for batch in iterator:
+            seen.append(int(batch[0]))
+
+    while len(seen) < 6:
+        task = asyncio.create_task(take())
+        done, _ = await asyncio.wait([task], timeout=0.013)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if done:
+            break
+    assert seen == list(range(0, 24, 4))
+
+
+@WORKERS
+async def test_nothing_is_lost_by_cancelling_at_any_moment(num_workers: int) -> None:
+    """Many tasks share an iterator, and are cancelled, run out of time and start anew by chance."""
+    iterator = aiter(DataLoader(Numbers(1200), batch_size=4, num_workers=num_workers))
+    chance = random.Random(1)
+    seen: list[int] = []
+    at_the_end = False
+
+    async def take() -> None:
+        nonlocal at_the_end
+        async for batch in iterator:
+            seen.append(int(batch[0]))
+            if chance.random() < 0.2:
+                await asyncio.sleep(0)
+        at_the_end = True
+
+    tasks: list[asyncio.Task[None]] = []
+    async with asyncio.timeout(SOON_S):
+        while not at_the_end:
+            tasks = [task for task in tasks if not task.done()]
+            while len(tasks) < 4:
+                tasks.append(asyncio.create_task(take()))
+            await asyncio.sleep(chance.choice([0, 0, 0.0005, 0.002]))
+            chance.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(seen) == list(range(0, 1200, 4))
+
+
+@WORKERS
+@pytest.mark.parametrize("shared", [True, False])
+def test_several_loops_in_several_threads(num_workers: int, shared: bool) -> None:
+    """On asyncio's loops and on uvloop's at the same time, with one iterator or one each."""
+    uvloop = pytest.importorskip("uvloop")
+    loader = numbers(num_workers, 400)
+    common = aiter(loader)
+
+    def run(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> list[int]:
+        async def main() -> list[int]:
+            return [int(batch[0]) async for batch in (common if shared else loader)]
+
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            return runner.run(main())
+
+    factories = [asyncio.new_event_loop, uvloop.new_event_loop] * 2
+    with ThreadPoolExecutor(4) as threads:
+        shares = list(threads.map(run, factories))
+    expected = list(range(0, 400, 4))
+    if shared:
+        assert sorted(itertools.chain(*shares)) == expected
+    else:
+        assert shares == [expected] * 4
+
+
+@WORKERS
+async def test_both_faces_of_one_iterator(num_workers: int) -> None:
+    """They may take turns: what one has taken the other does not see, and nothing is lost by a cancelled task."""
+    iterator = iter(DataLoader(Numbers(seconds=0.005), batch_size=4, num_workers=num_workers))
+    seen = []
+    for turn in range(4):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.001 if turn % 2 else None):
+                seen.append(await anext(iterator))
+        seen.append(next(iterator))
+    seen += list(iterator)
+    assert torch.cat(seen).tolist() == list(range(40))
+
+
+@WORKERS
+async def test_the_loop_turns_while_batches_are_awaited(num_workers: int) -> None:
+    """A dataset that blocks does not block the loop; nor do batches that are always ready."""
+    longest = 0.0
+
+    async def beat() -> None:
+        nonlocal longest
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - begun)
+
+    heart = asyncio.create_task(beat())
+    async for _ in DataLoader(Numbers(16, seconds=0.1), batch_size=4, num_workers=num_workers):
+        pass
+    beats_of_slow = longest
+    async for _ in numbers(num_workers, 1000):
+        time.sleep(0.001)  # a step of training  # noqa: ASYNC251
+    heart.cancel()
+    assert beats_of_slow < 0.35  # a batch takes 0.4 s
+    assert longest < 0.35
+
+
+# ------------------------------------------------------------------------------------------------------- exceptions
+
+
+async def results_of(iterator: AsyncIterator[Any]) -> list[Any]:
+    """Return all batches as lists, and in the place of a batch what was raised."""
+    results: list[Any] = []
+    while True:
+        try:
+            results.append((await anext(iterator)).tolist())
+        except StopAsyncIteration:
+            return results
+        except Exception as error:
+            results.append(error)
+
+
+def results_of_for(iterator: Iterator[Any]) -> list[Any]:
+    """The same by the other face."""
+    results: list[Any] = []
+    while True:
+        try:
+            results.append(next(iterator).tolist())
+        except StopIteration:
+            return results
+        except Exception as error:
+            results.append(error)
+
+
+@WORKERS
+@pytest.mark.parametrize("face", ["for", "async for"])
+async def test_after_an_exception_comes_the_next_batch(num_workers: int, face: str) -> None:
+    """It stands in the place of its batch."""
+    dataset = Numbers(16, error=ValueError("bad", 5), at=5)
+    loader = DataLoader(dataset, batch_size=4, num_workers=num_workers)
+    results = results_of_for(iter(loader)) if face == "for" else await results_of(aiter(loader))
+    error = results.pop(1)
+    assert (type(error), error.args) == (ValueError, ("bad", 5))
+    assert results == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+@WORKERS
+def test_stop_iteration_from_a_dataset_ends_the_loop(num_workers: int) -> None:
+    """As with torch: `for` cannot tell it from the end, and another loop goes on after it."""
+    dataset = Numbers(12, error=StopIteration(), at=5)
+    iterator = iter(DataLoader(dataset, batch_size=4, num_workers=num_workers))
+    assert [batch.tolist() for batch in iterator] == [[0, 1, 2, 3]]
+    assert [batch.tolist() for batch in iterator] == [[8, 9, 10, 11]]
+
+
+@WORKERS
+@pytest.mark.parametrize("error", [StopIteration(), StopAsyncIteration()])
+async def test_stop_iteration_from_a_dataset_ends_the_loop_async(num_workers: int, error: Exception) -> None:
+    """The same by the other face."""
+    dataset = Numbers(12, error=error, at=5)
+    iterator = aiter(DataLoader(dataset, batch_size=4, num_workers=num_workers))
+    assert [batch.tolist() async for batch in iterator] == [[0, 1, 2, 3]]
+    assert [batch.tolist() async for batch in iterator] == [[8, 9, 10, 11]]
+
+
+def bad_sampler() -> Iterator[int]:
+    """Name six numbers, then raise."""
+    yield from range(6)
+    raise OSError("no more")
+
+
+class Flickering:
+    """A sampler that raises now and then, and goes on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._count = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        self._count += 1
+        if self._count > 9:
+            raise StopIteration
+        if self._count % 3 == 0:
+            raise OSError(self._count)
+        return [self._count]
+
+
+@WORKERS
+@pytest.mark.parametrize("face", ["for", "async for"])
+async def test_what_a_sampler_raises_comes_in_its_place(num_workers: int, face: str) -> None:
+    """After the batches before it, as the user raised it; then the end, for a generator has no more."""
+    loader = DataLoader(Numbers(), sampler=bad_sampler(), batch_size=2, num_workers=num_workers)
+    results = results_of_for(iter(loader)) if face == "for" else await results_of(aiter(loader))
+    assert results[:3] == [[0, 1], [2, 3], [4, 5]]
+    (error,) = results[3:]
+    assert repr(error) == "OSError('no more')"
+
+
+@WORKERS
+@pytest.mark.parametrize("face", ["for", "async for"])
+async def test_a_sampler_that_goes_on_after_raising(num_workers: int, face: str) -> None:
+    """So does the iterator."""
+    loader = DataLoader(Numbers(), batch_sampler=Flickering(), num_workers=num_workers)
+    results = results_of_for(iter(loader)) if face == "for" else await results_of(aiter(loader))
+    assert [str(result) for result in results] == ["[1]", "[2]", "3", "[4]", "[5]", "6", "[7]", "[8]", "9"]
+
+
+@pytest.mark.parametrize("num_consumers", [2, 5])
+@pytest.mark.parametrize("sampler", [bad_sampler, Flickering])
+def test_what_a_sampler_raises_reaches_one_of_many(num_consumers: int, sampler: Callable[[], Any]) -> None:
+    """One thread gets it, and may never come again; the others come to the end."""
+    if sampler is Flickering:
+        loader = DataLoader(Numbers(seconds=0.01), batch_sampler=sampler(), num_workers=2)
+    else:
+        loader = DataLoader(Numbers(seconds=0.01), sampler=sampler(), batch_size=2, num_workers=2)
+    iterator = iter(loader)
+    errors: list[BaseException] = []
+    batches: list[list[int]] = []
+
+    def take() -> None:
+        try:
+            for batch in iterator:
+                batches.append(batch.tolist())
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(num_consumers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert not any(thread.is_alive() for thread in threads)
+    if sampler is bad_sampler:
+        assert (len(errors), sorted(batches)) == (1, [[0, 1], [2, 3], [4, 5]])
+    else:
+        assert len(errors) == min(3, num_consumers)
+
+
+@WORKERS
+def test_an_infinite_sampler_is_read_as_far_as_needed(num_workers: int) -> None:
+    """As far as the window, and on with each batch."""
+    counter = itertools.count()
+    loader = DataLoader(
+        Numbers(), sampler=(i % 40 for i in counter), batch_size=4, num_workers=num_workers, run_ahead_bytes=0
+    )
+    with iter(loader) as iterator:
+        assert [next(iterator).tolist() for _ in range(12)][-1] == [4, 5, 6, 7]
+        window = 2 * num_workers if num_workers else 0
+        assert next(counter) == (12 + window) * 4
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    "keys", [["a", "b", "c"], [("a", 1), ("b", 2)], [1.5, None], [b"x", frozenset([1])], [slice(1, 3)]], ids=repr
+)
+def test_keys_of_any_kind(num_workers: int, keys: list[Any]) -> None:
+    """What the sampler yields reaches the dataset as it is, batched or not."""
+    loader = DataLoader(Numbers(), sampler=keys, batch_size=None, num_workers=num_workers, collate_fn=lambda key: key)
+    assert list(loader) == keys
+    loader = DataLoader(Numbers(), sampler=keys, batch_size=2, num_workers=num_workers, collate_fn=list)
+    assert [key for batch in loader for key in batch] == keys
+
+
+class Unfriendly:
+    """A key that can neither be pickled nor shown."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("this key stays here")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+@pytest.mark.parametrize("face", ["for", "async for"])
+async def test_keys_that_cannot_be_sent(face: str) -> None:
+    """The error stands in the place of that batch, says which keys they were, and the next batch comes."""
+    keys = [[0], [Unfriendly()], [2], [lambda: None], [4]]
+    loader = DataLoader(Numbers(), batch_sampler=keys, num_workers=2)
+    results = results_of_for(iter(loader)) if face == "for" else await results_of(aiter(loader))
+    assert [result for result in results if isinstance(result, list)] == [[0], [2], [4]]
+    assert str(results[1]) == "this key stays here"
+    assert "Unfriendly whose repr raised RuntimeError" in results[1].__notes__[0]
+    assert "lambda" in results[3].__notes__[0]
+
+
+class Undescribed(Numbers):
+    """Raises for a key that cannot be shown."""
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ValueError("bad key")
+
+
+class Shy:
+    """A key that can be pickled, but not shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def test_an_error_about_a_key_that_cannot_be_shown() -> None:
+    """The note about the indices must not get in the way of the error."""
+    with pytest.raises(ValueError, match="bad key") as caught:
+        next(iter(DataLoader(Undescribed(), sampler=[Shy()], num_workers=1)))
+    assert "Shy whose repr raised" in caught.value.__notes__[-1]

@@ -1,0 +1,110 @@
+"""Our options beyond torch's: what is accepted, what is refused, and where they are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch.utils.data
+
+from asyncloader import AsyncLoaderError, ConfigurationError, DataLoader
+from asyncloader.options import Options
+
+OURS = [field.name for field in dataclasses.fields(Options)]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_each_option_has_one_default(name: str) -> None:
+    """The same in the signature, in the options, and on a loader that was made without it."""
+    parameter = inspect.signature(DataLoader.__init__).parameters[name]
+    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameter.default == getattr(Options(), name)
+    assert getattr(DataLoader([1]), name) == parameter.default
+
+
+def test_the_signature_is_torchs_and_ours() -> None:
+    """torch's parameters come first, in torch's order and with torch's defaults."""
+    theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    ours = inspect.signature(DataLoader.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert [ours[name].kind for name in theirs] == [parameter.kind for parameter in theirs.values()]
+    assert [ours[name].default for name in theirs] == [parameter.default for parameter in theirs.values()]
+    assert list(ours)[len(theirs) :] == OURS
+
+
+def test_the_docstring_names_every_option() -> None:
+    """So that help() shows them all."""
+    documentation = inspect.getdoc(DataLoader)
+    assert documentation is not None
+    missing = [name for name in inspect.signature(DataLoader).parameters if f"\n    {name}: " not in documentation]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scheduling", "fair"),
+        ("scheduling", None),
+        ("seeding", "sample"),
+        ("on_error", "ignore"),
+        ("on_timeout", "wait"),
+        ("on_crash", "ignore"),
+        ("worker_backend", "interpreter"),
+        ("run_ahead_bytes", -1),
+        ("run_ahead_bytes", 1.5),
+        ("run_ahead_bytes", True),
+        ("max_retries", -1),
+        ("max_retries", "2"),
+        ("snapshot_every_n_steps", 0),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(name: str, value: Any) -> None:
+    """With the name, what would be right, and what was given."""
+    with pytest.raises(ConfigurationError, match=f"{name} should be .* but got {value!r}") as caught:
+        DataLoader([1], **{name: value})
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, AsyncLoaderError)
+
+
+def test_what_is_not_built_yet_is_never_ignored() -> None:
+    """Each option works or says that it does not."""
+    values: dict[str, Any] = {
+        "concurrency": 4,
+        "scheduling": "dynamic",
+        "seeding": "worker",
+        "run_ahead_bytes": 0,
+        "on_error": "skip",
+        "max_errors": 5,
+        "on_timeout": "retry",
+        "on_crash": "skip",
+        "max_retries": 0,
+        "worker_backend": "thread",
+        "trace": "trace.json",
+        "snapshot_every_n_steps": 3,
+    }
+    assert sorted(values) == sorted(OURS)
+    for name, value in values.items():
+        try:
+            loader = DataLoader([1], **{name: value})
+        except NotImplementedError as error:
+            assert f"{name}={value!r} is planned" in str(error)
+        else:
+            assert getattr(loader, name) == value
+
+
+def test_options_can_be_changed_between_epochs() -> None:
+    """What can be set on a loader is looked at when it is iterated, and checked then."""
+    loader = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
+    loader.scheduling = "dynamic"
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    loader.scheduling = "never"  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError):
+        iter(loader)
+
+
+def test_options_are_frozen() -> None:
+    """Nobody changes them on the way."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().max_retries = 5  # type: ignore[misc]

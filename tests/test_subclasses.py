@@ -1,0 +1,209 @@
+"""Subclasses of our DataLoader as people write them, and pickled loaders: options of ours survive."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import RandomSampler, TensorDataset
+
+from asyncloader import DataLoader
+from asyncloader.options import Options
+
+OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "seeding": "worker", "run_ahead_bytes": 0, "max_retries": 5}
+NUMBERS = list(range(12))
+
+
+class WithKeywords(DataLoader[Any]):
+    """Adds an argument; hands on whatever else it is given."""
+
+    def __init__(self, dataset: Any, tag: str = "none", *args: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        self.tag = tag
+
+
+class WithDefault(DataLoader[Any]):
+    """Names one of our options, with a default of its own."""
+
+    def __init__(self, dataset: Any, *, max_retries: int = 7, **rest: Any) -> None:
+        super().__init__(dataset, max_retries=max_retries, **rest)
+
+
+class RepeatForever:
+    """A sampler that begins again at its end, as timm's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class MultiEpochs(DataLoader[Any]):
+    """timm's way to keep workers over epochs: one endless iterator, of which each epoch takes a part."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._DataLoader__initialized = False
+        self.batch_sampler = RepeatForever(self.batch_sampler)
+        self._DataLoader__initialized = True
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def named(cls: type) -> set[str]:
+    return set(inspect.signature(cls.__init__).parameters)
+
+
+def make_anew(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Make a loader again as Lightning does: from the attributes that its signature names, or torch's does."""
+    parameters = dict(inspect.signature(loader.__init__).parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        parameters |= inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    attributes = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    given = {
+        name: attributes[name]
+        for name, parameter in parameters.items()
+        if name in attributes and parameter.default is not attributes[name]
+    }
+    return type(loader)(**{**given, "sampler": loader.sampler, "shuffle": False, "batch_sampler": None})
+
+
+def test_signature_of_a_subclass_with_keywords_names_our_options() -> None:
+    """They come between its own arguments and its keywords; one that it names itself stays as it is."""
+    ours = set(Options.__dataclass_fields__)
+    assert list(inspect.signature(WithKeywords.__init__).parameters)[:4] == ["self", "dataset", "tag", "args"]
+    assert list(inspect.signature(WithKeywords.__init__).parameters)[-1] == "kwargs"
+    assert named(WithKeywords) == {"self", "dataset", "tag", "args", "kwargs"} | ours
+    assert inspect.signature(WithDefault.__init__).parameters["max_retries"].default == 7
+    assert named(WithDefault) == {"self", "dataset", "rest"} | ours
+
+
+def test_signature_of_a_subclass_without_keywords_stays() -> None:
+    """What takes no other keywords cannot take our options, and does not claim to; without an __init__ it has ours."""
+
+    class Closed(DataLoader[Any]):
+        def __init__(self, dataset: Any, batch_size: int = 2) -> None:
+            super().__init__(dataset, batch_size)
+
+    class Plain(DataLoader[Any]):
+        pass
+
+    assert named(Closed) == {"self", "dataset", "batch_size"}
+    assert named(Plain) == named(DataLoader)
+
+
+def test_signature_of_a_decorated_init_names_our_options() -> None:
+    """A decorator that uses functools.wraps, and a subclass of a subclass."""
+
+    def logged(init: Any) -> Any:
+        @functools.wraps(init)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+
+        return wrapper
+
+    class Decorated(WithKeywords):
+        @logged
+        def __init__(self, dataset: Any, **kwargs: Any) -> None:
+            super().__init__(dataset, **kwargs)
+
+    assert named(Decorated) == {"self", "dataset", "kwargs"} | set(Options.__dataclass_fields__)
+    assert make_anew(Decorated(NUMBERS, **OPTIONS)).scheduling == "dynamic"
+
+
+@pytest.mark.parametrize("cls", [DataLoader, WithKeywords, WithDefault])
+def test_options_survive_being_made_anew(cls: type[DataLoader[Any]]) -> None:
+    """A loader made from another one's attributes has its options, whether its class names them or not."""
+    given = cls(NUMBERS, batch_size=4, num_workers=1, **OPTIONS)
+    anew = make_anew(given)
+    assert type(anew) is cls
+    assert {name: getattr(anew, name) for name in OPTIONS} == OPTIONS
+    assert (anew.batch_size, anew.num_workers) == (4, 1)
+
+
+def test_own_arguments_are_kept_beside_ours() -> None:
+    """A subclass's own argument, a positional one of torch's and an option of ours go where they belong."""
+    loader = WithKeywords(NUMBERS, "mine", 4, num_workers=1, **OPTIONS)
+    assert (loader.tag, loader.batch_size, loader.max_retries) == ("mine", 4, 5)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert make_anew(loader).tag == "mine"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_endless_batch_sampler_as_timms(num_workers: int) -> None:
+    """Three epochs of one iterator over an endless sampler: every sample once each, from the same workers."""
+    sampler = RandomSampler(NUMBERS, generator=torch.Generator().manual_seed(0))
+    loader = MultiEpochs(NUMBERS, batch_size=4, sampler=sampler, num_workers=num_workers)
+    workers = [worker.pid for worker in loader.iterator._workers] if num_workers else []
+    epochs = [[int(number) for batch in loader for number in batch] for _ in range(3)]
+    assert len(loader) == 3
+    assert [sorted(epoch) for epoch in epochs] == [NUMBERS] * 3
+    assert epochs[0] != epochs[1]
+    assert workers == ([worker.pid for worker in loader.iterator._workers] if num_workers else [])
+
+
+def test_overridden_len_and_iter() -> None:
+    """A subclass may change what is yielded, and call ours beneath; `async for` is overridden as `for` is."""
+
+    class Doubled(DataLoader[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                yield batch * 2
+
+        async def __aiter__(self) -> Any:
+            async for batch in super().__aiter__():
+                yield batch * 2
+
+    async def collect() -> list[Any]:
+        return [batch.tolist() async for batch in loader]
+
+    loader = Doubled(NUMBERS, batch_size=6, num_workers=1)
+    doubled = [[0, 2, 4, 6, 8, 10], [12, 14, 16, 18, 20, 22]]
+    assert [batch.tolist() for batch in loader] == asyncio.run(collect()) == doubled
+
+
+@pytest.mark.parametrize("cls", [DataLoader, WithKeywords])
+def test_a_loader_can_be_pickled(cls: type[DataLoader[Any]]) -> None:
+    """Before and after it was iterated: options, arguments and order arrive; the copy works by itself."""
+    generator = torch.Generator().manual_seed(2)
+    dataset = TensorDataset(torch.arange(12))
+    loader = cls(dataset, batch_size=4, shuffle=True, num_workers=1, generator=generator, **OPTIONS)
+    unused = pickle.loads(pickle.dumps(loader))
+    first = [batch[0].tolist() for batch in loader]
+    assert [batch[0].tolist() for batch in unused] == first
+    used = pickle.loads(pickle.dumps(loader))
+    assert {name: getattr(used, name) for name in OPTIONS} == OPTIONS
+    assert [batch[0].tolist() for batch in used] == [batch[0].tolist() for batch in loader]
+
+
+def test_an_iterator_cannot_be_pickled() -> None:
+    """Neither kind, nor a loader with persistent workers that has one: torch's error, before anything is copied."""
+    for num_workers in (0, 1):
+        with iter(DataLoader(NUMBERS, num_workers=num_workers)) as batches, pytest.raises(NotImplementedError):
+            pickle.dumps(batches)
+    loader = DataLoader(NUMBERS, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(loader)
+
+
+def test_subscripts_and_isinstance() -> None:
+    """`DataLoader[X]` can be written, and ours is one of torch's."""
+    assert DataLoader[int].__origin__ is DataLoader
+    assert isinstance(DataLoader(NUMBERS), torch.utils.data.DataLoader)
+    assert issubclass(MultiEpochs, torch.utils.data.DataLoader)

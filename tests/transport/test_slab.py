@@ -1,0 +1,566 @@
+"""Slabs between a real worker and its parent: lent, leased, used again, given back, never lost, never written over."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from asyncloader.transport import arena, slab
+from asyncloader.transport.arena import NamedArena
+from asyncloader.transport.slab import SlabPool
+from tests.transport.wire import Worker, make_pool, worker
+
+FLOATS = 1 << 18  # 1 MiB
+MIB = 1 << 20
+
+
+def large(number: int) -> torch.Tensor:
+    return torch.full((FLOATS,), float(number))
+
+
+def collated(number: int) -> torch.Tensor:
+    return default_collate([torch.full((FLOATS // 4,), float(number))] * 4)
+
+
+def large_and_label(number: int) -> dict[str, torch.Tensor]:
+    return {"image": large(number), "label": torch.arange(64) + number}
+
+
+def of_random_size(number: int) -> tuple[np.ndarray[Any, Any], int]:
+    size = random.Random(number).randrange(1000, 4 * FLOATS)
+    return np.full(size, number % 251, np.uint8), size
+
+
+def two_views(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return collated(number).chunk(2)
+
+
+def array_in_slab(number: int) -> np.ndarray[Any, Any]:
+    return collated(number).numpy()
+
+
+kept_in_worker: list[torch.Tensor] = []
+
+
+def collated_and_kept(number: int) -> torch.Tensor:
+    """What a collate_fn with a cache does: every fourth batch is the one of four batches ago, the same object."""
+    if number >= 4:
+        return kept_in_worker[number % 4]
+    kept_in_worker.append(collated(number))
+    return kept_in_worker[-1]
+
+
+def collated_in_vain(number: int) -> Any:
+    collated(number)
+    if number % 2:
+        raise KeyError(number)
+    return number
+
+
+def is_in_arena(pool: SlabPool, tensor: torch.Tensor) -> bool:
+    memory = pool._arena
+    return memory is not None and memory.base <= tensor.data_ptr() < memory.base + memory.size
+
+
+def leased(pool: SlabPool) -> int:
+    pool.turn()
+    return pool.statistics().leased
+
+
+@pytest.mark.parametrize("make", [large, collated])
+def test_a_large_tensor_comes_in_a_slab(pool: SlabPool, start_method: str, make: Callable[[int], torch.Tensor]) -> None:
+    """Its bytes are not in the payload, its values are right, it can be written, its storage is just as large."""
+    with worker(pool, make, start_method) as made:
+        for number in range(5):
+            batch = made.get(number)
+            assert made.payload_bytes < 1000
+            assert is_in_arena(pool, batch)
+            assert torch.equal(batch.view(-1), large(number))
+            batch.zero_()
+            assert batch.untyped_storage().nbytes() == batch.nbytes
+        del batch
+    assert leased(pool) == 0
+
+
+def test_memory_is_used_again(pool: SlabPool) -> None:
+    """A consumer that drops its batches needs two slabs or three however many come, and the worker hardly ever asks."""
+    with worker(pool, large) as made:
+        made.get(0)
+        made.send(1)
+        made.send(2)
+        for number in range(3, 200):
+            made.receive()
+            made.send(number)
+        assert made.asks <= 3
+        made.receive(), made.receive()
+    assert pool.statistics().reserved <= 4 * 1.07 * MIB
+
+
+def test_slabs_serve_the_workers_after(pool: SlabPool) -> None:
+    """What one worker has warmed another one gets, after the first has ended or was killed."""
+    for _ in range(10):
+        with worker(pool, large) as made:
+            made.get(0)
+            made.send(1)
+            made.kill()
+    assert pool.statistics().reserved <= 4 * 1.07 * MIB
+
+
+def test_batches_that_are_kept_stay_as_they_are(pool: SlabPool) -> None:
+    """A program that keeps every batch has every batch."""
+    with worker(pool, large) as made:
+        kept = [made.get(number) for number in range(30)]
+    for number, batch in enumerate(kept):
+        assert torch.equal(batch, large(number))
+    assert leased(pool) >= 30 * MIB
+    del kept, batch
+    assert leased(pool) == 0
+
+
+def test_a_kept_label_holds_no_image(pool: SlabPool) -> None:
+    """Small tensors do not travel in slabs."""
+    with worker(pool, large_and_label) as made:
+        kept = [made.get(number)["label"] for number in range(50)]
+    assert leased(pool) == 0
+    assert [int(label[0]) for label in kept] == list(range(50))
+    assert pool.statistics().reserved <= 4 * 1.07 * MIB
+
+
+def test_a_lease_ends_with_the_last_view(pool: SlabPool) -> None:
+    """Views, arrays, and views of arrays hold the slab."""
+    with worker(pool, large) as made:
+        batch = made.get(3)
+        view = batch[10:20].unsqueeze(0)
+        array = view.numpy()[..., 1:]
+        alias = memoryview(array)
+        del batch, view, array
+        assert leased(pool) > 0
+        assert alias[0, 0] == 3.0
+        del alias
+        assert leased(pool) == 0
+
+
+def test_a_lease_ends_in_another_thread_and_in_a_cycle(pool: SlabPool) -> None:
+    """Where and how the last reference goes makes no difference."""
+    with worker(pool, large) as made:
+        box = [made.get(0)]
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+        assert leased(pool) == 0
+
+        gc.disable()
+        cycle: list[Any] = [made.get(1)]
+        cycle.append(cycle)
+        del cycle
+        assert leased(pool) > 0
+        gc.enable()
+        gc.collect()
+        assert leased(pool) == 0
+
+
+def test_leases_end_in_many_threads_at_once(pool: SlabPool) -> None:
+    """Batches are dropped by four threads while the loop thread lends and decodes; every value is right."""
+    queue: deque[torch.Tensor] = deque()
+    wrong: list[int] = []
+    done = threading.Event()
+
+    def consume() -> None:
+        held: list[tuple[int, torch.Tensor]] = []
+        while not done.is_set() or queue:
+            try:
+                batch = queue.popleft()
+            except IndexError:
+                time.sleep(0)
+                continue
+            held.append((int(batch[0]), batch))
+            del batch
+            if len(held) > 3:
+                number, batch = held.pop(0)
+                wrong.extend([number] * (not bool((batch == number).all())))
+                del batch
+
+    threads = [threading.Thread(target=consume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    with worker(pool, large) as made:
+        made.send(0)
+        for number in range(1, 400):
+            made.send(number)
+            queue.append(made.receive())
+        made.receive()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert leased(pool) == 0
+
+
+def test_views_of_one_tensor_come_in_one_slab(pool: SlabPool) -> None:
+    """Two parts of what was collated in one slab are leased together."""
+    with worker(pool, two_views) as made:
+        first, second = made.get(7)
+        assert torch.equal(torch.cat([first.view(-1), second.view(-1)]), large(7))
+        assert is_in_arena(pool, first)
+        del first
+        assert leased(pool) > 0
+        assert float(second[0, 0]) == 7.0
+        del second
+        assert leased(pool) == 0
+
+
+def test_an_array_over_a_slab_is_not_copied(pool: SlabPool) -> None:
+    """numpy's view of what was collated in a slab is described as well; it arrives writable."""
+    with worker(pool, array_in_slab) as made:
+        array = made.get(2)
+        assert is_in_arena(pool, torch.from_numpy(array))
+        array += 1
+        assert (array == 3).all()
+        del array
+
+
+def test_what_a_worker_keeps_is_not_written_over(pool: SlabPool) -> None:
+    """A collate_fn that caches what it collated in slabs finds it unchanged, and returns it again."""
+    with worker(pool, collated_and_kept) as made:
+        for number in range(60):
+            batch = made.get(number)
+            assert torch.equal(batch.view(-1), large(number % 4)), number
+        del batch
+    assert leased(pool) == 0
+
+
+def test_what_is_collated_in_vain_is_used_again(pool: SlabPool) -> None:
+    """A slab whose batch failed, or was not returned, serves the next one."""
+    with worker(pool, collated_in_vain) as made:
+        for number in range(60):
+            if number % 2:
+                with pytest.raises(KeyError):
+                    made.get(number)
+            else:
+                assert made.get(number) == number
+        assert made.asks <= 1
+    assert pool.statistics().reserved <= 2 * 1.07 * MIB
+
+
+def test_random_sizes_held_for_random_times(pool: SlabPool) -> None:
+    """Memory does not grow past what is held and what is lent, nothing leaks, every byte is right."""
+    chance = random.Random(0)
+    held: dict[int, Any] = {}
+    most = 0
+    with worker(pool, of_random_size) as made:
+        made.send(0)
+        for number in range(1500):
+            made.send(number + 1)
+            array, size = made.receive()
+            assert array.shape == (size,)
+            held[number] = array
+            del array
+            for old in [n for n in held if chance.random() < 0.012]:
+                assert (held.pop(old) == old % 251).all()
+            most = max(most, sum(kept.nbytes for kept in held.values()))
+            assert pool.statistics().reserved <= 1.3 * most + slab.LOSS_BYTES + 16 * MIB
+        made.receive()
+    assert most > 45 * MIB
+    for old, array in held.items():
+        assert (array == old % 251).all()
+    held.clear()
+    del array
+    assert leased(pool) == 0
+
+
+def test_over_the_budget_batches_come_inline() -> None:
+    """Whoever keeps more than the budget gets everything, and slabs again when memory is free again."""
+    pool = make_pool(8 * MIB)
+    with worker(pool, large) as made:
+        kept = [made.get(number) for number in range(20)]
+        assert pool.statistics().reserved <= 8 * MIB
+        inside = [is_in_arena(pool, batch) for batch in kept]
+        assert 4 <= sum(inside) <= 8
+        assert not inside[-1]
+        for number, batch in enumerate(kept):
+            assert torch.equal(batch, large(number))
+        del kept, batch
+        made.get(0)
+        time.sleep(0.6)  # a refused worker asks again after a while
+        assert is_in_arena(pool, made.get(1))
+    pool.close()
+
+
+def test_surplus_is_given_back_when_demand_falls(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two periods in which less was used, what they did not use has gone, in small steps."""
+    with worker(pool, large) as made:
+        kept = [made.get(number) for number in range(40)]
+        peak = pool.statistics().reserved
+        del kept
+        now = time.monotonic()
+        for step in range(40):
+            monkeypatch.setattr(slab, "monotonic", lambda at=now + step: at)
+            made.get(0)
+        monkeypatch.undo()
+        assert peak >= 40 * MIB
+        assert pool.statistics().reserved < 12 * MIB
+
+
+def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
+    """Some seconds after the last worker has gone, by the loop's timer, in pieces."""
+    planned: list[tuple[float, Callable[[], None]]] = []
+    pool.call_later = lambda delay_s, call: planned.append((delay_s, call))
+    with worker(pool, large) as made:
+        kept = [made.get(number) for number in range(10)]
+        del kept
+    assert [delay_s for delay_s, _ in planned] == [slab.PERIOD_S]
+    while planned:
+        planned.pop()[1]()
+    assert pool.statistics().reserved == 0
+
+
+def test_an_epoch_after_the_other_finds_its_memory(pool: SlabPool) -> None:
+    """New workers for each epoch, with the last batch of the last one still in hand."""
+    batch = None
+    for _ in range(12):
+        with worker(pool, large) as made:
+            for number in range(5):
+                batch = made.get(number)
+    assert batch is not None
+    assert pool.statistics().reserved <= 5 * 1.07 * MIB
+    del batch
+
+
+def test_trim_gives_all_free_memory_back(pool: SlabPool) -> None:
+    """At once, and the memory is really gone."""
+    with worker(pool, large) as made:
+        del [made.get(number) for number in range(10)][:]
+    assert pool.statistics().reserved > 0
+    pool.trim()
+    assert pool.statistics() == (0, 0, 0)
+    assert pool._arena is not None
+    assert os.fstat(pool._arena._fd).st_blocks == 0  # type: ignore[attr-defined]
+
+
+def test_wake_is_called_at_the_end_of_a_lease(pool: SlabPool) -> None:
+    """So that a loop that sleeps may take regions back."""
+    calls: list[int] = []
+    pool.wake = lambda: calls.append(1)
+    with worker(pool, large) as made:
+        made.get(0)
+    assert calls == [1]
+
+
+# --------------------------------------------------------------------------------------------------------- forks
+def in_child(check: Callable[[], bool]) -> bool:
+    """Run a check in a forked child."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.fixture
+def process_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
+    """The pool of the process for the time of a test: only that one is told of forks."""
+    made = make_pool()
+    monkeypatch.setattr(slab, "_pools", {os.getpid(): made})
+    yield made
+    made._arena.close()
+
+
+def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPool) -> None:
+    """What was leased at a fork is never used again; what the child drops changes nothing in the parent."""
+    pool = process_pool
+    with worker(pool, large) as made:
+        batch = made.get(5)
+        address = batch.data_ptr()
+        go, child_has = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.read(go[0], 1)  # until the parent has dropped the batch and received others
+            right = bool((batch.numpy() == 5).all())  # torch's threads are not in the child
+            del batch
+            os._exit(0 if right and not pool._ended else 1)
+        del batch
+        for number in range(20):
+            assert made.get(number).data_ptr() != address
+        os.write(go[1], b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for fd in (*go, *child_has):
+        os.close(fd)
+    pool.turn()
+    assert pool.statistics().leased == 0
+    pool.trim()
+    assert pool.statistics().reserved == pytest.approx(MIB, rel=0.1)  # the one that the child might still look at
+
+
+def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: SlabPool) -> None:
+    """Free regions are used again after a fork."""
+    pool = process_pool
+    with worker(pool, large) as made:
+        for number in range(20):
+            made.get(number)
+            assert in_child(lambda: True)
+    pool.trim()
+    assert pool.statistics().reserved == 0
+
+
+def test_a_worker_forked_while_batches_are_on_lease(process_pool: SlabPool) -> None:
+    """They are not used again before that worker has ended; then they are."""
+    pool = process_pool
+    with worker(pool, large) as first:
+        batch = first.get(1)
+        address = batch.data_ptr()
+        with worker(pool, large) as second:
+            del batch
+            addresses = {second.get(number).data_ptr() for number in range(10)}
+            addresses |= {first.get(number).data_ptr() for number in range(10)}
+            assert address not in addresses
+    pool.trim()
+    assert pool.statistics().reserved == 0
+
+
+def test_a_child_has_a_pool_of_its_own() -> None:
+    """And it works there."""
+
+    def check() -> bool:
+        child_pool = slab.slab_pool()
+        with worker(child_pool, large) as made:
+            batch = made.get(4)
+            return child_pool is not parent_pool and is_in_arena(child_pool, batch) and float(batch[-1]) == 4
+
+    parent_pool = slab.slab_pool()
+    assert in_child(check)
+
+
+# ----------------------------------------------------------------------------------------------------- fall-backs
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_named_shared_memory_does_the_same(method: str) -> None:
+    """Where there is no memfd; nothing is left in /dev/shm."""
+    memory = NamedArena.create(1 << 28)
+    name = memory._memory.name
+    pool = make_pool(create_arena=lambda size: memory)
+    with worker(pool, collated, method) as made:
+        for number in range(10):
+            batch = made.get(number)
+            assert is_in_arena(pool, batch)
+            assert torch.equal(batch.view(-1), large(number))
+        del batch
+    assert os.path.exists(f"/dev/shm/{name}")
+    pool.trim()
+    assert pool.statistics().reserved == 0
+    pool.close()
+    assert not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_without_any_arena_everything_comes_inline() -> None:
+    """No descriptor to be had, or no address space: slower, and that is all."""
+    pool = make_pool(create_arena=lambda size: None)
+    assert pool.handle() is None
+    with worker(pool, large_and_label) as made:
+        batch = made.get(1)
+        assert torch.equal(batch["image"], large(1))
+        batch["image"].zero_()
+    assert pool.statistics() == (0, 0, 0)
+
+
+def test_a_region_without_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that cannot reserve goes inline, and leaves the parent alone for a while."""
+    monkeypatch.setattr(arena.MemfdArena, "reserve", lambda self, offset, length: False)
+    pool = make_pool()
+    with worker(pool, large) as made:
+        for number in range(20):
+            batch = made.get(number)
+            assert torch.equal(batch, large(number))
+            assert not is_in_arena(pool, batch)
+        assert made.asks <= 2
+    pool.close()
+
+
+def test_a_payload_that_names_a_slab_of_somebody_else(pool: SlabPool) -> None:
+    """It is an error, and not the wrong data."""
+    with worker(pool, large) as made:
+        made.get(0)
+        made.send(1)
+        while (message := made._connection.recv())[0] == "ask":
+            made._connection.send(("loans", made.borrower.grant(*message[1])))
+        other = pool.borrower()
+        with pytest.raises(LookupError, match="not on loan"):
+            other.decode(message[1])
+        made.borrower.decode(message[1])
+        other.reclaim()
+    assert leased(pool) == 0
+
+
+def test_workers_one_after_the_other_and_side_by_side(pool: SlabPool) -> None:
+    """Three workers share the pool, one is killed in the middle of things and replaced."""
+    workers = [Worker(pool, large_and_label) for _ in range(3)]
+    for number in range(60):
+        for made in workers:
+            made.send(number)
+        if number == 30:
+            workers[1].kill()
+            workers[1] = Worker(pool, large_and_label)
+            workers[1].send(number)
+        for made in workers:
+            assert bool((made.receive()["image"] == number).all())
+    for made in workers:
+        made.close()
+    assert leased(pool) == 0
+    assert pool.statistics().reserved <= 14 * MIB
+
+
+def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
+    """Whenever a child is forked, what it has of the trainer's batches stays as it was, while the parent goes on."""
+    pool = process_pool
+    current: deque[tuple[int, torch.Tensor]] = deque(maxlen=3)
+    done = threading.Event()
+
+    def go_on(made: Worker) -> None:
+        number = 0
+        while not done.is_set():
+            current.append((number, made.get(number)))
+            number += 1
+
+    def check() -> bool:
+        held = [(number, batch.numpy()) for number, batch in current]
+        return all((array == number).all() for _ in range(20) for number, array in held)
+
+    with worker(pool, large) as made:
+        thread = threading.Thread(target=go_on, args=(made,))
+        thread.start()
+        right = [in_child(check) for _ in range(20)]
+        done.set()
+        thread.join()
+    current.clear()
+    assert all(right)
+    assert leased(pool) == 0
+
+
+def test_nothing_is_left_of_named_memory_after_kill_9() -> None:
+    """multiprocessing's resource tracker outlives its process, and removes the name."""
+    program = """
+        import os, signal
+        from asyncloader.transport.arena import NamedArena
+        print(NamedArena.create(1 << 28)._memory.name, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, timeout=60, capture_output=True, text=True)  # ends when the tracker has ended
+    assert result.returncode == -signal.SIGKILL
+    assert not os.path.exists(f"/dev/shm/{result.stdout.strip()}")

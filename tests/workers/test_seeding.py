@@ -1,0 +1,154 @@
+"""Seeds: torch's own for workers, and ours for batches, which depend on nothing but the numbers that they are made
+of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset
+
+from asyncloader import DataLoader
+from asyncloader.workers.seeding import BatchSeeder, mix, seed_worker
+
+
+def draw() -> tuple[float, float, float]:
+    """Draw from all three global generators."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Drawing(Dataset[Any]):
+    """Samples that are nothing but random numbers."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return (index, *draw())
+
+
+@pytest.fixture(autouse=True)
+def generators_as_they_were() -> Iterator[None]:
+    """Give the global generators their states back."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def epochs(loader: Any, count: int = 1, seed: int = 3) -> list[Any]:
+    """Return the samples of some epochs, in one list each."""
+    torch.manual_seed(seed)
+    return [
+        [[float(part[i]) for part in batch] for batch in loader for i in range(len(batch[0]))] for _ in range(count)
+    ]
+
+
+def test_a_worker_is_seeded_as_torchs() -> None:
+    """The same three streams as in torch's worker of that number, for any base seed."""
+    for base_seed, worker in [(0, 0), (1234567890123, 3), (2**62, 7)]:
+        assert seed_worker(base_seed, worker) == base_seed + worker
+        ours = draw()
+        random.seed(base_seed + worker)
+        torch.manual_seed(base_seed + worker)
+        np.random.seed(torch.utils.data._utils.worker._generate_state(base_seed, worker))
+        assert ours == draw()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_worker_streams_are_bit_identical_to_torchs(num_workers: int) -> None:
+    """With seeding="worker" and static scheduling, epoch for epoch."""
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}
+    theirs = epochs(torch.utils.data.DataLoader(Drawing(), **options), 2)
+    assert epochs(DataLoader(Drawing(), seeding="worker", **options), 2) == theirs
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 1}, {"scheduling": "dynamic"}, {"prefetch_factor": 5}, {"run_ahead_bytes": 0}], ids=str
+)
+def test_batch_seeds_do_not_depend_on_who_works_when(options: dict[str, Any]) -> None:
+    """Any number of workers, scheduling and timing gives the same samples."""
+    expected = epochs(DataLoader(Drawing(), batch_size=4, shuffle=True, num_workers=2), 2)
+    assert (
+        epochs(DataLoader(Drawing(), **{"batch_size": 4, "shuffle": True, "num_workers": 2, **options}), 2) == expected
+    )
+
+
+def test_each_batch_and_each_epoch_draws_anew() -> None:
+    """No two samples of two epochs are alike, though the base seed of the epochs is the same."""
+    loader = DataLoader(Drawing(), batch_size=4, num_workers=2, persistent_workers=True)
+    samples = [tuple(sample[1:]) for epoch in epochs(loader, 2) for sample in epoch]
+    assert len(set(samples)) == 48
+    loader.close()
+
+
+def test_another_seed_of_the_trainer_gives_other_samples() -> None:
+    """And the same seed the same ones."""
+    loaders = [DataLoader(Drawing(), batch_size=4, num_workers=2) for _ in range(3)]
+    first, again, other = (epochs(loader, seed=seed) for loader, seed in zip(loaders, [3, 3, 4], strict=True))
+    assert first == again
+    assert first != other
+
+
+def test_no_workers_no_seeds() -> None:
+    """As in torch, the trainer's own generators are used, and are where torch's loader would leave them."""
+    theirs = epochs(torch.utils.data.DataLoader(Drawing(), batch_size=4)), draw()
+    random.seed(0)
+    assert epochs(DataLoader(Drawing(), batch_size=4))[0][0][3] == theirs[0][0][0][3]
+
+
+def test_the_trainers_generators_are_not_touched_by_workers() -> None:
+    """Beyond the one number that torch's iterator draws too."""
+    for loader_class in (torch.utils.data.DataLoader, DataLoader):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        list(loader_class(Drawing(), batch_size=4, num_workers=1))  # type: ignore[operator]
+        after = draw()
+        if loader_class is torch.utils.data.DataLoader:
+            expected = after
+    assert after == expected
+
+
+def test_seeds_are_spread() -> None:
+    """Neighbouring epochs, ranks and batches have nothing in common."""
+    seeds = {
+        mix(mix(base, epoch, rank), seq)
+        for base in (0, 1)
+        for epoch in range(5)
+        for rank in range(5)
+        for seq in range(200)
+    }
+    assert len(seeds) == 2 * 5 * 5 * 200
+    ones = [sum(seed >> bit & 1 for seed in seeds) / len(seeds) for bit in range(64)]
+    assert all(0.47 < share < 0.53 for share in ones)
+    assert mix(1, 2) != mix(2, 1)
+    assert mix(-1) == mix((1 << 64) - 1)
+
+
+def test_a_batch_seed_sets_all_three_generators() -> None:
+    """From the same numbers the same draws; another rank, epoch or batch other ones."""
+    draws = {}
+    for key in [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]:
+        seeder = BatchSeeder(key)
+        for seq in (0, 1):
+            seeder(seq)
+            draws[key, seq] = draw()
+            seeder(seq)
+            assert draw() == draws[key, seq]
+    for position in range(3):
+        assert len({drawn[position] for drawn in draws.values()}) == 8
+
+
+def test_torch_manual_seed_would_give_the_same_stream() -> None:
+    """Seeding the generator directly is the same, only faster."""
+    seed = BatchSeeder((1, 2, 3))(4)
+    ours = torch.rand(5)
+    torch.manual_seed(seed)
+    assert torch.equal(torch.rand(5), ours)

@@ -1,0 +1,241 @@
+"""How workers are started, and what reaches them: under fork, forkserver and spawn."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from asyncloader import DataLoader
+from asyncloader.workers import pool, process
+
+
+class Squares(Dataset[int]):
+    """Known to workers by its name."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+class Counting(Squares):
+    """Counts samples in memory that all processes share."""
+
+    def __init__(self, context: Any) -> None:
+        self.count = context.Value("i", 0)
+        self.lock = context.Lock()
+        self.queue = context.Queue()
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            self.count.value += 1
+        self.queue.put(index)
+        return index
+
+
+def squares_of(loader: DataLoader[Any]) -> list[int]:
+    """Return all numbers of an epoch."""
+    return [int(number) for batch in loader for number in batch]
+
+
+@pytest.mark.slow
+def test_functions_and_classes_of_any_kind(start_method: str) -> None:
+    """Lambdas, closures, and classes that nobody else can import."""
+    offset = 5
+
+    class Local(Squares):
+        def __getitem__(self, index: int) -> int:
+            return index + offset
+
+    seen = []
+    loader: DataLoader[Any] = DataLoader(
+        Local(),
+        batch_size=4,
+        num_workers=2,
+        collate_fn=lambda samples: [sample * 2 for sample in samples],
+        worker_init_fn=lambda worker: seen.append(worker),
+        multiprocessing_context=start_method,
+    )
+    assert squares_of(loader) == [(index + offset) * 2 for index in range(8)]
+    assert seen == []
+
+
+@pytest.mark.slow
+def test_primitives_of_multiprocessing(start_method: str) -> None:
+    """A shared value, a lock and a queue in the dataset are the same ones in all workers."""
+    context = multiprocessing.get_context(start_method)
+    dataset = Counting(context)
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context=context)
+    for epoch in (1, 2):
+        assert squares_of(loader) == list(range(8))
+        assert dataset.count.value == 8 * epoch
+    assert sorted(dataset.queue.get(timeout=5) for _ in range(16)) == sorted(list(range(8)) * 2)
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+def test_the_worker_knows_who_it_is() -> None:
+    """torch's worker info, one thread, in a process of its own that is its group's leader."""
+
+    class Asking(Squares):
+        def __getitem__(self, index: int) -> Any:
+            info = get_worker_info()
+            assert info is not None
+            leads = os.getpgid(0) == os.getpid()
+            return info.id, info.num_workers, info.seed, len(info.dataset), os.getpid(), leads, torch.get_num_threads()
+
+    torch.manual_seed(3)
+    base_seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.manual_seed(3)
+    iterator = iter(DataLoader(Asking(), num_workers=2, collate_fn=lambda samples: samples[0]))
+    pids = [worker.pid for worker in iterator._workers]
+    samples = list(iterator)
+    assert samples == [(i % 2, 2, base_seed + i % 2, 8, pids[i % 2], True, 1) for i in range(8)]
+    assert get_worker_info() is None
+
+
+def test_a_dataset_that_cannot_be_pickled() -> None:
+    """Under spawn: torch's warning, then what pickling raised; no process was started."""
+
+    class Locked(Squares):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    loader = DataLoader(Locked(), num_workers=2, multiprocessing_context="spawn")
+    with (
+        pytest.warns(UserWarning, match="Got pickle error when attempting to start a worker Process"),
+        pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock'"),
+    ):
+        iter(loader)
+
+
+async def test_a_dataset_that_cannot_be_pickled_async() -> None:
+    """By the other face, at once as well."""
+
+    class Locked(Squares):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    loader = DataLoader(Locked(), num_workers=2, multiprocessing_context="forkserver")
+    with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError, match="cannot pickle"):
+        aiter(loader)
+
+
+@pytest.mark.parametrize("error", [ValueError("init"), StopIteration(), KeyError("k")])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_exception_in_worker_init_fn_answers_every_batch(error: Exception, num_workers: int) -> None:
+    """As the dataset's would; the workers stay, and end orderly."""
+
+    def init(worker: int) -> None:
+        raise error
+
+    iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=num_workers, worker_init_fn=init))
+    workers = iterator._workers
+    for _ in range(4):
+        with pytest.raises(type(error)) as caught:
+            next(iterator)
+        assert f"Caught {type(error).__name__} in DataLoader worker process" in caught.value.__notes__[0]
+        del caught
+    assert next(iterator, None) is None
+    for worker in workers:
+        worker.join(5)
+        assert worker.exitcode == 0
+
+
+SCRIPT = """
+import sys
+from torch.utils.data import Dataset
+from asyncloader import DataLoader
+
+class InMain(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 5:
+            raise OfMain(index)
+        return double(index)
+
+class OfMain(Exception):
+    pass
+
+def double(number):
+    return number * 2
+
+def train(method):
+    seen = []
+    iterator = iter(DataLoader(InMain(), batch_size=2, num_workers=2, multiprocessing_context=method))
+    while True:
+        try:
+            seen += next(iterator).tolist()
+        except OfMain as error:
+            seen.append(error.args[0])
+        except StopIteration:
+            break
+    print(seen)
+
+if __name__ == "__main__":
+    for method in ("fork", "forkserver", "spawn"):
+        train(method)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["script", "module", "-c", "exec"])
+def test_what_the_main_program_defines(way: str, tmp_path: Path) -> None:
+    """Classes, functions and exceptions of a script, of `python -m`, of `python -c`, of a notebook's cell.
+
+    The trainer's ``except`` knows the exception, for it is the same class again.
+    """
+    (tmp_path / "program.py").write_text(SCRIPT)
+    command = {
+        "script": [str(tmp_path / "program.py")],
+        "module": ["-m", "program"],
+        "-c": ["-c", SCRIPT],
+        # What a notebook does: the code of a cell is run in the namespace of a main module that has no file.
+        "exec": ["-c", "import sys; exec(compile(sys.stdin.read(), '<cell>', 'exec'), globals())"],
+    }[way]
+    done = subprocess.run(
+        [sys.executable, *command], input=SCRIPT, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[0, 2, 4, 6, 5, 12, 14]\n" * 3, "", 0)
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_ends_in_an_error(tmp_path: Path) -> None:
+    """Under spawn every worker runs the script again: bounded, with multiprocessing's advice."""
+    script = SCRIPT.replace(
+        'if __name__ == "__main__":\n    for method in ("fork", "forkserver", "spawn"):', "if True:"
+    )
+    script = script.replace("        train(method)", "    train('spawn')")
+    (tmp_path / "program.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 1
+    assert "freeze_support" in done.stderr
+    assert "WorkerStartError: Workers end before they can take a batch" in done.stderr
+
+
+def test_representations(tmp_path: Path) -> None:
+    """What a debugger shows: who, where, how far."""
+    iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=2))
+    session = iterator._session
+    pids = [worker.pid for worker in iterator._workers]
+    assert repr(session.pool) == f"<Pool [{', '.join(f'<WorkerProcess {i} pid={pids[i]} RUNNING>' for i in (0, 1))}]>"
+    assert repr(session).startswith("<Session OPEN <Scheduler planned=")
+    assert repr(iterator).startswith("<WorkerIterator taken=0 <Session OPEN")
+    iterator.close()
+    assert repr(iterator._workers[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
+    assert repr(session).startswith("<Session CLOSED")
+    assert process.State.DEAD in {worker._process.state for worker in iterator._workers}
+    assert isinstance(session.pool, pool.Pool)
