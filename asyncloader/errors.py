@@ -41,7 +41,8 @@ class LoaderClosedError(AsyncLoaderError, RuntimeError):
 class BatchTimeoutError(AsyncLoaderError, TimeoutError, RuntimeError):
     """The awaited batch did not come within ``timeout`` seconds.
 
-    Nothing is lost: the next call waits for the same batch.
+    With ``on_timeout="raise"`` nothing is lost: the next call waits for the same batch. With ``"retry"`` the batch was
+    tried as often as ``max_retries`` allows, and is given up.
 
     Attributes:
         timeout_s: The consumer's wait, in seconds.
@@ -154,15 +155,19 @@ def timed_out(
     pid: int | None = None,
     stack: str = "",
     why: str = "",
+    tries: int = 0,
 ) -> BatchTimeoutError:
-    """Build the error for a batch that did not come in time; ``why`` says why there is no stack."""
+    """Build the error for a batch that did not come in time.
+
+    ``why`` says why there is no stack; after so many ``tries`` the batch is given up.
+    """
     words = f"DataLoader timed out after {timeout_s} seconds."
     if worker is None:
         return BatchTimeoutError(f"{words} No worker has the awaited batch.", timeout_s=timeout_s)
     words += (
         f" The awaited batch has the indices {describe_keys(keys)}; worker {worker} (pid {pid}) has it. "
-        "The next call waits for the same batch.\n"
     )
+    words += f"The batch is given up after {tries} tries.\n" if tries else "The next call waits for the same batch.\n"
     words += f"The worker is at:\n{stack}" if stack else why
     return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)
 

@@ -23,15 +23,15 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from asyncloader.engine.consumer import Consumer
+from asyncloader.engine.faults import Faults
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal
-from asyncloader.engine.scheduler import Scheduler, Ticket
+from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Item, Run, Session, State
-from asyncloader.errors import BatchTimeoutError, LoaderClosedError, timed_out
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError
 from asyncloader.workers.handle import WorkerHandle
 from asyncloader.workers.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.pool import Pool
-from asyncloader.workers.process import WorkerProcess
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
@@ -114,7 +114,14 @@ class WorkerIterator(Faces[T_co]):
         portal = get_portal()
         pool = Pool(portal.loop, loader._start_context(), self._worker_spec(loader))
         pool.pack()
-        return Session(portal, pool, run, replaceable=not self._is_iterable, pinner=self._make_pinner(portal))
+        return Session(
+            portal,
+            pool,
+            run,
+            replaceable=not self._is_iterable,
+            on_timeout=self._options.on_timeout,
+            pinner=self._make_pinner(portal),
+        )
 
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
@@ -129,10 +136,11 @@ class WorkerIterator(Faces[T_co]):
             in_order=loader.in_order,
             run_ahead_bytes=options.run_ahead_bytes,
             on_crash=options.on_crash,
+            on_timeout=options.on_timeout,
             max_retries=options.max_retries,
         )
         key = (int(self._base_seed), loader._next_epoch(), self._rank)
-        return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed))
+        return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed), make_faults(loader))
 
     def _worker_spec(self, loader: DataLoader[T_co]) -> WorkerSpec:
         return WorkerSpec(
@@ -145,6 +153,7 @@ class WorkerIterator(Faces[T_co]):
             num_workers=loader.num_workers,
             base_seed=int(self._base_seed),
             seed_each_batch=self._options.seeding == "batch" and not self._is_iterable,
+            on_error=self._options.on_error,
         )
 
     def _init_fn(self, loader: DataLoader[T_co]) -> Any:
@@ -193,12 +202,13 @@ class WorkerIterator(Faces[T_co]):
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
         while (item := self._take_or_read_on()) is None:
             if not consumer.run.handoff.wait(consumer.has_news, deadline) and not consumer.has_news():
-                error = self._diagnose().result()
-                if not consumer.has_news():  # it may have come in the last moment
+                error = self._report_overdue().result()
+                if error is not None and not consumer.has_news():  # it may have come in the last moment
                     try:
                         raise error
                     finally:
                         del error
+                deadline = time.monotonic() + self._timeout
         try:
             return self._open(item)
         finally:
@@ -247,12 +257,13 @@ class WorkerIterator(Faces[T_co]):
             if item is not None:
                 return item
             if not await handoff.wait_async(consumer.has_news, deadline) and not consumer.has_news():
-                error = await asyncio.wrap_future(self._diagnose())
-                if not consumer.has_news():
+                error = await asyncio.wrap_future(self._report_overdue())
+                if error is not None and not consumer.has_news():
                     try:
                         raise error
                     finally:
                         del error
+                deadline = time.monotonic() + self._timeout
             self._last_turn = time.monotonic()
 
     def _take_or_read_on(self) -> Item | None:
@@ -301,15 +312,15 @@ class WorkerIterator(Faces[T_co]):
 
     # ------------------------------------------------------------------------------------------------- timeouts
 
-    def _diagnose(self) -> Future[BatchTimeoutError]:
-        """Ask the worker that has the awaited batch for its stack, and build the error."""
-        future: Future[BatchTimeoutError] = Future()
+    def _report_overdue(self) -> Future[BatchTimeoutError | None]:
+        """Have the session look after the awaited batch; get the error to raise, or None to wait on."""
+        future: Future[BatchTimeoutError | None] = Future()
 
-        def tell(ticket: Ticket | None, process: WorkerProcess | None, stack: str) -> None:
+        def tell(error: BatchTimeoutError | None) -> None:
             if not future.done():
-                future.set_result(_timed_out(self._timeout, ticket, process, stack))
+                future.set_result(error)
 
-        self._session.portal.post(self._session.diagnose, tell)
+        self._session.portal.post(self._session.overdue, self._timeout, tell)
         return future
 
     # --------------------------------------------------------------------------------------------------- ending
@@ -345,10 +356,19 @@ def check_owner(pid: int) -> None:
         )
 
 
-def _timed_out(
-    timeout_s: float, ticket: Ticket | None, process: WorkerProcess | None, stack: str
-) -> BatchTimeoutError:
-    if ticket is None or process is None:
-        return timed_out(timeout_s)
-    why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
-    return timed_out(timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
+
+def make_faults(loader: DataLoader[Any]) -> Faults:
+    """Make the record of what goes wrong in a run of the loader."""
+    limit = loader.max_errors
+    return Faults(limit, _num_samples(loader) if isinstance(limit, float) else None)
+
+
+def _num_samples(loader: DataLoader[Any]) -> int | None:
+    """Return how many samples a run has, if that can be known."""
+    source: Any = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or (loader.batch_sampler is not None and loader.batch_size is None):
+        source = loader.dataset  # the sampler is not what names the samples
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None

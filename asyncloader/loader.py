@@ -87,12 +87,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             streams, one for each worker.
         run_ahead_bytes: While the next batch in order is slow and workers would stand idle, they work ahead of torch's
             window, as long as what waits is below so many bytes. 0 keeps torch's window exactly.
-        on_error: What to do about a sample that raises.
-        max_errors: After how many such samples to raise all the same.
-        on_timeout: What to do about a batch that does not come in time.
+        on_error: What to do about a sample that raises: "raise" raises it in the place of the batch; "skip" leaves the
+            sample out of its batch, and the batch out if no sample is good; "replace" puts a good sample of the same
+            batch in its place, and raises if there is none. Ranks of a process group want "replace": skipping makes
+            their counts of batches uneven, which hangs them.
+        max_errors: How many samples may raise in an epoch before skipping and replacing give up and raise: a count, or
+            a share (a float between 0 and 1) of the samples; None for no bound.
+        on_timeout: What to do about a batch that does not come within ``timeout``: "raise" raises BatchTimeoutError and
+            kills nothing, the next call waits for the same batch; "retry" kills and replaces the worker and runs the
+            batch again; "skip" leaves the batch out. A worker of an iterable dataset is not killed.
         on_crash: What to do about a batch whose worker died: "retry" replaces the worker and runs the batch again, with
             the same seeds; "raise" raises WorkerDiedError; "skip" leaves the batch out.
-        max_retries: How often a batch is run again; then WorkerDiedError is raised, and the next batch follows.
+        max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next
+            batch follows.
         worker_backend: Where workers run.
         trace: File to write a timeline to.
         snapshot_every_n_steps: Accepted for the sake of code written for torchdata's StatefulDataLoader.

@@ -49,14 +49,23 @@ class Options:
         _count("run_ahead_bytes", self.run_ahead_bytes, least=0)
         _count("max_retries", self.max_retries, least=0)
         _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=1)
+        self._check_max_errors()
         self._refuse_unbuilt()
+
+    def _check_max_errors(self) -> None:
+        limit = self.max_errors
+        is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
+        is_share = isinstance(limit, float) and 0 <= limit <= 1
+        if limit is not None and not (is_count or is_share):
+            raise ConfigurationError(
+                f"max_errors should be a count, a share between 0.0 and 1.0, or None, but got {limit!r}"
+            )
+        if limit is not None and self.on_error == "raise":
+            raise ConfigurationError('max_errors is for on_error="skip" and "replace"; with "raise" it has no effect')
 
     def _refuse_unbuilt(self) -> None:
         unbuilt = {
             "concurrency": self.concurrency not in (None, 1),
-            "on_error": self.on_error != "raise",
-            "max_errors": self.max_errors is not None,
-            "on_timeout": self.on_timeout != "raise",
             "worker_backend": self.worker_backend != "process",
             "trace": self.trace is not None,
         }

@@ -58,6 +58,9 @@ def test_the_docstring_names_every_option() -> None:
         ("max_retries", -1),
         ("max_retries", "2"),
         ("snapshot_every_n_steps", 0),
+        ("max_errors", -1),
+        ("max_errors", 1.5),
+        ("max_errors", True),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(name: str, value: Any) -> None:
@@ -87,11 +90,18 @@ def test_what_is_not_built_yet_is_never_ignored() -> None:
     assert sorted(values) == sorted(OURS)
     for name, value in values.items():
         try:
-            loader = DataLoader([1], **{name: value})
+            needs = {"on_error": "skip"} if name == "max_errors" else {}
+            loader = DataLoader([1], **{**needs, name: value})
         except NotImplementedError as error:
             assert f"{name}={value!r} is planned" in str(error)
         else:
             assert getattr(loader, name) == value
+
+
+def test_a_bound_for_what_is_not_skipped_is_refused() -> None:
+    """max_errors without skipping or replacing would be ignored."""
+    with pytest.raises(ConfigurationError, match="max_errors"):
+        DataLoader([1], max_errors=3)
 
 
 def test_options_can_be_changed_between_epochs() -> None:

@@ -35,6 +35,7 @@ class Consumer:
         self._window = window
         self._lock = threading.Lock()
         self._planned = 0
+        self._planned_samples = 0
         self._plan_ended = False
         self._plan_error: Exception | None = None
         self._taker = 0
@@ -61,7 +62,14 @@ class Consumer:
                 raise
             if self._plan_error is not None:
                 run.handoff.wake()  # what the sampler raised may be due now, and we may not come again
-        return item
+            if item.bad:
+                item = self._judge(item)
+        return None if item.left_out else item
+
+    def _judge(self, item: Item) -> Item:
+        """Count the bad samples of an item; it becomes an error if there are too many by now."""
+        error = self.run.faults.count_bad(list(item.bad), self._planned_samples)
+        return item if error is None else Item(None, error)
 
     def read_on(self) -> None:
         """Do what a consumer can do before it waits.
@@ -110,6 +118,8 @@ class Consumer:
                 self._plan_error = error
                 return
             self._planned += 1
+            if type(keys) is list:
+                self._planned_samples += len(keys)
             self._session.push(keys)
 
     def _may_read(self) -> int:

@@ -19,17 +19,61 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.portal import EXIT_GRACE_S
 from asyncloader.engine.session import Item
 from asyncloader.errors import LoaderClosedError
-from asyncloader.iterators import Faces, check_owner
+from asyncloader.iterators import Faces, check_owner, make_faults
 from asyncloader.transport.collate import recycling_collate
+from asyncloader.workers.fetch import Fetcher, NoGoodSample, make_fetcher
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+LEFT_OUT: Any = object()
+"""What a fetcher returns when no sample of a batch was good, and there is none."""
+
+
+class MendingFetcher:
+    """Makes batches as torch's fetchers do, but without the samples that raise.
+
+    Args:
+        fetch: Gets the samples, and catches what they raise.
+        collate_fn: Makes a batch of them.
+        leaves_out: A batch without a good sample is left out; else what its first sample raised is raised.
+        faults: Where bad samples are counted.
+    """
+
+    def __init__(self, fetch: Fetcher, collate_fn: Any, leaves_out: bool, faults: Faults) -> None:
+        self.faults = faults
+        self._fetch = fetch
+        self._collate_fn = collate_fn
+        self._leaves_out = leaves_out
+        self._planned_samples = 0
+
+    def fetch(self, keys: Any) -> Any:
+        """Return the batch, or LEFT_OUT."""
+        self._planned_samples += len(keys) if isinstance(keys, list) else 1
+        try:
+            samples = self._fetch(keys)
+        except NoGoodSample as nothing:
+            self._count()
+            if not self._leaves_out:
+                raise nothing.first from None
+            self.faults.leave_out(keys, "all its samples raised")
+            return LEFT_OUT
+        self._count()
+        return self._collate_fn(samples)
+
+    def _count(self) -> None:
+        if self._fetch.bad:
+            error = self.faults.count_bad(list(self._fetch.bad), self._planned_samples)
+            if error is not None:
+                raise error
 
 
 class FetchThread:
@@ -66,7 +110,9 @@ class FetchThread:
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                item = Item(self._fetcher.fetch(request.pop()))
+                batch = self._fetcher.fetch(request.pop())
+                item = Item(None, left_out=True) if batch is LEFT_OUT else Item(batch)
+                del batch
             except asyncio.CancelledError as error:
                 item = Item(None, _cancelled(error))
             except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
@@ -106,7 +152,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
 
     def __init__(self, loader: DataLoader[T_co]) -> None:
         super().__init__(loader)
-        self._dataset_fetcher.collate_fn = recycling_collate(self._collate_fn)
+        self._dataset_fetcher = self._make_fetcher(loader)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
         self._finalizer = weakref.finalize(self, self._fetching.stop)
@@ -116,6 +162,28 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._taking = threading.Lock()
         self._asking = threading.Lock()  # held to read the sampler, and to change the two numbers
         self._wanting = 0  # consumers in `__anext__`
+
+    def _make_fetcher(self, loader: DataLoader[T_co]) -> Any:
+        """Return torch's own fetcher, or one that mends batches with bad samples."""
+        options = loader._options()
+        fetcher: Any = self._dataset_fetcher
+        fetcher.collate_fn = recycling_collate(self._collate_fn)
+        if options.on_error == "raise":
+            return fetcher
+        fetch = make_fetcher(
+            self._dataset,
+            is_iterable=self._dataset_kind != 0,
+            auto_collation=self._auto_collation,
+            drop_last=self._drop_last,
+            on_error=options.on_error,
+            where="in the main process",
+        )
+        return MendingFetcher(fetch, fetcher.collate_fn, options.on_error == "skip", make_faults(loader))
+
+    def _next_data(self) -> Any:
+        while (batch := super()._next_data()) is LEFT_OUT:  # type: ignore[no-untyped-call]
+            pass
+        return batch
 
     def __next__(self) -> Any:
         self._check_usable()
@@ -127,7 +195,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                     del item
             if torch._C._autograd._profiler_enabled() or self._dataset_kind != 0:
                 return super().__next__()
-            batch = self._next_data()  # type: ignore[no-untyped-call]
+            batch = self._next_data()
             self._num_yielded += 1
             return batch
 
@@ -162,14 +230,16 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         """
         fetching = self._fetching
         with self._asking:
-            try:
-                item = fetching.handoff.ready.popleft()
-            except IndexError:
-                if fetching.unserved < self._wanting:
-                    self._request()
-                return None
-            fetching.unserved -= 1
-            return item
+            while True:
+                try:
+                    item = fetching.handoff.ready.popleft()
+                except IndexError:
+                    if fetching.unserved < self._wanting:
+                        self._request()
+                    return None
+                fetching.unserved -= 1
+                if not item.left_out:
+                    return item
 
     def _left_over(self) -> Item | None:
         """Take a batch that was made for a task that was cancelled; wait for it if it is being made."""
@@ -178,7 +248,9 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             with self._asking, contextlib.suppress(IndexError):
                 item = handoff.ready.popleft()
                 self._fetching.unserved -= 1
-                return item
+                if not item.left_out:
+                    return item
+                continue
             handoff.wait(self._has_news, None)
             self._check_usable()
         return None

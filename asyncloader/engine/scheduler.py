@@ -2,11 +2,12 @@
 
     planned(keys)  ──>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
     returned, ready ──> │ unsent -> in flight -> parked -> delivered │ ──> Deliver(outcome)
-    exhausted, died ──> └────────────────────────────────────────────┘ ──> Read(until), Replace(worker), Finish()
+    exhausted, died,    │                                            │
+    hung, rested ─────> └────────────────────────────────────────────┘ ──> Read(until), Replace(worker), Finish()
 
 A batch is in exactly one of four places: *unsent* (read from the sampler, no worker has it), *in flight* (a worker
 has its ticket), *parked* (its outcome is here, but an earlier batch is missing), or gone: *delivered* or *void* (an
-iterable dataset ended before it, or an option says to leave it out).
+iterable dataset ended before it, or its error was handed over at once).
 
 Events come in as method calls, decisions go out as lists of actions which the session carries out. The scheduler alone
 knows sequence numbers, order, window and retries. It belongs to one loop thread. Hypothesis drives it in the tests.
@@ -69,14 +70,15 @@ class Replace(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """These tickets are given up because their worker died; the session makes one error of it.
+    """These tickets are given up because their worker died or hung; the session makes one error of it.
 
     ``at_once`` hands the error over before what is in order, and the tickets are void already; else it takes the
-    place of the first ticket, through :meth:`Scheduler.ready`.
+    place of the first ticket, through :meth:`Scheduler.ready`; with ``leave_out`` the place stays empty.
     """
 
     tickets: list[Ticket]
     at_once: bool
+    leave_out: bool = False
 
 
 class Finish(NamedTuple):
@@ -100,6 +102,7 @@ class Scheduler:
         run_ahead_bytes: Read beyond the window while workers would stand idle, as long as what is ahead of the
             consumer is estimated below this many bytes. 0 for never.
         on_crash: What becomes of the ticket that a dead worker was at: "retry", "raise" or "skip".
+        on_timeout: The same for a worker that hung and was killed; "raise" never comes here.
         max_retries: How often a ticket is sent again before it is given up.
     """
 
@@ -112,6 +115,7 @@ class Scheduler:
         in_order: bool = True,
         run_ahead_bytes: int = 0,
         on_crash: Literal["raise", "retry", "skip"] = "retry",
+        on_timeout: Literal["raise", "retry", "skip"] = "raise",
         max_retries: int = 2,
     ) -> None:
         self.window = num_workers * prefetch_factor
@@ -120,9 +124,11 @@ class Scheduler:
         self._in_order = in_order
         self._run_ahead_bytes = run_ahead_bytes if in_order else 0
         self._on_crash = on_crash
+        self._on_timeout = on_timeout
         self._max_retries = max_retries
 
         self.active = set(range(num_workers))
+        self.resting: set[int] = set()  # active, but without a process for a moment
         self.in_flight: list[dict[int, Ticket]] = [{} for _ in range(num_workers)]
         self._unsent: list[tuple[int, Ticket]] = []  # a heap by sequence number
         self._parked: dict[int, Any] = {}
@@ -131,7 +137,7 @@ class Scheduler:
         self.planned_count = 0
         self.gone_count = 0  # delivered or void; in order it is the sequence number that is awaited
         self.void_count = 0
-        self.skipped: list[Any] = []
+        self.retry_count = 0  # tickets that were put back to be run again
         self._plan_ended = False
         self._finished = False
 
@@ -204,30 +210,36 @@ class Scheduler:
     def exhausted(self, worker: int, seq: int) -> list[Action]:
         """The worker's iterable dataset ended before this ticket: it, and what the worker has behind it, is void."""
         self.active.discard(worker)
-        lost = list(self.in_flight[worker].values())
-        self.in_flight[worker].clear()
         actions: list[Action] = []
-        for ticket in lost:
+        for ticket in self._take_in_flight(worker):
             actions += self.ready(ticket.seq, VOID)
         return actions + self._assign()
 
-    def died(self, worker: int, *, replaceable: bool = True, was_ready: bool = True) -> list[Action]:
+    def died(
+        self, worker: int, *, replaceable: bool = True, was_ready: bool = True, rests: bool = False
+    ) -> list[Action]:
         """The worker's process ended. What it was at is tried again, given up or left out, as ``on_crash`` says.
 
         A worker that cannot be replaced (it held the state of an iterable dataset) takes no more tickets, and what it
-        had in flight is named in one error. One that was not ready had not begun with any ticket.
+        had in flight is named in one error. One that was not ready had not begun with any ticket. One that rests gets
+        its new process later: `rested` tells.
         """
-        lost = list(self.in_flight[worker].values())
-        self.in_flight[worker].clear()
+        if rests and replaceable:
+            self.resting.add(worker)
         if self._on_crash == "raise" or not replaceable:
-            return self._give_up(worker, lost, replaceable)
-        actions: list[Action] = [Replace(worker)]
-        if lost and was_ready:
-            # A worker takes its tickets in order, so only the first one can have killed it.
-            actions += self._blame(lost.pop(0))
-        for ticket in lost:
-            heapq.heappush(self._unsent, (ticket.seq, ticket))
-        return actions + self._assign()
+            return self._give_up(worker, replaceable)
+        return self._replace(worker, self._on_crash, was_ready)
+
+    def hung(self, worker: int, *, rests: bool = False) -> list[Action]:
+        """The worker was killed, for a batch did not come in time: what it was at fares as ``on_timeout`` says."""
+        if rests:
+            self.resting.add(worker)
+        return self._replace(worker, self._on_timeout, True)
+
+    def rested(self, worker: int) -> list[Action]:
+        """The worker has a process again."""
+        self.resting.discard(worker)
+        return self._assign()
 
     def stopped(self) -> list[Ticket]:
         """No worker can be had any more: give up everything that has no outcome yet."""
@@ -288,16 +300,19 @@ class Scheduler:
         return unsent
 
     def _choose(self, ticket: Ticket) -> int | None:
-        if ticket.worker in self.active and self._static:
-            return ticket.worker  # sent again after a crash: to the same worker id
+        if ticket.worker in self.active and self._static:  # sent again after a crash: to the same worker id
+            return None if ticket.worker in self.resting else ticket.worker
         if not self._static:
-            worker = min(self.active, key=lambda w: (len(self.in_flight[w]), w))
-            return worker if len(self.in_flight[worker]) < self._queue_depth() else None
+            ready = self.active - self.resting if self.resting else self.active
+            worker = min(ready, key=lambda w: (len(self.in_flight[w]), w), default=-1)
+            return worker if worker >= 0 and len(self.in_flight[worker]) < self._queue_depth() else None
         # As torch: round robin over the workers that still have data, and out of order only to one with room.
         most = self.window // len(self.active)
         for _ in range(self.num_workers):
             worker = self._next_worker
             has_room = self._in_order or len(self.in_flight[worker]) < most
+            if worker in self.resting and has_room:
+                return None  # its turn is kept for it
             if worker in self.active and has_room:
                 self._next_worker = (worker + 1) % self.num_workers
                 return worker
@@ -339,22 +354,37 @@ class Scheduler:
         self._read_until = self.planned_count + rounds * self.num_workers
         return [Read(self._read_until)]
 
-    def _blame(self, ticket: Ticket) -> list[Action]:
+    def _take_in_flight(self, worker: int) -> list[Ticket]:
+        lost = list(self.in_flight[worker].values())
+        self.in_flight[worker].clear()
+        return lost
+
+    def _replace(self, worker: int, policy: str, was_ready: bool) -> list[Action]:
+        """Have the worker's tickets done by another process, but perhaps for the one it was at."""
+        lost = self._take_in_flight(worker)
+        actions: list[Action] = [] if worker in self.resting else [Replace(worker)]
+        if lost and was_ready:
+            # A worker takes its tickets in order, so only the first one can have killed it.
+            actions += self._blame(lost.pop(0), policy)
+        for ticket in lost:
+            heapq.heappush(self._unsent, (ticket.seq, ticket))
+        return actions + self._assign()
+
+    def _blame(self, ticket: Ticket, policy: str) -> list[Action]:
         ticket.tries += 1
-        if self._on_crash == "skip":
-            self.skipped.append(ticket.keys)
-            return self.ready(ticket.seq, VOID)
-        if ticket.tries > self._max_retries:
-            return [Fail([ticket], at_once=False)]
+        if policy == "skip" or ticket.tries > self._max_retries:
+            return [Fail([ticket], at_once=False, leave_out=policy == "skip")]
+        self.retry_count += 1
         heapq.heappush(self._unsent, (ticket.seq, ticket))
         return []
 
-    def _give_up(self, worker: int, lost: list[Ticket], replaceable: bool) -> list[Action]:
+    def _give_up(self, worker: int, replaceable: bool) -> list[Action]:
+        lost = self._take_in_flight(worker)
         actions: list[Action] = []
-        if replaceable:
-            actions.append(Replace(worker))
-        else:
+        if not replaceable:
             self.active.discard(worker)
+        elif worker not in self.resting:
+            actions.append(Replace(worker))
         if lost or not (replaceable or self._finished):
             actions.append(Fail(lost, at_once=True))
         for ticket in lost:

@@ -11,6 +11,7 @@ the rest runs on the loop thread.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import logging
@@ -18,10 +19,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
@@ -37,8 +39,18 @@ from asyncloader.engine.scheduler import (
     Send,
     Ticket,
 )
-from asyncloader.errors import LoaderClosedError, WorkerStartError, describe_death, describe_keys, died
+from asyncloader.errors import (
+    BatchTimeoutError,
+    LoaderClosedError,
+    WorkerStartError,
+    describe_death,
+    describe_keys,
+    died,
+    timed_out,
+)
+from asyncloader.options import OnTimeout
 from asyncloader.workers.failure import RemoteError
+from asyncloader.workers.fetch import BadSample
 from asyncloader.workers.messages import EpochSpec, Record
 from asyncloader.workers.pool import Pool
 from asyncloader.workers.process import WorkerProcess
@@ -47,6 +59,13 @@ log = logging.getLogger("asyncloader")
 
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
+
+_CALM_DEATHS = 2
+"""So many deaths beyond one for each worker, with no batch between them, are no reason to wait."""
+
+_FIRST_REST_S = 0.02
+_LONGEST_REST_S = 1.0
+"""From then on a worker waits for its next process: at first this long, each time twice as long, at most so long."""
 
 
 class State(enum.Enum):
@@ -61,12 +80,15 @@ class State(enum.Enum):
 class Item(NamedTuple):
     """What the consumer gets: a batch, or an exception in its place.
 
-    ``counts`` is false for an error beside the order, which frees no place in the window.
+    ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
+    the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
     """
 
     batch: Any
     error: BaseException | None = None
     counts: bool = True
+    bad: Sequence[BadSample] = ()
+    left_out: bool = False
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
@@ -91,11 +113,15 @@ class Run:
         ended: Everything that was planned has been handed over.
         read_until: A consumer that waits may read the sampler on, until it has read so many batches of keys.
         void_count: Tickets that made no batch; each frees a place in the window.
+        faults: What went wrong and was mended.
+        bad: By sequence number, the bad samples of batches that are on their way.
     """
 
-    def __init__(self, scheduler: Scheduler, epoch: EpochSpec) -> None:
+    def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults | None = None) -> None:
         self.scheduler = scheduler
         self.epoch = epoch
+        self.faults = faults or Faults()
+        self.bad: dict[int, Sequence[BadSample]] = {}
         self.handoff: Handoff[Item] = Handoff()
         self.ended = False
         self.read_until = 0
@@ -111,11 +137,19 @@ class Session:
         run: The first run.
         replaceable: Whether another process can take the place of a worker that died; not so with iterable datasets,
             whose workers hold a position in the data.
+        on_timeout: What to do about a batch that does not come in time.
         pinner: Copies batches into page-locked memory, or None.
     """
 
     def __init__(
-        self, portal: Portal, pool: Pool, run: Run, *, replaceable: bool, pinner: Pinner | None = None
+        self,
+        portal: Portal,
+        pool: Pool,
+        run: Run,
+        *,
+        replaceable: bool,
+        on_timeout: OnTimeout = "raise",
+        pinner: Pinner | None = None,
     ) -> None:
         self.portal = portal
         self.pool = pool
@@ -127,7 +161,11 @@ class Session:
         self._inbox: deque[Any] = deque()
         self._wake_posted = False
         self._closed = threading.Event()
+        self._on_timeout = on_timeout
         self._failed_starts = 0
+        self._storm = 0  # workers that were lost since the last outcome of any worker
+        self._resting: dict[int, asyncio.TimerHandle] = {}
+        self._explain: Callable[[list[Ticket]], Exception]  # makes the error for tickets that are given up
         self.gave_up = False  # no worker can be had any more
         self._outbox: dict[int, list[tuple[int, Any]]] = {}
 
@@ -192,6 +230,7 @@ class Session:
         self._run.handoff.ready.clear()
         self._run.handoff.wake_all()
         self._read_inbox()
+        self._stop_resting()
         if self._pinner is not None:
             self._pinner.stop()
         self.pool.end(grace_s)
@@ -235,6 +274,8 @@ class Session:
         """Begin another run with the same workers. What is left of the last one is dropped."""
         self._run = run
         if self.state is State.OPEN:
+            for worker in self._stop_resting():
+                self._replace(Replace(worker))
             self.pool.begin_epoch(run.epoch)
         else:
             run.handoff.wake_all()
@@ -248,16 +289,41 @@ class Session:
         if not self._takes_outcomes():
             return
         scheduler = self._run.scheduler
+        self._storm = 0
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
+        bad = self._run.bad.pop(record.seq, ()) if self._run.bad else ()
         if self._pinner is None:
-            actions += scheduler.ready(record.seq, Item(batch), nbytes)
+            actions += scheduler.ready(record.seq, Item(batch, bad=bad), nbytes)
         else:
-            self._pinner.pin(batch, partial(self._on_pinned, self._run, record.seq, nbytes))
+            self._pinner.pin(batch, partial(self._on_pinned, self._run, record.seq, nbytes, bad))
         self._apply(actions)
 
-    def _on_pinned(self, run: Run, seq: int, nbytes: int, batch: Any, error: Exception | None) -> None:
+    def _on_pinned(
+        self,
+        run: Run,
+        seq: int,
+        nbytes: int,
+        bad: Sequence[BadSample],
+        batch: Any,
+        error: Exception | None,
+    ) -> None:
         if run is self._run and self.state is State.OPEN:
-            self._apply(run.scheduler.ready(seq, Item(batch, error), nbytes))
+            self._apply(run.scheduler.ready(seq, Item(batch, error, bad=bad), nbytes))
+
+    def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
+        """Samples that raised: what follows for this ticket was made without them."""
+        self._run.bad[record.seq] = bad
+
+    def on_left_out(self, worker: int, record: Record) -> None:
+        """No sample of this ticket was good."""
+        if not self._takes_outcomes():
+            return
+        scheduler = self._run.scheduler
+        bad = self._run.bad.pop(record.seq, ())
+        ticket = scheduler.in_flight[worker].get(record.seq)
+        self._run.faults.leave_out(ticket and ticket.keys, "all its samples raised")
+        actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
+        self._apply(actions + scheduler.ready(record.seq, Item(None, bad=bad, left_out=True)))
 
     def on_failure(self, worker: int, record: Record, error: RemoteError | Exception) -> None:
         """An exception has come in place of a batch."""
@@ -268,8 +334,10 @@ class Session:
         keys = ticket.keys if ticket is not None and self._replaceable else None  # a stream has no indices
         if isinstance(error, RemoteError):
             error = error.rebuild(keys)
+        self._storm = 0
+        bad = self._run.bad.pop(record.seq, ())
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        self._apply(actions + scheduler.ready(record.seq, Item(None, error)))
+        self._apply(actions + scheduler.ready(record.seq, Item(None, error, bad=bad)))
 
     def on_exhausted(self, worker: int, record: Record) -> None:
         """The worker's iterable dataset ended before this ticket."""
@@ -285,12 +353,38 @@ class Session:
         if not self._takes_outcomes():
             return
         log.warning("%s", describe_death(process.pid, process.exitcode))
-        self._dead = process
+        self._explain = partial(_explain_death, process)
         self._failed_starts += not process.is_ready
         if self._failed_starts > self._run.scheduler.num_workers + 2:
             self._give_up(WorkerStartError(self._start_failure(process)))
             return
-        self._apply(self._run.scheduler.died(worker, replaceable=self._replaceable, was_ready=process.is_ready))
+        scheduler = self._run.scheduler
+        rests = self._replaceable and self._rest(worker)
+        self._apply(
+            scheduler.died(worker, replaceable=self._replaceable, was_ready=process.is_ready, rests=rests)
+        )
+
+    def _rest(self, worker: int) -> bool:
+        """Let the worker wait for its next process if one dies after the other; whether it does."""
+        self._storm += 1
+        excess = self._storm - self._run.scheduler.num_workers - _CALM_DEATHS
+        if excess <= 0:
+            return False
+        delay_s = min(_FIRST_REST_S * 2.0 ** (excess - 1), _LONGEST_REST_S)
+        self._resting[worker] = self.portal.loop.call_later(delay_s, self._end_rest, worker)
+        return True
+
+    def _end_rest(self, worker: int) -> None:
+        del self._resting[worker]
+        self._replace(Replace(worker))
+        self._apply(self._run.scheduler.rested(worker))
+
+    def _stop_resting(self) -> list[int]:
+        resting = list(self._resting)
+        for timer in self._resting.values():
+            timer.cancel()
+        self._resting.clear()
+        return resting
 
     def _start_failure(self, process: WorkerProcess) -> str:
         output = f"\nLast words of the worker:\n{process.output.decode(errors='replace')}" if process.output else ""
@@ -342,25 +436,25 @@ class Session:
         run.handoff.wake()
 
     def _replace(self, action: Replace) -> None:
+        self._run.faults.replacements += 1
         try:
             self.pool.replace(action.worker)
         except Exception as error:
             self._give_up(error)
 
     def _fail(self, action: Fail) -> None:
-        process, tickets = self._dead, action.tickets
-        error = died(
-            process.pid,
-            process.exitcode,
-            [ticket.keys for ticket in tickets],
-            tickets[0].tries if tickets else 1,
-            process.output.decode(errors="replace"),
-        )
+        error = self._explain(action.tickets)
         if action.at_once:
             self._run.handoff.ready.appendleft(Item(None, error, counts=False))
             self._run.handoff.wake()
-        else:
-            self._apply(self._run.scheduler.ready(tickets[0].seq, Item(None, error)))
+            return
+        (ticket,) = action.tickets
+        item = Item(None, error)
+        if action.leave_out:
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
+            self._run.faults.leave_out(ticket.keys, str(error))
+            item = Item(None, left_out=True)
+        self._apply(self._run.scheduler.ready(ticket.seq, item))
 
     def _finish(self, action: Finish) -> None:
         self._run.ended = True
@@ -369,6 +463,7 @@ class Session:
     def _give_up(self, error: Exception) -> None:
         """No worker can be had: one error stands for everything that is not here yet."""
         self.gave_up = True
+        self._stop_resting()
         self._outbox.clear()
         self._read_inbox()
         scheduler = self._run.scheduler
@@ -389,13 +484,51 @@ class Session:
         Finish: _finish,
     }
 
-    # ----------------------------------------------------------------------------------------------- diagnosis
+    # ------------------------------------------------------------------------------------------------ timeouts
 
-    def diagnose(self, tell: Callable[[Ticket | None, WorkerProcess | None, str], None]) -> None:
-        """Find out what the awaited batch waits for: its ticket, its worker, the worker's stack."""
+    def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+
+        ``tell`` gets the error to raise, or None if the batch, or its error, will come after all.
+        """
         ticket = self._run.scheduler.awaited()
         if ticket is None:
-            tell(None, None, "")
+            tell(timed_out(timeout_s))
             return
         process = self.pool.processes[ticket.worker]
-        process.ask_stack(lambda stack: tell(ticket, process, stack))
+        process.ask_stack(lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
+
+    def _overdue_at(
+        self, timeout_s: float, ticket: Ticket, process: WorkerProcess, stack: str
+    ) -> BatchTimeoutError | None:
+        why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
+        explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
+        if self._on_timeout == "raise" or not self._takes_outcomes():
+            return explain()
+        if not self._replaceable:
+            error = explain()
+            error.add_note("The worker was not replaced: it holds a position in an iterable dataset.")
+            return error
+        held = self._run.scheduler.in_flight[ticket.worker]
+        if self.pool.processes[ticket.worker] is process and held.get(ticket.seq) is ticket:
+            self._replace_hung(process, explain)
+        return None  # else it has come, or somebody else has waited too long for it
+
+    def _replace_hung(self, process: WorkerProcess, explain: Callable[..., BatchTimeoutError]) -> None:
+        error = explain()
+        log.warning("%s It is killed and replaced.", error)
+        self._run.faults.timeouts += 1
+        self._explain = lambda tickets: explain(tries=tickets[0].tries)
+        process.kill()
+        rests = self._rest(process.worker_id)
+        self._apply(self._run.scheduler.hung(process.worker_id, rests=rests))
+
+
+def _explain_death(process: WorkerProcess, tickets: list[Ticket]) -> Exception:
+    return died(
+        process.pid,
+        process.exitcode,
+        [ticket.keys for ticket in tickets],
+        tickets[0].tries if tickets else 1,
+        process.output.decode(errors="replace"),
+    )

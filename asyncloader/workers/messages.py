@@ -11,6 +11,8 @@
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
                        RESULT   record, payload               one batch
                        FAILURE  record, pickled RemoteError   what was raised instead of a batch
+                       BAD      record, pickled [BadSample]   samples that raised; the outcome of the ticket follows
+                       LEFT_OUT record                        no sample of the batch was good, and so there is none
                        EXHAUSTED record                       the iterable dataset ended before this ticket
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
 
@@ -23,6 +25,8 @@ import enum
 import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from asyncloader.options import OnError
 
 HEADER = struct.Struct("<QB7x")
 RECORD = struct.Struct("<QIIIII4x")  # 32 bytes, so that the payload behind it stays aligned
@@ -42,6 +46,8 @@ class Kind(enum.IntEnum):
     FAILURE = 18
     EXHAUSTED = 19
     ASK = 20
+    BAD = 21
+    LEFT_OUT = 22
 
 
 KINDS = frozenset(int(kind) for kind in Kind)
@@ -96,3 +102,4 @@ class WorkerSpec:
     num_workers: int
     base_seed: int
     seed_each_batch: bool
+    on_error: OnError = "raise"

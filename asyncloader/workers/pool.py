@@ -1,7 +1,7 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
     session ── start, send, replace, end ──> Pool ── one WorkerProcess and one slab borrower per worker id
-            <── on_ready, on_result, on_failure, on_exhausted, on_died
+            <── on_ready, on_batch, on_failure, on_exhausted, on_died, ...
 
 A worker id keeps its place when its process is replaced. With persistent workers a pool outlives its sessions; frames
 that belong to an earlier run are dropped here, after their slabs were given back.
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from asyncloader.transport.parcel import Parcel
 from asyncloader.transport.slab import SlabPool, slab_pool
 from asyncloader.workers.failure import RemoteError
+from asyncloader.workers.fetch import BadSample
 from asyncloader.workers.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.process import WorkerProcess
 
@@ -34,6 +35,12 @@ class Listener(Protocol):
 
     def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int) -> None:
         """A batch has come."""
+
+    def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
+        """Samples that raised: what follows for this ticket was made without them."""
+
+    def on_left_out(self, worker: int, record: Record) -> None:
+        """No sample of this ticket was good: there is no batch."""
 
     def on_failure(self, worker: int, record: Record, error: RemoteError | Exception) -> None:
         """An exception has come in place of a batch."""
@@ -204,11 +211,16 @@ class Pool:
         listener = self.listener
         if listener is None or record.epoch != self._epoch.number:
             return
+        if kind == Kind.BAD:
+            listener.on_bad_samples(worker, record, pickle.loads(payload))
+            return
         self._outstanding[worker] -= 1
         if kind == Kind.RESULT and error is None:
             listener.on_batch(worker, record, batch, nbytes)
         elif kind == Kind.EXHAUSTED:
             listener.on_exhausted(worker, record)
+        elif kind == Kind.LEFT_OUT:
+            listener.on_left_out(worker, record)
         else:
             listener.on_failure(worker, record, error or pickle.loads(payload))
 

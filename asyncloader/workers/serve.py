@@ -21,7 +21,7 @@ from asyncloader.transport.codec import Encoder
 from asyncloader.workers import bootstrap
 from asyncloader.workers.channel import WorkerChannel
 from asyncloader.workers.failure import RemoteError
-from asyncloader.workers.fetch import Fetch, make_fetcher
+from asyncloader.workers.fetch import Fetcher, NoGoodSample, make_fetcher
 from asyncloader.workers.messages import RECORD, EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.seeding import BatchSeeder, seed_worker
 
@@ -89,7 +89,7 @@ class Server:
         self._encoder = Encoder(self._slabs)
         self._tickets: deque[tuple[int, Any]] = deque()
         self._spec: WorkerSpec
-        self._fetch: Fetch | None = None
+        self._fetch: Fetcher | None = None
         self._seed: BatchSeeder | None = None
         self._failure: RemoteError | None = None
         self._ended = False
@@ -126,7 +126,12 @@ class Server:
         spec = self._spec
         dataset = self._reseed_pipe(spec.dataset)
         self._fetch = make_fetcher(
-            dataset, is_iterable=spec.is_iterable, auto_collation=spec.auto_collation, drop_last=spec.drop_last
+            dataset,
+            is_iterable=spec.is_iterable,
+            auto_collation=spec.auto_collation,
+            drop_last=spec.drop_last,
+            on_error=spec.on_error,
+            where=self._where(),
         )
         self._seed = BatchSeeder(self._epoch.key) if spec.seed_each_batch else None
         self._ended = False
@@ -210,15 +215,34 @@ class Server:
             self._fail(seq, started, error)
             return
         record = self._record(seq, started, fetched, collated, perf_counter())
+        if self._fetch.bad:
+            self._send_bad(record)
         self._send(Kind.RESULT, record, *parts)
 
     def _fail(self, seq: int, started: float, error: BaseException) -> None:
+        record = self._record(seq, started)
         if isinstance(error, StopIteration) and self._spec.is_iterable:
             self._ended = True
-            self._send(Kind.EXHAUSTED, self._record(seq, started))
+            self._send(Kind.EXHAUSTED, record)
             return
+        if isinstance(error, NoGoodSample):
+            self._send_bad(record)
+            if self._spec.on_error == "skip":
+                self._send(Kind.LEFT_OUT, record)
+                return
+            error = error.first
         failure = RemoteError.capture(error, self._where())
-        self._send(Kind.FAILURE, self._record(seq, started), pickle.dumps(failure))
+        self._send(Kind.FAILURE, record, pickle.dumps(failure))
+
+    def _send_bad(self, record: bytes) -> None:
+        """Tell which samples the outcome that follows was made without."""
+        assert self._fetch is not None
+        bad = list(self._fetch.bad)
+        try:
+            body = pickle.dumps(bad)
+        except Exception:  # keys that unpickle, or they would not be here, but do not pickle
+            body = pickle.dumps([sample._replace(key=repr(sample.key)) for sample in bad])
+        self._send(Kind.BAD, record, body)
 
     def _refuse(self, seq: int, started: float) -> None:
         self._send(Kind.FAILURE, self._record(seq, started), pickle.dumps(self._failure))

@@ -31,6 +31,7 @@ class Model(RuleBasedStateMachine):
         in_order=st.booleans(),
         run_ahead_batches=st.sampled_from([0, 3, 20]),
         on_crash=st.sampled_from(["raise", "retry", "skip"]),
+        on_timeout=st.sampled_from(["retry", "skip"]),
         max_retries=st.integers(0, 2),
         is_iterable=st.booleans(),
         length=st.none() | st.integers(0, 25),
@@ -43,6 +44,7 @@ class Model(RuleBasedStateMachine):
         in_order: bool,
         run_ahead_batches: int,
         on_crash: Any,
+        on_timeout: Any,
         max_retries: int,
         is_iterable: bool,
         length: int | None,
@@ -56,6 +58,7 @@ class Model(RuleBasedStateMachine):
             in_order=in_order,
             run_ahead_bytes=run_ahead_batches * (BATCH_BYTES + OVERHEAD_BYTES),
             on_crash=on_crash,
+            on_timeout=on_timeout,
             max_retries=max_retries,
         )
         self.num_workers = num_workers
@@ -64,6 +67,7 @@ class Model(RuleBasedStateMachine):
         self.in_order = in_order
         self.most_ahead = max(self.window, run_ahead_batches if in_order else 0)
         self.on_crash = on_crash
+        self.on_timeout = on_timeout
         self.is_iterable = is_iterable
         self.length = length
 
@@ -78,6 +82,7 @@ class Model(RuleBasedStateMachine):
         self.planned = self.taken = self.void_count = self.read_until = 0
         self.plan_ended = self.finished = False
         self.lost_workers: set[int] = set()
+        self.resting: set[int] = set()
         self._read_sampler(self.window)
 
     # ------------------------------------------------------------------------------------------- the consumer
@@ -125,20 +130,43 @@ class Model(RuleBasedStateMachine):
         seq = self.pinning.pop(index)
         self._apply(self.scheduler.ready(seq, seq, BATCH_BYTES))
 
-    @rule(worker=st.integers(0, 3))
-    def die(self, worker: int) -> None:
-        """Kill a worker, at work or idle."""
-        if worker >= self.num_workers or worker in self.lost_workers:
+    @rule(worker=st.integers(0, 3), rests=st.booleans())
+    def die(self, worker: int, rests: bool) -> None:
+        """Kill a worker, at work or idle; its next process may have to wait."""
+        if worker >= self.num_workers or worker in self.lost_workers | self.resting:
             return
+        rests = rests and not self.is_iterable
+        if rests:
+            self.resting.add(worker)
         lost = list(self.at_work[worker])
         self.at_work[worker].clear()
         if self.is_iterable:
             self.lost_workers.add(worker)
-        first_fate = self.on_crash
-        self._apply(self.scheduler.died(worker, replaceable=not self.is_iterable))
-        if lost and first_fate == "skip" and not self.is_iterable:
-            assert self.scheduler.skipped[-1] == f"keys {lost[0]}"
-            assert self.fates.setdefault(lost[0], "skipped") == "skipped"
+        self._apply(self.scheduler.died(worker, replaceable=not self.is_iterable, rests=rests))
+        assert not (lost and self.on_crash == "skip" and not self.is_iterable) or lost[0] in self.fates
+
+    @precondition(lambda self: not self.is_iterable)
+    @rule(rests=st.booleans())
+    def hang(self, rests: bool) -> None:
+        """Give up the worker that has the awaited batch."""
+        if (ticket := self.scheduler.awaited()) is None:
+            return
+        if rests:
+            self.resting.add(ticket.worker)
+        at_work = self.at_work[ticket.worker].popleft()
+        self.at_work[ticket.worker].clear()
+        self._apply(self.scheduler.hung(ticket.worker, rests=rests))
+        assert self.on_timeout != "skip" or at_work in self.fates
+
+    @rule(data=st.data())
+    def end_a_rest(self, data: st.DataObject) -> None:
+        """Give a worker its next process."""
+        if self.resting:
+            self._end_rest(data.draw(st.sampled_from(sorted(self.resting))))
+
+    def _end_rest(self, worker: int) -> None:
+        self.resting.discard(worker)
+        self._apply(self.scheduler.rested(worker))
 
     @precondition(lambda self: self.is_iterable)
     @rule(worker=st.integers(0, 3))
@@ -164,6 +192,7 @@ class Model(RuleBasedStateMachine):
         for queue in self.at_work:
             queue.clear()
         self.lost_workers = set(range(self.num_workers))
+        self.resting.clear()
         for ticket in lost:
             assert self.fates.setdefault(ticket.seq, "failed") == "failed"
             self._apply(self.scheduler.ready(ticket.seq, VOID))
@@ -186,8 +215,9 @@ class Model(RuleBasedStateMachine):
                     self.void_count = self.scheduler.void_count
                 case Replace(worker):
                     assert not self.at_work[worker]
-                    assert worker not in self.lost_workers
-                case Fail(tickets, at_once):
+                    assert worker not in self.lost_workers | self.resting
+                case Fail(tickets, at_once, leave_out):
+                    assert not (at_once and leave_out)
                     self._fail(tickets, at_once)
                 case Finish():
                     self.finished = True
@@ -201,7 +231,7 @@ class Model(RuleBasedStateMachine):
         return sum(seq >= first for seq, fate in self.fates.items() if fate != "delivered")
 
     def _send(self, worker: int, ticket: Ticket) -> None:
-        assert worker not in self.lost_workers, "a ticket for a worker that takes none"
+        assert worker not in self.lost_workers | self.resting, "a ticket for a worker that takes none"
         assert ticket.keys == f"keys {ticket.seq}"
         assert ticket.seq not in self.fates
         assert all(ticket.seq not in queue for queue in self.at_work), "a ticket at two workers"
@@ -256,6 +286,8 @@ class Model(RuleBasedStateMachine):
             before = self._progress()
             while self.pinning:
                 self._pin(0)
+            for worker in sorted(self.resting):
+                self._end_rest(worker)
             self.take()
             for worker in range(self.num_workers):
                 if self.at_work[worker]:

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,19 @@ def test_a_skipped_batch_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFi
     (missing,) = [batch for batch in undisturbed if batch not in disturbed]
     assert 13 in missing[0]
     assert disturbed == [batch for batch in undisturbed if batch != missing]
-    assert len(caplog.records) == 1
+    died, left_out = [record.getMessage() for record in caplog.records]
+    assert "SIGKILL" in died
+    assert f"indices {missing[0]} is left out" in left_out
+
+
+def test_a_storm_of_deaths_backs_off(tmp_path: Path) -> None:
+    """Worker after worker with no batch between them: each start waits longer than the one before."""
+    dataset = Deadly(9, tmp_path, "os._exit", at=tuple(range(9)))
+    assert [int(batch[0]) for batch in DataLoader(dataset, num_workers=1, on_crash="skip")] == []
+    times = sorted(when for when, _, _ in deaths(tmp_path))
+    pauses = [later - earlier for earlier, later in pairwise(times)]
+    for pause, least in zip(pauses[3:], (0.02, 0.04, 0.08, 0.16, 0.32), strict=True):
+        assert pause > least
 
 
 def test_skipping_every_batch_comes_to_the_end(tmp_path: Path) -> None:
