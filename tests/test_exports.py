@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import asyncloader
+import asyncloader.datasets
 
 
 def test_public_names() -> None:
@@ -21,6 +22,19 @@ def test_public_names() -> None:
         "WorkerStartError",
     ]
     assert all(hasattr(asyncloader, name) for name in asyncloader.__all__)
+
+
+def test_public_names_of_the_datasets() -> None:
+    """What `asyncloader.datasets` offers; it can be imported without any of the clients that its extras bring."""
+    assert asyncloader.datasets.__all__ == ["FetchError", "FileDataset", "ImageFolder", "Retries"]
+    assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
+    script = """
+import sys
+for client in ("aiohttp", "obstore", "fsspec", "asyncpg", "PIL"):
+    sys.modules[client] = None
+import asyncloader.datasets
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
 def test_nothing_of_the_engine_is_imported_in_what_workers_run() -> None:

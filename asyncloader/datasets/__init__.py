@@ -1,0 +1,22 @@
+"""Datasets for data that lies elsewhere, ready to use: each opens its client in the worker and awaits its samples.
+
+    FileDataset, ImageFolder      files under a folder
+    HTTPDataset                   urls, or byte ranges of them                      asyncloader[http]
+    ObjectStoreDataset            objects in S3, GCS, Azure or a folder             asyncloader[objects]
+    FsspecDataset                 what else fsspec has a file system for            asyncloader[fsspec]
+    SQLDataset                    rows of PostgreSQL by key                         asyncloader[sql]
+    TarShards                     tar files in WebDataset's layout, one by one
+
+A :class:`~asyncloader.DataLoader` opens and closes them; without one, ``async with dataset: await dataset[0]``. All can
+be pickled, whether open or not.
+"""
+
+from asyncloader.datasets.files import FileDataset, ImageFolder
+from asyncloader.datasets.retry import FetchError, Retries
+
+__all__ = [
+    "FetchError",
+    "FileDataset",
+    "ImageFolder",
+    "Retries",
+]

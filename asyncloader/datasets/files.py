@@ -1,0 +1,167 @@
+"""Local files, read and decoded on a thread."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from torch.utils.data import Dataset
+
+from asyncloader.datasets.extras import require
+from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.errors import ConfigurationError
+
+T_co = TypeVar("T_co", covariant=True)
+
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+class FileDataset(Openable[Threads], Dataset[T_co]):
+    """Serve files, each read whole and decoded by a function of yours.
+
+    A batch is one job of a thread that reads and decodes one file after the other, while the loop goes on. Of the ways
+    to read local files in asyncio this is the fastest: one job for each file, and aiofiles, which makes three jobs of
+    each, cost more than reading a small file does (tests/benchmarks/files.py). Where opening a file takes long, as on a
+    file server, give it more ``threads``: each file is then a job of its own.
+
+    Args:
+        files: The files, in the order of their indices; or a folder, of which all files that match ``pattern`` are
+            taken, sorted by path.
+        decode: Makes a sample of a file's bytes and its path; without it the bytes are the sample. Runs on a thread:
+            several at once only if there are several ``threads``. Random numbers come from
+            :func:`asyncloader.sample_rng`: the batch's generator with one thread, the sample's own with several.
+        pattern: Which files of a folder to take, as in :meth:`pathlib.Path.glob`.
+        threads: Threads that read and decode, in each worker. 0 reads on the event loop itself.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no file in it matches.
+
+    Example:
+        >>> import asyncio, pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> for name in ("a.txt", "b.txt"):
+        ...     _ = (folder / name).write_text(name * 2)
+        >>> dataset = FileDataset(folder, lambda data, path: (path.stem, data.decode()))
+        >>> async def main():
+        ...     async with dataset:
+        ...         return await dataset[1]
+        >>> asyncio.run(main())
+        ('b', 'b.txtb.txt')
+    """
+
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        decode: Callable[[bytes, Path], T_co] | None = None,
+        *,
+        pattern: str = "**/*",
+        threads: int = 1,
+    ) -> None:
+        super().__init__()
+        if threads < 0:
+            raise ConfigurationError(f"threads must not be negative, but got {threads}")
+        if isinstance(files, (str, os.PathLike)):
+            self.files: Sequence[str] = _files_in(Path(files), pattern)
+        else:
+            self.files = [os.fspath(file) for file in files]
+        self.decode = decode
+        self.threads = threads
+        if threads > 1:
+            self.__getitems__ = None  # type: ignore[method-assign, assignment]  # batches are fetched file by file
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
+        """Read and decode one file."""
+        return await self._client.run(self.load, index)
+
+    async def __getitems__(self, indices: list[int]) -> list[T_co]:
+        """Read and decode the files of a batch."""
+        return await self._client.run(self._load_all, indices)
+
+    def load(self, index: int) -> T_co:
+        """Read and decode one file, here and now; called on the threads."""
+        path = self.files[index]
+        with open(path, "rb", buffering=0) as file:
+            data = file.read()
+        return cast(T_co, data) if self.decode is None else self.decode(data, Path(path))
+
+    def _load_all(self, indices: list[int]) -> list[T_co]:
+        return [self.load(index) for index in indices]
+
+    async def _open(self) -> Threads:
+        return Threads(self.threads, "files")
+
+    async def _close(self, client: Threads) -> None:
+        client.close()
+
+
+class ImageFolder(FileDataset[tuple[Any, int]]):
+    """Serve the images of a folder with one folder per class, as torchvision's class of this name does.
+
+    Args:
+        root: Folder whose sub-folders, sorted by name, are the classes. Images may lie deeper in them.
+        transform: Makes of an image what goes into the sample.
+        decode: Makes an image of a file's bytes and its path; by default a PIL image in RGB.
+        suffixes: Which files are images, whatever the case.
+        threads: As for :class:`FileDataset`.
+
+    Attributes:
+        classes: Names of the classes; a sample is ``(transform(image), index of its class)``.
+        class_to_idx: The indices by name.
+        targets: The class of each file.
+
+    Raises:
+        FileNotFoundError: There is no such folder, no class in it, or a class without an image.
+        ImportError: Pillow, which the default ``decode`` needs, is not installed (``asyncloader[images]``).
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        decode: Callable[[bytes, Path], Any] | None = None,
+        suffixes: Sequence[str] = IMAGE_SUFFIXES,
+        threads: int = 1,
+    ) -> None:
+        if decode is None:
+            require("PIL.Image", "images", "ImageFolder")
+        self.root = Path(root)
+        self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        if not self.classes:
+            raise FileNotFoundError(errno.ENOENT, "there is no folder of a class in it", os.fspath(root))
+        self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
+        of_classes = [_files_in(self.root / name, "**/*", tuple(suffixes)) for name in self.classes]
+        self.targets = [index for index, files in enumerate(of_classes) for _ in files]
+        self.transform = transform
+        super().__init__([file for files in of_classes for file in files], decode or open_rgb, threads=threads)
+
+    def load(self, index: int) -> tuple[Any, int]:
+        """Read, decode and transform one image."""
+        image: Any = super().load(index)
+        return (image if self.transform is None else self.transform(image)), self.targets[index]
+
+
+def open_rgb(data: bytes, path: Path) -> Any:
+    """Decode an image to a PIL image in RGB."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return image.convert("RGB")
+
+
+def _files_in(folder: Path, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", os.fspath(folder))
+    files = sorted(str(path) for path in folder.glob(pattern) if path.is_file())
+    found = [file for file in files if file.lower().endswith(suffixes)]
+    if not found:
+        wanted = pattern if suffixes == ("",) else f"a file that ends with one of {', '.join(suffixes)}"
+        raise FileNotFoundError(errno.ENOENT, f"nothing in it is {wanted}", os.fspath(folder))
+    return found
