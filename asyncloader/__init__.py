@@ -11,11 +11,13 @@ from asyncloader.errors import (
     BatchTimeoutError,
     ConfigurationError,
     LoaderClosedError,
+    StateMismatchError,
     WorkerDiedError,
     WorkerError,
     WorkerStartError,
 )
 from asyncloader.loader import DataLoader
+from asyncloader.samplers import ElasticSampler
 
 __version__ = "0.1.0"
 
@@ -24,7 +26,9 @@ __all__ = [
     "BatchTimeoutError",
     "ConfigurationError",
     "DataLoader",
+    "ElasticSampler",
     "LoaderClosedError",
+    "StateMismatchError",
     "WorkerDiedError",
     "WorkerError",
     "WorkerStartError",

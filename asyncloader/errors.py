@@ -4,6 +4,7 @@
     ├── ConfigurationError      (also ValueError)                  an option that cannot work
     ├── LoaderClosedError       (also RuntimeError)                taking from what was closed
     ├── BatchTimeoutError       (also TimeoutError, RuntimeError)  the awaited batch did not come in time
+    ├── StateMismatchError      (also ValueError)                  a state that was taken of something else
     └── WorkerError             (also RuntimeError)
         ├── WorkerStartError                                       a worker did not come up
         └── WorkerDiedError                                        a worker process ended on its own
@@ -59,6 +60,26 @@ class BatchTimeoutError(AsyncLoaderError, TimeoutError, RuntimeError):
         self.keys = keys
         self.pid = pid
         self.stack = stack
+
+
+class StateMismatchError(AsyncLoaderError, ValueError):
+    """A state does not fit what it is loaded into.
+
+    Attributes:
+        field: What differs.
+        saved: What it was when the state was taken.
+        now: What it is.
+    """
+
+    def __init__(self, field: str, saved: Any = None, now: Any = None, advice: str = "") -> None:
+        super().__init__(field, saved, now, advice)
+        self.field = field
+        self.saved = saved
+        self.now = now
+
+    def __str__(self) -> str:
+        text = f"The state does not fit: {self.field} was {self.saved!r} when it was taken, and is {self.now!r} now."
+        return f"{text} {self.args[3]}".rstrip()
 
 
 class WorkerError(AsyncLoaderError, RuntimeError):
