@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MINUTES ?= 10
-QUICK := not slow and not soak and not gpu and not benchmark and not frameworks
+QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 FASTAI := fastai==2.8.12
 

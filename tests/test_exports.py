@@ -28,7 +28,14 @@ def test_public_names() -> None:
 
 def test_public_names_of_the_datasets() -> None:
     """What `asyncloader.datasets` offers; it can be imported without any of the clients that its extras bring."""
-    assert asyncloader.datasets.__all__ == ["FetchError", "FileDataset", "ImageFolder", "Retries"]
+    assert asyncloader.datasets.__all__ == [
+        "ByteRange",
+        "FetchError",
+        "FileDataset",
+        "HTTPDataset",
+        "ImageFolder",
+        "Retries",
+    ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
     script = """
 import sys

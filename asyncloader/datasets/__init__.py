@@ -12,11 +12,15 @@ be pickled, whether open or not.
 """
 
 from asyncloader.datasets.files import FileDataset, ImageFolder
+from asyncloader.datasets.http import HTTPDataset
+from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
 
 __all__ = [
+    "ByteRange",
     "FetchError",
     "FileDataset",
+    "HTTPDataset",
     "ImageFolder",
     "Retries",
 ]

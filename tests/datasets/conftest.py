@@ -1,0 +1,57 @@
+"""Servers that tests of datasets share. Each is started when a test first asks for it, and stopped with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services.fault_server import FaultServer
+from tests.services.nginx import nginx
+
+OBJECTS = {f"number/{number}": f"object {number} ".encode() * (1 + number % 50) for number in range(200)}
+SERVICES = {"web_server"}  # fixtures that need a server which pip does not install with the `dev` extra
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that need a server, so that `make test` can leave them out."""
+    for item in items:
+        if SERVICES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.services)
+
+
+@pytest.fixture(scope="session")
+def fault_server() -> Iterator[FaultServer]:
+    """A server of OBJECTS that fails as its urls say."""
+    with FaultServer(OBJECTS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """nginx with OBJECTS, and one object under /private/ that it does not give."""
+    folder = tmp_path_factory.mktemp("www")
+    for name, data in {**OBJECTS, "private/key": b"secret"}.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(data)
+    folder.chmod(0o755)
+    with nginx(folder, tmp_path_factory.mktemp("nginx")) as url:
+        yield url
+
+
+@pytest.fixture
+def objects() -> dict[str, bytes]:
+    """What the servers have."""
+    return OBJECTS
+
+
+@pytest.fixture
+def folder_of_objects(tmp_path: Path) -> Path:
+    """The same as files."""
+    for name, data in OBJECTS.items():
+        path = tmp_path / "objects" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(data)
+    return tmp_path / "objects"
