@@ -18,6 +18,7 @@ from asyncloader.errors import (
 )
 from asyncloader.loader import DataLoader
 from asyncloader.samplers import ElasticSampler
+from asyncloader.stats import LoaderStats
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "DataLoader",
     "ElasticSampler",
     "LoaderClosedError",
+    "LoaderStats",
     "StateMismatchError",
     "WorkerDiedError",
     "WorkerError",

@@ -16,6 +16,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader.engine.inline import InlineIterator
+from asyncloader.engine.meter import Meter
 from asyncloader.iterators import WorkerIterator
 from asyncloader.options import (
     RUN_AHEAD_BYTES,
@@ -27,6 +28,7 @@ from asyncloader.options import (
     Seeding,
     WorkerBackend,
 )
+from asyncloader.stats import LoaderStats
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -177,6 +179,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._epoch = 0
         self._newest: Callable[[], Any] = _nothing
+        self._meter: Meter | None = None
         self._options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -234,6 +237,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._newest = weakref.ref(iterator)
         return iterator
 
+    def stats(self) -> LoaderStats:
+        """Return where the time of the newest run over the data went, or has gone so far: see `LoaderStats`.
+
+        Takes 20 us, may be called at any time and from any thread, also after the iterator is gone.
+        """
+        return (self._meter or Meter(0, self.num_workers, 0)).stats()
+
     def close(self) -> None:
         """Close the newest iterator and wait until its workers are gone, 3 s at most."""
         if (iterator := self._newest()) is not None:
@@ -249,7 +259,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return multiprocessing.get_context() if context is None else context
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_newest": _nothing}
+        return {**self.__dict__, "_newest": _nothing, "_meter": None}
 
 
 def _name_options(init: Any) -> None:

@@ -77,3 +77,12 @@ def test_tinyloader_experiment_draws_a_picture(tmp_path: Path) -> None:
     assert re.fullmatch(r"\| 0 (\| \d+\.\d\d ms ){3}\|", none)
     assert re.fullmatch(r"\| 2 \|  (\| \d+\.\d\d ms ){2}\|", two)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_prometheus_metrics_answers_while_it_trains(digits: Path) -> None:
+    """A scrape after two epochs shows the batches of the last one, and the time of each stage."""
+    pytest.importorskip("prometheus_client")
+    done = run_example("prometheus_metrics.py", "--epochs", "2", "--data", digits)
+    lines = closing_lines(done, 40)
+    assert 'loader_batches_total{loader="train"} 23.0' in lines
+    assert 'loader_stage_seconds_count{loader="train",stage="fetch"} 23.0' in lines

@@ -18,6 +18,7 @@ def test_public_names() -> None:
         "DataLoader",
         "ElasticSampler",
         "LoaderClosedError",
+        "LoaderStats",
         "StateMismatchError",
         "WorkerDiedError",
         "WorkerError",

@@ -43,8 +43,12 @@ class Consumer:
         with self._lock:
             self._read(window)
 
-    def take(self) -> Item | None:
-        """Take the next item if there is one, and read the sampler on by what that frees."""
+    def take(self, asked_at: float = 0.0) -> Item | None:
+        """Take the next item if there is one, and read the sampler on by what that frees.
+
+        Args:
+            asked_at: Since when the consumer has waited; 0.0 if it has just come.
+        """
         run = self.run
         with self._lock:
             try:
@@ -60,6 +64,11 @@ class Consumer:
                 self.taken -= item.counts
                 run.handoff.ready.appendleft(item)
                 raise
+            if item.error is not None:
+                run.meter.failed()
+            elif item.times is not None:
+                used = self._planned - self.taken - run.void_count
+                run.meter.took(asked_at, item.times, used, len(run.handoff.ready))
             if self._plan_error is not None:
                 run.handoff.wake()  # what the sampler raised may be due now, and we may not come again
             if item.bad:
@@ -91,6 +100,7 @@ class Consumer:
                     del error
         if run.ended and not run.handoff.ready:
             self.exhausted = True
+            run.meter.told()
             raise StopIteration
 
     def has_news(self) -> bool:

@@ -36,6 +36,7 @@ class Faults:
             planned so far, or of 1000 where they are fewer.
 
     Attributes:
+        retries: Batches that were run again because their worker died or hung over them.
         replacements: Processes that were started in place of others.
         timeouts: Batches whose worker was killed because they did not come in time.
         bad_count: Samples that raised and were left out or replaced.
@@ -44,6 +45,7 @@ class Faults:
     """
 
     def __init__(self, max_errors: int | float | None = None, num_samples: int | None = None) -> None:
+        self.retries = 0
         self.replacements = 0
         self.timeouts = 0
         self.bad_count = 0

@@ -155,8 +155,6 @@ class Handoff(Generic[T]):
             self.wake()
 
 
-
-
 def _remaining(deadline: float | None) -> float:
     """Return the seconds left; -1, which locks take for no limit, without a deadline."""
     return -1 if deadline is None else max(0.0, deadline - time.monotonic())

@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
+from asyncloader.engine.meter import Meter
 from asyncloader.engine.portal import EXIT_GRACE_S
 from asyncloader.engine.session import Item
 from asyncloader.errors import LoaderClosedError
@@ -76,6 +77,41 @@ class MendingFetcher:
                 raise error
 
 
+class TimedFetcher:
+    """A fetcher with a clock: how long it took for the samples, and how long to collate them.
+
+    Args:
+        meter: Where that is counted.
+        collate_fn: What the fetcher is to collate with, through `collate`.
+        auto_collation: Whether a batch is made of several samples.
+    """
+
+    fetcher: Any  # set once it was made, with our `collate`
+
+    def __init__(self, meter: Meter, collate_fn: Any, auto_collation: bool) -> None:
+        self._meter = meter
+        self._collate_fn = collate_fn
+        self._auto_collation = auto_collation
+        self._collate_s = 0.0
+        self._count = 0
+
+    def fetch(self, keys: Any) -> Any:
+        """Make the batch of these keys."""
+        began = time.perf_counter()
+        batch = self.fetcher.fetch(keys)
+        if batch is not LEFT_OUT:
+            self._meter.made_here(time.perf_counter() - began - self._collate_s, self._collate_s, self._count)
+        return batch
+
+    def collate(self, samples: Any) -> Any:
+        """Make a batch of samples."""
+        began = time.perf_counter()
+        self._count = len(samples) if self._auto_collation and hasattr(samples, "__len__") else 1
+        batch = self._collate_fn(samples)
+        self._collate_s = time.perf_counter() - began
+        return batch
+
+
 class FetchThread:
     """A thread that makes batches from keys, in order, and hands them over. Started at the first request.
 
@@ -111,7 +147,7 @@ class FetchThread:
         while (request := self._requests.get()) is not None:
             try:
                 batch = self._fetcher.fetch(request.pop())
-                item = Item(None, left_out=True) if batch is LEFT_OUT else Item(batch)
+                item = Item(None, left_out=True) if batch is LEFT_OUT else Item(batch, times=[time.perf_counter()] * 2)
                 del batch
             except asyncio.CancelledError as error:
                 item = Item(None, _cancelled(error))
@@ -152,7 +188,9 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
 
     def __init__(self, loader: DataLoader[T_co]) -> None:
         super().__init__(loader)
-        self._dataset_fetcher = self._make_fetcher(loader)
+        faults = make_faults(loader)
+        self._meter = loader._meter = Meter(loader._next_epoch(), 0, 0, faults)
+        self._dataset_fetcher = self._make_fetcher(loader, faults)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
         self._finalizer = weakref.finalize(self, self._fetching.stop)
@@ -163,13 +201,14 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._asking = threading.Lock()  # held to read the sampler, and to change the two numbers
         self._wanting = 0  # consumers in `__anext__`
 
-    def _make_fetcher(self, loader: DataLoader[T_co]) -> Any:
-        """Return torch's own fetcher, or one that mends batches with bad samples."""
+    def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults) -> TimedFetcher:
+        """Return torch's own fetcher, or one that mends batches with bad samples, with a clock around it."""
+        timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation)
+        timed.fetcher = self._dataset_fetcher
+        timed.fetcher.collate_fn = timed.collate
         options = loader._options()
-        fetcher: Any = self._dataset_fetcher
-        fetcher.collate_fn = recycling_collate(self._collate_fn)
         if options.on_error == "raise":
-            return fetcher
+            return timed
         fetch = make_fetcher(
             self._dataset,
             is_iterable=self._dataset_kind != 0,
@@ -178,7 +217,8 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             on_error=options.on_error,
             where="in the main process",
         )
-        return MendingFetcher(fetch, fetcher.collate_fn, options.on_error == "skip", make_faults(loader))
+        timed.fetcher = MendingFetcher(fetch, timed.collate, options.on_error == "skip", faults)
+        return timed
 
     def _next_data(self) -> Any:
         while (batch := super()._next_data()) is LEFT_OUT:  # type: ignore[no-untyped-call]
@@ -193,19 +233,33 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                     return item.open()
                 finally:
                     del item
-            if torch._C._autograd._profiler_enabled() or self._dataset_kind != 0:
-                return super().__next__()
-            batch = self._next_data()
-            self._num_yielded += 1
+            asked_at = time.perf_counter()
+            try:
+                batch = self._next_here()
+            except StopIteration:
+                self._meter.told()
+                raise
+            except Exception:
+                self._meter.failed()
+                raise
+            self._meter.took(asked_at, [time.perf_counter()] * 2, 0, 0)
             return batch
+
+    def _next_here(self) -> Any:
+        if torch._C._autograd._profiler_enabled() or self._dataset_kind != 0:
+            return super().__next__()
+        batch = self._next_data()
+        self._num_yielded += 1
+        return batch
 
     async def __anext__(self) -> Any:
         self._check_usable()
         await self._let_the_loop_turn()
+        asked_at = time.perf_counter()
         with self._asking:
             self._wanting += 1
         try:
-            while (item := self._take_or_request()) is None:
+            while (item := self._take_or_request(asked_at)) is None:
                 await self._fetching.handoff.wait_async(self._has_news, None)
                 self._check_usable()
         finally:
@@ -221,7 +275,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
     def _has_news(self) -> bool:
         return bool(self._fetching.handoff.ready) or self._closed
 
-    def _take_or_request(self) -> Item | None:
+    def _take_or_request(self, asked_at: float) -> Item | None:
         """Take a batch, or see that one is on its way for each consumer that waits and for this one.
 
         A batch whose consumer was cancelled waits for the next one: what was asked for is not asked for again. And one
@@ -239,7 +293,14 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                     return None
                 fetching.unserved -= 1
                 if not item.left_out:
+                    self._count(item, asked_at)
                     return item
+
+    def _count(self, item: Item, asked_at: float) -> None:
+        if item.times is not None:
+            self._meter.took(asked_at, item.times, 0, len(self._fetching.handoff.ready))
+        else:
+            self._meter.failed()
 
     def _left_over(self) -> Item | None:
         """Take a batch that was made for a task that was cancelled; wait for it if it is being made."""
@@ -249,6 +310,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                 item = handoff.ready.popleft()
                 self._fetching.unserved -= 1
                 if not item.left_out:
+                    self._count(item, 0.0)
                     return item
                 continue
             handoff.wait(self._has_news, None)
@@ -265,11 +327,13 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
 
     def _request(self) -> None:
         if self._exhausted:
+            self._meter.told()
             raise StopAsyncIteration
         try:
             keys = next(self._sampler_iter)
         except StopIteration:
             self._exhausted = True
+            self._meter.told()
             raise StopAsyncIteration from None
         self._fetching.request(keys)
 

@@ -1,6 +1,6 @@
 """Copy batches into page-locked memory, on a thread beside the loop, so that the GPU can fetch them by itself.
 
-    loop thread ── pin(batch, tell) ──> queue ──> pin thread ── tell(pinned, error) ──> loop thread ──> reorder
+    loop thread ── pin(batch, tell) ──> queue ──> pin thread ── tell(pinned, error, seconds) ──> loop thread ──> reorder
 
 The copy is torch's own (`torch.utils.data._utils.pin_memory`), which knows nested batches and types with a
 ``pin_memory`` method. The slab that the batch came in is free again when the copy is made.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from asyncloader.engine.portal import Portal
 from asyncloader.errors import LoaderClosedError
 
-Tell: TypeAlias = Callable[[Any, Exception | None], None]
+Tell: TypeAlias = Callable[[Any, Exception | None, float], None]
 
 
 class Pinner:
@@ -40,7 +41,7 @@ class Pinner:
         self._thread: threading.Thread | None = None
 
     def pin(self, batch: Any, tell: Tell) -> None:
-        """Copy the batch; ``tell`` is called on the loop with the copy, or with what was raised."""
+        """Copy the batch; ``tell`` is called on the loop with the copy or the error, and how long it took."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="asyncloader pin", daemon=True)
             self._thread.start()
@@ -64,6 +65,7 @@ class Pinner:
         while (job := self._queue.get()) is not None:
             batch, tell = job
             del job
+            began = perf_counter()
             try:
                 pinned, error = self._copy(batch), None
             except Exception as raised:
@@ -71,7 +73,7 @@ class Pinner:
                 pinned, error = None, raised
             del batch
             try:
-                self._portal.post(tell, pinned, error)
+                self._portal.post(tell, pinned, error, perf_counter() - began)
             except LoaderClosedError:
                 return
             del pinned, error, tell

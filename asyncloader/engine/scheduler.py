@@ -41,6 +41,7 @@ class Ticket:
     keys: Any
     worker: int = -1
     tries: int = 0
+    sent_at: float = 0.0  # the session's note; no decision depends on it
     is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
 
 
@@ -137,7 +138,6 @@ class Scheduler:
         self.planned_count = 0
         self.gone_count = 0  # delivered or void; in order it is the sequence number that is awaited
         self.void_count = 0
-        self.retry_count = 0  # tickets that were put back to be run again
         self._plan_ended = False
         self._finished = False
 
@@ -374,7 +374,6 @@ class Scheduler:
         ticket.tries += 1
         if policy == "skip" or ticket.tries > self._max_retries:
             return [Fail([ticket], at_once=False, leave_out=policy == "skip")]
-        self.retry_count += 1
         heapq.heappush(self._unsent, (ticket.seq, ticket))
         return []
 

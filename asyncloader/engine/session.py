@@ -21,10 +21,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
 from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
+from asyncloader.engine.meter import Meter
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.scheduler import (
@@ -82,6 +84,7 @@ class Item(NamedTuple):
 
     ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
     the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
+    ``times`` are those at which a batch was made and, once it was its turn, at which it was handed over.
     """
 
     batch: Any
@@ -89,6 +92,7 @@ class Item(NamedTuple):
     counts: bool = True
     bad: Sequence[BadSample] = ()
     left_out: bool = False
+    times: list[float] | None = None
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
@@ -112,15 +116,17 @@ class Run:
     Attributes:
         ended: Everything that was planned has been handed over.
         read_until: A consumer that waits may read the sampler on, until it has read so many batches of keys.
+        meter: Counts what happens.
         void_count: Tickets that made no batch; each frees a place in the window.
         faults: What went wrong and was mended.
         bad: By sequence number, the bad samples of batches that are on their way.
     """
 
-    def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults, meter: Meter) -> None:
         self.scheduler = scheduler
+        self.meter = meter
         self.epoch = epoch
-        self.faults = faults or Faults()
+        self.faults = faults
         self.bad: dict[int, Sequence[BadSample]] = {}
         self.handoff: Handoff[Item] = Handoff()
         self.ended = False
@@ -284,31 +290,29 @@ class Session:
         """The worker has opened the dataset."""
         self._failed_starts = 0
 
-    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int) -> None:
-        """A batch has come."""
+    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
+        """A batch has come, and began to be read at this time."""
         if not self._takes_outcomes():
             return
         scheduler = self._run.scheduler
         self._storm = 0
+        sent_at = scheduler.in_flight[worker][record.seq].sent_at
+        times = [self._run.meter.came(worker, record, sent_at, arrived_at, nbytes)]
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         bad = self._run.bad.pop(record.seq, ()) if self._run.bad else ()
         if self._pinner is None:
-            actions += scheduler.ready(record.seq, Item(batch, bad=bad), nbytes)
+            actions += scheduler.ready(record.seq, Item(batch, bad=bad, times=times), nbytes)
         else:
-            self._pinner.pin(batch, partial(self._on_pinned, self._run, record.seq, nbytes, bad))
+            self._pinner.pin(batch, partial(self._on_pinned, self._run, record.seq, nbytes, Item(None, bad=bad)))
         self._apply(actions)
 
     def _on_pinned(
-        self,
-        run: Run,
-        seq: int,
-        nbytes: int,
-        bad: Sequence[BadSample],
-        batch: Any,
-        error: Exception | None,
+        self, run: Run, seq: int, nbytes: int, item: Item, batch: Any, error: Exception | None, seconds: float
     ) -> None:
         if run is self._run and self.state is State.OPEN:
-            self._apply(run.scheduler.ready(seq, Item(batch, error, bad=bad), nbytes))
+            run.meter.pinned(seconds)
+            item = item._replace(batch=batch, error=error, times=[perf_counter()])
+            self._apply(run.scheduler.ready(seq, item, nbytes))
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""
@@ -360,9 +364,7 @@ class Session:
             return
         scheduler = self._run.scheduler
         rests = self._replaceable and self._rest(worker)
-        self._apply(
-            scheduler.died(worker, replaceable=self._replaceable, was_ready=process.is_ready, rests=rests)
-        )
+        self._apply(scheduler.died(worker, replaceable=self._replaceable, was_ready=process.is_ready, rests=rests))
 
     def _rest(self, worker: int) -> bool:
         """Let the worker wait for its next process if one dies after the other; whether it does."""
@@ -424,9 +426,13 @@ class Session:
         if self.gave_up:
             return
         ticket = action.ticket
+        ticket.sent_at = perf_counter()
+        self._run.faults.retries += ticket.tries > 0
         self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:
+        if (times := action.outcome.times) is not None:
+            times.append(perf_counter())
         self._run.handoff.put(action.outcome)
 
     def _read_on(self, action: Read) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from asyncloader.options import OnError
 
 HEADER = struct.Struct("<QB7x")
-RECORD = struct.Struct("<QIIIII4x")  # 32 bytes, so that the payload behind it stays aligned
+RECORD = struct.Struct("<QQIIIIIII4x")  # 48 bytes, so that the payload behind it stays aligned
 MAX_FRAME_BYTES = 1 << 40
 
 
@@ -54,14 +54,21 @@ KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class Record(NamedTuple):
-    """What a worker tells about a ticket, beside its outcome. Times in microseconds."""
+    """What a worker tells about a ticket, beside its outcome. Times in microseconds.
+
+    ``began_us`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``cpu_us`` is
+    what the process used since the ticket before.
+    """
 
     seq: int
+    began_us: int
     epoch: int
     wait_us: int
     fetch_us: int
     collate_us: int
     encode_us: int
+    cpu_us: int
+    samples: int
 
     @property
     def wait_s(self) -> float:

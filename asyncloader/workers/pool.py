@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
+from time import perf_counter
 from typing import Any, Protocol
 
 from asyncloader.transport.parcel import Parcel
@@ -33,8 +34,8 @@ class Listener(Protocol):
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset."""
 
-    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int) -> None:
-        """A batch has come."""
+    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
+        """A batch has come, and began to be read at this time."""
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""
@@ -198,6 +199,7 @@ class Pool:
             self._on_outcome(process, kind, body)
 
     def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        arrived_at = perf_counter()
         worker = process.worker_id
         record = Record._make(RECORD.unpack_from(body))
         payload = body[RECORD.size :]
@@ -216,7 +218,7 @@ class Pool:
             return
         self._outstanding[worker] -= 1
         if kind == Kind.RESULT and error is None:
-            listener.on_batch(worker, record, batch, nbytes)
+            listener.on_batch(worker, record, batch, nbytes, arrived_at)
         elif kind == Kind.EXHAUSTED:
             listener.on_exhausted(worker, record)
         elif kind == Kind.LEFT_OUT:

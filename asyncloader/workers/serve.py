@@ -10,7 +10,7 @@ import sys
 import traceback
 from asyncio import CancelledError
 from collections import deque
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class Server:
         self._failure: RemoteError | None = None
         self._ended = False
         self._idle_since = perf_counter()
+        self._cpu_s = process_time()
         self._looked_at = 0.0
 
     # -------------------------------------------------------------------------------------------------- opening
@@ -204,6 +205,7 @@ class Server:
                 self._seed(seq)
             samples = self._fetch(keys)
             fetched = perf_counter()
+            count = len(samples) if self._spec.auto_collation and hasattr(samples, "__len__") else 1
             with self._encoder.allocating():
                 batch = self._spec.collate_fn(samples)
             del samples
@@ -214,7 +216,7 @@ class Server:
         except (Exception, CancelledError) as error:  # a cancelled task of the dataset's own is no reason to end
             self._fail(seq, started, error)
             return
-        record = self._record(seq, started, fetched, collated, perf_counter())
+        record = self._record(seq, started, fetched, collated, perf_counter(), samples=count)
         if self._fetch.bad:
             self._send_bad(record)
         self._send(Kind.RESULT, record, *parts)
@@ -247,11 +249,19 @@ class Server:
     def _refuse(self, seq: int, started: float) -> None:
         self._send(Kind.FAILURE, self._record(seq, started), pickle.dumps(self._failure))
 
-    def _record(self, seq: int, started: float, *marks: float) -> bytes:
-        """Pack the times of a ticket: waited for it, fetched, collated, encoded."""
+    def _record(self, seq: int, started: float, *marks: float, samples: int = 0) -> bytes:
+        """Pack the times of a ticket: waited for it, fetched, collated, encoded; CPU time since the one before."""
         fetched, collated, encoded = marks or (perf_counter(),) * 3
-        times = (started - self._idle_since, fetched - started, collated - fetched, encoded - collated)
-        return RECORD.pack(seq, self._epoch.number, *[min(int(t * 1e6), 0xFFFFFFFF) for t in times])
+        cpu_before, self._cpu_s = self._cpu_s, process_time()
+        times = (
+            started - self._idle_since,
+            fetched - started,
+            collated - fetched,
+            encoded - collated,
+            self._cpu_s - cpu_before,
+        )
+        micros = [min(int(t * 1e6), 0xFFFFFFFF) for t in times]
+        return RECORD.pack(seq, int(started * 1e6), self._epoch.number, *micros, samples)
 
     def _send(self, kind: int, *parts: Any) -> None:
         try:

@@ -1,0 +1,173 @@
+"""Keep durations by the million in little room, and so cheaply that it need not be turned off.
+
+    add(row) ──> rows in hand ── every 64, at once ──> Folded: sums, longest, log-spaced buckets of each column
+                      └── take() ── a snapshot, folded when somebody looks ──> Timing
+
+A row is a tuple of seconds, one for each column. It is kept as it is and folded together with others by numpy: 0.5 us a
+row, where counting eight columns one by one in Python took 4 us. Buckets are an eighth of an octave wide, so a quantile
+is right to within 5 %.
+
+One thread, or several that take turns under a lock, may add; any may take a snapshot, without a lock: what is folded
+and what is in hand change together, in one assignment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_FOLD_AT = 64
+_PER_OCTAVE: Final = 8
+_BUCKETS: Final = 32 * _PER_OCTAVE  # from 1 us to more than an hour; the first is for what is shorter
+
+
+class Folded(NamedTuple):
+    """Rows that were added up; never changed."""
+
+    rows: int
+    sums: npt.NDArray[np.float64]
+    longest: npt.NDArray[np.float64]
+    buckets: npt.NDArray[np.int64]  # (columns, _BUCKETS)
+
+    def with_rows(self, rows: list[tuple[float, ...]]) -> Folded:
+        """Return the sum of these and those."""
+        if not rows:
+            return self
+        seconds = np.array(rows)
+        columns = len(self.sums)
+        places = np.log2(np.maximum(seconds * 1e6, 0.5)) * _PER_OCTAVE + 1
+        places = np.clip(places, 0, _BUCKETS - 1).astype(np.int64) + np.arange(columns) * _BUCKETS
+        counts = np.bincount(places.ravel(), minlength=columns * _BUCKETS).reshape(columns, _BUCKETS)
+        return Folded(
+            self.rows + len(rows),
+            self.sums + seconds.sum(0),
+            np.maximum(self.longest, seconds.max(0)),
+            self.buckets + counts,
+        )
+
+
+class Tally:
+    """The durations of some columns, row by row.
+
+    Args:
+        columns: How many values a row has.
+    """
+
+    def __init__(self, columns: int) -> None:
+        empty = Folded(0, np.zeros(columns), np.zeros(columns), np.zeros((columns, _BUCKETS), np.int64))
+        self._state: tuple[Folded, list[tuple[float, ...]]] = (empty, [])
+        self._rows = self._state[1]
+
+    def add(self, row: tuple[float, ...]) -> None:
+        """Add a row of seconds."""
+        rows = self._rows
+        rows.append(row)
+        if len(rows) >= _FOLD_AT:
+            self._state = (self._state[0].with_rows(rows), [])
+            self._rows = self._state[1]
+
+    def take(self) -> Snapshot:
+        """Return what there is so far."""
+        folded, rows = self._state
+        return Snapshot(folded, rows[:])
+
+
+class Snapshot:
+    """A tally as it was at one moment. Rows that were in hand are folded when somebody looks."""
+
+    __slots__ = ("_folded", "_rows")
+
+    def __init__(self, folded: Folded, rows: list[tuple[float, ...]]) -> None:
+        self._folded = folded
+        self._rows = rows
+
+    @property
+    def all(self) -> Folded:
+        """Everything, added up."""
+        if self._rows:
+            self._folded, self._rows = self._folded.with_rows(self._rows), []
+        return self._folded
+
+
+class Timing:
+    """How long something took, over a number of batches. All in seconds.
+
+    Quantiles are right to within 5 %. Two timings are equal if their figures are.
+    """
+
+    __slots__ = ("_column", "_snapshot")
+
+    def __init__(self, snapshot: Snapshot, column: int) -> None:
+        self._snapshot = snapshot
+        self._column = column
+
+    @property
+    def count(self) -> int:
+        """How many were measured."""
+        return self._snapshot.all.rows
+
+    @property
+    def total_s(self) -> float:
+        """All of them together."""
+        return float(self._snapshot.all.sums[self._column])
+
+    @property
+    def mean_s(self) -> float:
+        """The mean, 0 if there is none."""
+        return self.total_s / self.count if self.count else 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """The longest."""
+        return float(self._snapshot.all.longest[self._column])
+
+    @property
+    def p50_s(self) -> float:
+        """The median."""
+        return self.quantile(0.5)
+
+    @property
+    def p99_s(self) -> float:
+        """What 99 in 100 did not exceed."""
+        return self.quantile(0.99)
+
+    def quantile(self, share: float) -> float:
+        """Return the duration that this share of all did not exceed."""
+        if not self.count:
+            return 0.0
+        reached = np.cumsum(self._snapshot.all.buckets[self._column])
+        place = int(np.searchsorted(reached, max(1.0, share * self.count)))
+        if place == 0:
+            return 0.0
+        return min(2 ** ((place - 0.5) / _PER_OCTAVE) * 1e-6, self.longest_s)
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the figures as plain numbers."""
+        return {
+            "count": self.count,
+            "total_s": self.total_s,
+            "mean_s": self.mean_s,
+            "p50_s": self.p50_s,
+            "p99_s": self.p99_s,
+            "longest_s": self.longest_s,
+        }
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Timing) and self.as_dict() == other.as_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.count, self.total_s))
+
+    def __repr__(self) -> str:
+        return f"<Timing {self.count} x {show_s(self.mean_s)}, p99 {show_s(self.p99_s)}>"
+
+
+def show_s(seconds: float) -> str:
+    """Write down a duration with two or three digits, in a unit that suits it."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1 or unit == "us":
+            value = seconds * factor
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    raise AssertionError("the last unit takes everything")

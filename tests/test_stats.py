@@ -1,0 +1,183 @@
+"""What loader.stats() tells, what it costs, and who else is told: the log, metrics, progress bars."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import rich.console
+import rich.progress
+import torch
+import tqdm.asyncio
+
+from asyncloader import DataLoader, LoaderStats
+from asyncloader.engine.meter import Meter
+from asyncloader.tally import Tally, Timing
+from asyncloader.workers.messages import Record
+from tests.loads import Load
+
+
+class SomeBad(Load):
+    """Every tenth sample raises."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 10 == 7:
+            raise ValueError(index)
+        return super().__getitem__(index)
+
+
+def run_through(loader: DataLoader[Any], face: str, step_s: float = 0.0) -> LoaderStats:
+    """Take all batches by one of the faces, with a step after each."""
+    if face == "for":
+        for _ in loader:
+            time.sleep(step_s)
+    else:
+
+        async def run() -> None:
+            async for _ in loader:
+                await asyncio.sleep(step_s)
+
+        asyncio.run(run())
+    return loader.stats()
+
+
+@pytest.mark.parametrize("face", ["for", "async for"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_figures_of_a_run(num_workers: int, face: str) -> None:
+    """Batches, samples, bytes and the time of each stage are those of the load, and go into JSON."""
+    loader = DataLoader(Load(158, 0.002), 8, num_workers=num_workers)
+    stats = run_through(loader, face, 0.003)
+    assert (stats.batches, stats.samples, stats.epoch, stats.num_workers) == (20, 158, 0, num_workers)
+    assert stats.waited.count == stats.ready.count == 19
+    assert stats.work.count == stats.stages.fetch.count == 20
+    assert 0.015 < stats.stages.fetch.mean_s < 0.03
+    assert stats.stages.fetch.mean_s + stats.stages.collate.mean_s <= stats.work.mean_s * 1.001
+    assert stats.waited.p50_s <= stats.waited.p99_s <= stats.waited.longest_s
+    assert stats.training_s == pytest.approx(19 * 0.003, rel=0.5)
+    expected = 0.016 / max(num_workers, 1) - 0.003 * bool(num_workers)
+    assert stats.waited.mean_s == pytest.approx(expected, rel=0.5)
+    assert stats.waited_share == pytest.approx(stats.waited.mean_s / (stats.waited.mean_s + 0.003), abs=0.1)
+    if num_workers:
+        assert stats.bytes >= 158 * 8 * 4
+        assert sum(worker.batches for worker in stats.workers) == 20
+        assert all(worker.busy_share > 0.8 for worker in stats.workers)
+        assert 1 <= stats.window_used <= stats.window + 1
+    told = json.loads(json.dumps(stats.as_dict()))
+    assert told["stages"]["fetch"]["count"] == 20
+    assert told["verdict"]["text"] in str(stats)
+    assert run_through(loader, face).epoch == 1
+
+
+def test_what_was_mended_is_counted() -> None:
+    """Skipped samples are counted and named; errors that were raised are counted, and are no batches."""
+    skipping = run_through(DataLoader(SomeBad(40), 8, num_workers=2, on_error="skip"), "for")
+    assert (skipping.bad_count, sorted(skipping.bad_samples)) == (4, [7, 17, 27, 37])
+    assert skipping.samples == 36
+    loader = DataLoader(SomeBad(40), 8, num_workers=2)
+    batches = iter(loader)
+    for _ in range(5):
+        with contextlib.suppress(ValueError):
+            next(batches)
+    assert (loader.stats().errors, loader.stats().batches) == (4, 1)
+    assert "errors 4" in str(loader.stats())
+    batches.close()
+
+
+def test_persistent_workers_start_anew() -> None:
+    """Each epoch has figures of its own, and what workers waited between two epochs is not theirs."""
+    loader = DataLoader(Load(64, 0.001), 8, num_workers=1, persistent_workers=True)
+    run_through(loader, "for")
+    time.sleep(0.3)
+    stats = run_through(loader, "for")
+    assert (stats.epoch, stats.batches, stats.work.count) == (1, 8, 8)
+    assert stats.workers[0].idle_s < 0.1
+    loader.close()
+
+
+def test_it_can_be_asked_at_any_time() -> None:
+    """Before the first run, in the middle of one and from another thread."""
+    loader = DataLoader(Load(800), 8, num_workers=2)
+    assert loader.stats().batches == 0
+    seen: list[int] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(loader.stats().waited.count)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    stats = run_through(loader, "for", 0.0005)
+    done.set()
+    watcher.join()
+    assert seen == sorted(seen)
+    assert stats.batches == 100
+
+
+def test_it_costs_little() -> None:
+    """Counting takes below 5 us a batch in the parent, a snapshot below 50 us: the best of some rounds."""
+    meter = Meter(0, 4, 8)
+    record = Record(1, int(time.perf_counter() * 1e6), 1, 10, 20, 30, 40, 50, 8)
+    counting, taking = [], []
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(256):
+            made_at = meter.came(1, record, time.perf_counter(), time.perf_counter(), 1000)
+            meter.took(0.0, [made_at, time.perf_counter()], 4, 2)
+        counting.append((time.perf_counter() - began) / 256)
+        began = time.perf_counter()
+        meter.stats()
+        taking.append(time.perf_counter() - began)
+    assert min(counting) < 5e-6
+    assert min(taking) < 50e-6
+
+
+def test_quantiles_are_right_to_within_five_percent() -> None:
+    """Of durations from 2 us to 20 s, and zeros count as such."""
+    seconds = 10 ** (torch.rand(5000, dtype=torch.float64) * 7 - 5.7)
+    tally = Tally(2)
+    for value in seconds.tolist():
+        tally.add((value, 0.0))
+    timing, zeros = (Timing(tally.take(), column) for column in (0, 1))
+    for share in (0.01, 0.5, 0.9, 0.99):
+        assert timing.quantile(share) == pytest.approx(float(seconds.quantile(share)), rel=0.06)
+    assert timing.total_s == pytest.approx(float(seconds.sum()))
+    assert (zeros.p99_s, zeros.count) == (0.0, 5000)
+
+
+def test_an_epoch_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """One line at INFO, with the verdict; the figures come with the record, for whoever makes metrics of them."""
+    with caplog.at_level(logging.INFO, "asyncloader"):
+        run_through(DataLoader(Load(80), 8, num_workers=2), "for")
+    (record,) = [record for record in caplog.records if record.levelno == logging.INFO]
+    assert record.getMessage().startswith("epoch 0: 10 batches in ")
+    assert record.__dict__["stats"].batches == 10
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_progress_bars_know_the_total(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm and rich ask loader or iterator for their length; tqdm's `async for` as well."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # no thread that outlives the test
+    loader = DataLoader(Load(50), 8, num_workers=num_workers)
+    bar = tqdm.tqdm(loader, file=io.StringIO())
+    assert (sum(1 for _ in bar), bar.n, bar.total) == (7, 7, 7)
+
+    async def count() -> tuple[int, int, float | None]:
+        bar = tqdm.asyncio.tqdm(loader, file=io.StringIO())
+        return len([batch async for batch in bar]), bar.n, bar.total
+
+    assert asyncio.run(count()) == (7, 7, 7)
+    with rich.progress.Progress(console=rich.console.Console(file=io.StringIO())) as progress:
+        assert sum(1 for _ in progress.track(loader)) == 7
+        (task,) = progress.tasks
+        assert (task.completed, task.total) == (7, 7)
+    batches = iter(loader)
+    assert len(batches) == 7
+    del batches

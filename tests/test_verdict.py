@@ -1,0 +1,210 @@
+"""The verdict on loads that are built to be limited in one known way, at random parameters: right, and worth following.
+
+Each test runs a load, reads the verdict, does what it says, runs again, and compares the gain with what was promised.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import DataLoader
+from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.portal import Portal
+from asyncloader.iterators import WorkerIterator
+from asyncloader.stats import LoaderStats
+from tests.loads import Load, SlowCollate, as_they_are
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # workers that sleep need no cores
+
+BATCH = 8
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+
+
+def train(batches: Iterable[Any], step_s: float) -> float:
+    """Go through the batches with steps of this length; return the seconds a batch after the first."""
+    arrivals = []
+    for _ in batches:
+        arrivals.append(time.perf_counter())
+        if step_s:
+            time.sleep(step_s)
+    return (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1)
+
+
+def follow(loader: DataLoader[Any], advice: dict[str, Any]) -> DataLoader[Any]:
+    """Make the loader anew, with the options that were advised."""
+    names = ("batch_size", "num_workers", "prefetch_factor", "collate_fn", "run_ahead_bytes", "scheduling")
+    options = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, **{**options, **advice})
+
+
+def judged(loader: DataLoader[Any], step_s: float) -> tuple[float, LoaderStats]:
+    return train(loader, step_s), loader.stats()
+
+
+def assert_gain(before_s: float, after_s: float, promised: float) -> None:
+    """What was gained is what was promised, roughly: the machine has other things to do as well."""
+    assert 0.7 * promised <= before_s / after_s <= 1.4 * promised
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("stage", ["fetch", "collate"])
+def test_too_few_workers(stage: str, seed: int) -> None:
+    """Training waits for workers that are all busy: as many as are advised make it as fast as promised."""
+    rng = random.Random(f"{stage} {seed}")
+    step_s = rng.uniform(0.008, 0.015)
+    work_s = step_s * rng.uniform(2.2, 4.6)
+    fetch_s = work_s * (rng.uniform(0.7, 0.95) if stage == "fetch" else rng.uniform(0.05, 0.3))
+    workers = rng.choice([1, 2]) if work_s > 2.5 * step_s else 1
+    loader = DataLoader(
+        Load(BATCH * 60, fetch_s / BATCH),
+        BATCH,
+        num_workers=workers,
+        collate_fn=SlowCollate(work_s - fetch_s),
+    )
+    before_s, stats = judged(loader, step_s)
+    verdict = stats.verdict
+    assert verdict.limit == stage, str(stats)
+    assert "more workers would help" in verdict.text
+    assert "they mostly wait" in verdict.text
+    assert stats.waited_share == pytest.approx(1 - step_s / (work_s / workers), abs=0.12)
+    assert workers < verdict.advice["num_workers"] <= 7
+    assert_gain(before_s, train(follow(loader, verdict.advice), step_s), verdict.gain)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_batches_that_the_trainer_makes_itself(seed: int) -> None:
+    """Without workers the verdict says how many would do, and what they would bring."""
+    rng = random.Random(seed)
+    step_s = rng.uniform(0.01, 0.02)
+    loader = DataLoader(Load(BATCH * 40, step_s * rng.uniform(0.8, 2.8) / BATCH), BATCH)
+    before_s, stats = judged(loader, step_s)
+    verdict = stats.verdict
+    assert verdict.limit == "fetch", str(stats)
+    assert 1 <= verdict.advice["num_workers"] <= 4
+    assert_gain(before_s, train(follow(loader, verdict.advice), step_s), verdict.gain)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_workers_than_training_needs(seed: int) -> None:
+    """Training that never waits is told how many workers are idle, and is as fast without them."""
+    rng = random.Random(seed)
+    step_s = rng.uniform(0.015, 0.03)
+    workers = rng.choice([3, 4])
+    loader = DataLoader(Load(BATCH * 40, step_s * rng.uniform(0.2, 0.7) / BATCH), BATCH, num_workers=workers)
+    before_s, stats = judged(loader, step_s)
+    verdict = stats.verdict
+    assert verdict.limit == "training", str(stats)
+    assert f"{workers - 1} of {workers} workers are idle" in verdict.text
+    assert verdict.advice == {"num_workers": 1}
+    assert train(follow(loader, verdict.advice), step_s) < 1.15 * before_s
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_workers_that_stand_behind_a_slow_sample(seed: int) -> None:
+    """Samples of very different cost in a short window: the advice lets workers go on behind a slow one."""
+    rng = random.Random(seed)
+    fetch_s = rng.uniform(0.5, 1.0) * 1e-3
+    every = BATCH * rng.choice([15, 20])
+    loader = DataLoader(
+        Load(BATCH * 240, fetch_s, slow_every=every, slow_s=BATCH * fetch_s * rng.uniform(25, 40)),
+        BATCH,
+        num_workers=4,
+        prefetch_factor=1,
+        run_ahead_bytes=0,
+    )
+    before_s, stats = judged(loader, 0.0)
+    verdict = stats.verdict
+    assert verdict.limit == "order", str(stats)
+    assert verdict.advice["run_ahead_bytes"] > 0
+    assert_gain(before_s, train(follow(loader, verdict.advice), 0.0), verdict.gain)
+
+
+class Floats(Load):
+    """Samples that are new lists of floats each time, or one tensor of the same."""
+
+    as_tensors = False
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample if self.as_tensors else self.sample.tolist()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_batches_of_python_objects(seed: int) -> None:
+    """Packing and unpacking is what takes the time; the same numbers as tensors need none, as promised or better."""
+    count = random.Random(seed).randrange(20_000, 50_000)
+    dataset = Floats(BATCH * 60, sample=torch.rand(count))
+    loader = DataLoader(dataset, BATCH, num_workers=1, collate_fn=as_they_are)
+    before_s, stats = judged(loader, 0.0)
+    verdict = stats.verdict
+    assert verdict.limit == "transfer", str(stats)
+    assert "tensors or arrays in place of Python objects" in verdict.text
+    dataset.as_tensors = True
+    assert before_s / train(DataLoader(dataset, BATCH, num_workers=1), 0.0) > 0.8 * verdict.gain
+
+
+class SlowlyPinned(WorkerIterator[Any]):
+    """Batches that are pinned by a function that sleeps."""
+
+    seconds: float
+
+    def _make_pinner(self, portal: Portal) -> Pinner:
+        def copy(batch: Any) -> Any:
+            time.sleep(self.seconds)
+            return batch
+
+        return Pinner(portal, "cuda", copy=copy)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pinning_that_takes_longest(seed: int) -> None:
+    """One thread pins; where it is what limits, the verdict says so, and what it costs."""
+    rng = random.Random(seed)
+    pin_s = rng.uniform(0.01, 0.02)
+    kind = type("SlowlyPinned", (SlowlyPinned,), {"seconds": pin_s})
+    loader = DataLoader(Load(BATCH * 50, pin_s * rng.uniform(0.3, 0.7) / BATCH), BATCH, num_workers=2)
+    with kind(loader, wait_for_start=True) as batches:
+        before_s = train(batches, 0.0)
+        verdict = batches.stats().verdict
+    assert verdict.limit == "pin", verdict.text
+    assert verdict.advice == {"pin_memory": False}
+    assert_gain(before_s, train(loader, 0.0), verdict.gain)
+
+
+class Spins(Load):
+    """Samples that compute."""
+
+    def __getitem__(self, index: int) -> Any:
+        until = time.thread_time() + self.fetch_s
+        while time.thread_time() < until:
+            pass
+        return self.sample
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_workers_that_compute(num_workers: int) -> None:
+    """As long as there are cores more workers are advised; when all are full that is said, and a cheaper fetch."""
+    loader = DataLoader(Spins(BATCH * 60, 0.004), BATCH, num_workers=num_workers)
+    before_s, stats = judged(loader, 0.0)
+    verdict = stats.verdict
+    assert verdict.limit == "fetch", str(stats)
+    if num_workers < stats.cores:
+        assert verdict.advice == {"num_workers": stats.cores}
+        assert_gain(before_s, judged(follow(loader, verdict.advice), 0.0)[0], verdict.gain)
+    else:
+        assert f"all {stats.cores} cores are full" in verdict.text
+        assert verdict.gain == 1.0
+
+
+def test_few_batches_are_not_judged() -> None:
+    """A verdict over a handful of batches would be noise."""
+    loader = DataLoader(Load(BATCH * 3), BATCH, num_workers=2)
+    assert loader.stats().verdict.limit == "unknown"
+    train(loader, 0.0)
+    assert loader.stats().verdict.text == "3 batches are too few to judge by"
