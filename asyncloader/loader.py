@@ -97,7 +97,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             a share (a float between 0 and 1) of the samples; None for no bound.
         on_timeout: What to do about a batch that does not come within ``timeout``: "raise" raises BatchTimeoutError and
             kills nothing, the next call waits for the same batch; "retry" kills and replaces the worker and runs the
-            batch again; "skip" leaves the batch out. A worker of an iterable dataset is not killed.
+            batch again; "skip" leaves the batch out. A worker that is still opening the dataset is given 60 s; one of
+            an iterable dataset is not killed.
         on_crash: What to do about a batch whose worker died: "retry" replaces the worker and runs the batch again, with
             the same seeds; "raise" raises WorkerDiedError; "skip" leaves the batch out.
         max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next

@@ -62,6 +62,9 @@ log = logging.getLogger("asyncloader")
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
 
+_STARTING_S = 60.0
+"""A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
+
 _CALM_DEATHS = 2
 """So many deaths beyond one for each worker, with no batch between them, are no reason to wait."""
 
@@ -497,9 +500,10 @@ class Session:
 
         ``tell`` gets the error to raise, or None if the batch, or its error, will come after all.
         """
-        ticket = self._run.scheduler.awaited()
-        if ticket is None:
-            tell(timed_out(timeout_s))
+        scheduler = self._run.scheduler
+        ticket = scheduler.awaited()
+        if ticket is None:  # it waits for a worker that rests, or it is being pinned
+            tell(None if scheduler.resting else timed_out(timeout_s))
             return
         process = self.pool.processes[ticket.worker]
         process.ask_stack(lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
@@ -515,6 +519,8 @@ class Session:
             error = explain()
             error.add_note("The worker was not replaced: it holds a position in an iterable dataset.")
             return error
+        if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
+            return None  # killed for being slow to start, the next one would be as slow
         held = self._run.scheduler.in_flight[ticket.worker]
         if self.pool.processes[ticket.worker] is process and held.get(ticket.seq) is ticket:
             self._replace_hung(process, explain)
@@ -525,7 +531,7 @@ class Session:
         log.warning("%s It is killed and replaced.", error)
         self._run.faults.timeouts += 1
         self._explain = lambda tickets: explain(tries=tickets[0].tries)
-        process.kill()
+        self.pool.discard(process.worker_id)
         rests = self._rest(process.worker_id)
         self._apply(self._run.scheduler.hung(process.worker_id, rests=rests))
 

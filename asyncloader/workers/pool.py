@@ -133,10 +133,15 @@ class Pool:
         self._borrowers[process] = borrower
         return process
 
+    def discard(self, worker: int) -> None:
+        """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""
+        process = self.processes[worker]
+        if process.is_alive:
+            self._leaving.add(process)
+            process.kill()
+
     def replace(self, worker: int) -> None:
-        """Start a new process under this worker id; the old one is left to end, if it has not."""
-        if (old := self.processes[worker]).is_alive:
-            self._leaving.add(old)
+        """Start a new process under this worker id, whose process has died or was discarded."""
         self._outstanding[worker] = 0
         self.processes[worker] = self._start_one(worker)
 

@@ -78,6 +78,7 @@ class WorkerProcess:
         self.output = bytearray()
         self.is_telling = False  # it can be asked for its stack
         self.is_ready = False  # it has opened the dataset
+        self.started_at = 0.0  # by time.monotonic()
         self._loop = loop
         self._owner = owner
         self._dead = threading.Event()
@@ -116,6 +117,7 @@ class WorkerProcess:
             self._close()
             raise
         self._move(State.RUNNING)
+        self.started_at = time.monotonic()
         if context.get_start_method() == "fork":
             self._up_timer = self._loop.call_later(_UP_S, self._on_late)
 

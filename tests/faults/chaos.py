@@ -1,0 +1,376 @@
+"""Disturb runs over data in every way that comes up, and hold each against an undisturbed one.
+
+    python -m tests.faults.chaos --runs 1000 --seed 0
+
+A run is a configuration of the loader and a list of faults, both drawn from the run's own seed, which is the seed of
+the whole plus the number of the run: ``--seed N --runs 1`` repeats run N alone. What has to hold:
+
+- the batches, and the errors in their places, are those of an undisturbed run with one worker, bit for bit;
+- nothing hangs;
+- no child, thread, descriptor, memfd, mapping or segment of shared memory is left.
+
+Faults that workers do to themselves happen in a sample, once, whoever fetches it. Those that come from outside happen
+when the consumer has taken so many batches. Each one writes down that it happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import itertools
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from asyncloader import DataLoader
+from asyncloader.engine.session import END_GRACE_S
+from tests.faults.datasets import DEATHS
+from tests.leftovers import Holdings
+
+TIMEOUT_S = 0.5
+HANG_S = 60.0
+PATIENCE_S = 3 * END_GRACE_S  # a worker that was stopped for good is killed after that grace
+OWN_FAULTS = (*(f"dies: {death}" for death in DEATHS), "hangs", "is slow")
+OUTER_FAULTS = ("killed", "stopped for good", "stopped for a while")
+
+
+class Bad(Exception):
+    """What a bad sample raises."""
+
+
+class Chaotic(Dataset[Any]):
+    """Random samples, and faults at some of them.
+
+    Args:
+        length: Of the dataset.
+        size: Float32 values in a sample.
+        bad: Samples that always raise.
+        faults: What happens at which sample, once.
+        folder: Where each fault writes down that it happened.
+    """
+
+    def __init__(self, length: int, size: int, bad: set[int], faults: dict[int, str], folder: Path) -> None:
+        self.length = length
+        self.size = size
+        self.bad = bad
+        self.faults = faults
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        sample = torch.rand(self.size)
+        draws = random.random() + np.random.rand()
+        if (fault := self.faults.get(index)) and note(self.folder, fault, index):
+            self._suffer(fault)
+        if index in self.bad:
+            raise Bad(index)
+        return index, draws, sample
+
+    def _suffer(self, fault: str) -> None:
+        if fault == "hangs":
+            threading.Event().wait()
+        elif fault == "is slow":
+            time.sleep(0.05)
+        else:
+            DEATHS[fault.removeprefix("dies: ")][0]()
+
+
+def note(folder: Path, fault: str, number: int) -> bool:
+    """Write down that a fault happens; False if it has happened before."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(folder / f"{number} {fault}", os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One run: how the loader is made, how it is iterated, and what befalls it."""
+
+    seed: int
+    length: int
+    size: int
+    loader: dict[str, Any]
+    face: str
+    breaks: tuple[int, str] | None  # after how many batches the first epoch is left, and how
+    bad: frozenset[int]
+    own: dict[int, str]
+    outer: dict[int, str]
+
+    @classmethod
+    def draw(cls, seed: int) -> Plan:
+        """Draw a run."""
+        chance = random.Random(seed)
+        batch_size = chance.choice([1, 2, 4, 8])
+        batches = chance.randint(50, 70)
+        length = batches * batch_size - chance.randrange(batch_size)
+        bad = frozenset(chance.sample(range(length), chance.choice([0, 0, 0, 1, 3])))
+        loader = {
+            "batch_size": batch_size,
+            "shuffle": chance.random() < 0.7,
+            "drop_last": chance.random() < 0.3,
+            "num_workers": chance.choice([1, 2, 2, 3]),
+            "prefetch_factor": chance.choice([1, 2, 4]),
+            "scheduling": chance.choice(["static", "dynamic"]),
+            "run_ahead_bytes": chance.choice([0, 64 << 20]),
+            "persistent_workers": chance.random() < 0.4,
+            "on_error": chance.choice(["raise", "skip", "replace"]) if bad else "raise",
+            "on_timeout": "retry",
+            "timeout": TIMEOUT_S,
+            "max_retries": 50,
+            "multiprocessing_context": "forkserver" if chance.random() < 0.05 else "fork",
+        }
+        kinds = chance.choices([0, 1, 2], [1, 6, 3])[0], chance.choices([0, 1, 2], [2, 6, 2])[0]
+        weights = [*[3] * len(DEATHS), 2, 6]
+        own = {chance.randrange(length): chance.choices(OWN_FAULTS, weights)[0] for _ in range(kinds[0])}
+        outer = {chance.randrange(1, batches - 2): chance.choices(OUTER_FAULTS, [8, 2, 4])[0] for _ in range(kinds[1])}
+        how = chance.choice(["dropped", "closed", "raises in the body", "cancelled"])
+        breaks = (chance.randrange(batches - 2), how) if chance.random() < 0.3 else None
+        if breaks is not None and how == "closed":
+            loader["persistent_workers"] = False  # new workers draw a new base seed, as torch's: not the same data
+        return cls(
+            seed=seed,
+            length=length,
+            size=chance.choice([3, 3, 20_000]),
+            loader=loader,
+            face=chance.choice(["for", "async for"]),
+            breaks=breaks,
+            bad=bad,
+            own=own,
+            outer=outer,
+        )
+
+    def undisturbed(self) -> Plan:
+        """Return the run with the same data, one worker and no faults."""
+        loader = {**self.loader, "num_workers": 1, "timeout": 0, "on_timeout": "raise", "scheduling": "static"}
+        loader["multiprocessing_context"] = "fork"
+        return dataclasses.replace(self, loader=loader, own={}, outer={}, breaks=None, face="for")
+
+
+class Disturber:
+    """Does from outside what is planned, while an epoch runs.
+
+    Args:
+        plan: The run.
+        folder: Where each fault writes down that it happened.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._chance = random.Random(plan.seed + 1)
+        self._timers: list[threading.Timer] = []
+
+    def taken(self, count: int, iterator: Any) -> None:
+        """The consumer has so many batches of the epoch."""
+        fault = self._plan.outer.get(count)
+        if fault is None:
+            return
+        pid = self._chance.choice(iterator._workers).pid
+        with contextlib.suppress(ProcessLookupError):
+            if fault == "killed":
+                os.kill(pid, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGSTOP)
+                if fault == "stopped for a while":
+                    self._later(self._chance.random() * 0.3, pid)
+            note(self._folder, fault, count)
+
+    def _later(self, delay_s: float, pid: int) -> None:
+        timer = threading.Timer(delay_s, _resume, [pid])
+        timer.start()
+        self._timers.append(timer)
+
+    def close(self) -> None:
+        """Wait for what is still to come."""
+        for timer in self._timers:
+            timer.join()
+
+
+def _resume(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def digest(batch: Any) -> Any:
+    """Return what is compared of a batch."""
+    indices, draws, samples = batch
+    return indices.tolist(), draws.tolist(), zlib.crc32(samples.numpy().tobytes())
+
+
+class Left(Exception):
+    """The body of the loop raises."""
+
+
+def play(plan: Plan, folder: Path) -> list[list[Any]]:
+    """Run two epochs; return for each the batches and, in the place of one, the error."""
+    torch.manual_seed(plan.seed)
+    dataset = Chaotic(plan.length, plan.size, set(plan.bad), plan.own, folder)
+    loader: DataLoader[Any] = DataLoader(dataset, **plan.loader)
+    disturber = Disturber(plan, folder)
+    epochs: list[list[Any]] = []
+    try:
+        for number in range(2):
+            seen: list[Any] = []
+            epochs.append(seen)
+            leave = plan.breaks if number == 0 else None
+            with contextlib.suppress(Left, asyncio.CancelledError):
+                if plan.face == "for":
+                    _play_for(loader, seen, disturber, leave)
+                else:
+                    asyncio.run(_play_async_for(loader, seen, disturber, leave))
+    finally:
+        disturber.close()
+        loader.close()
+    return epochs
+
+
+def _play_for(loader: DataLoader[Any], seen: list[Any], disturber: Disturber, leave: tuple[int, str] | None) -> None:
+    iterator = iter(loader)
+    for count in itertools.count(1):
+        try:
+            seen.append(digest(next(iterator)))
+        except StopIteration:
+            return
+        except Bad as error:
+            seen.append(repr(error))
+        disturber.taken(count, iterator)
+        if leave is not None and count > leave[0]:
+            _leave(iterator, leave[1])
+            return
+
+
+async def _play_async_for(
+    loader: DataLoader[Any], seen: list[Any], disturber: Disturber, leave: tuple[int, str] | None
+) -> None:
+    iterator = aiter(loader)
+    for count in itertools.count(1):
+        try:
+            seen.append(digest(await anext(iterator)))
+        except StopAsyncIteration:
+            return
+        except Bad as error:
+            seen.append(repr(error))
+        disturber.taken(count, iterator)
+        if leave is not None and count > leave[0]:
+            if leave[1] == "cancelled":
+                task = asyncio.ensure_future(anext(iterator))
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+            _leave(iterator, leave[1])
+            return
+
+
+def _leave(iterator: Any, how: str) -> None:
+    if how == "closed":
+        iterator.close()
+    elif how == "raises in the body":
+        raise Left
+
+
+def check(plan: Plan) -> list[str]:
+    """Play a run; return the faults that happened.
+
+    Raises:
+        AssertionError: if anything is wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        expected = play(plan.undisturbed(), folder)
+        before, mappings = Holdings.now(), memfd_mappings()
+        seen = play(plan, folder)
+        happened = [path.name.split(" ", 1)[1] for path in folder.iterdir()]
+        if plan.breaks is not None:
+            expected[0] = expected[0][: len(seen[0])]
+            happened.append(f"epoch left: {plan.breaks[1]}")
+        assert seen == expected, difference(seen, expected)
+        left = before.more_than_before(PATIENCE_S)
+        assert not left, "left behind: " + "; ".join(left)
+        gc.collect()
+        assert memfd_mappings() <= max(mappings, 1), f"{memfd_mappings()} mappings, {mappings} before"
+    return happened
+
+
+def difference(seen: list[list[Any]], expected: list[list[Any]]) -> str:
+    """Say where two runs differ first."""
+    for epoch, (got, wanted) in enumerate(zip(seen, expected, strict=True)):
+        for number, (a, b) in enumerate(itertools.zip_longest(got, wanted)):
+            if a != b:
+                return f"epoch {epoch}, batch {number}: {a}, not {b} ({len(got)} batches, not {len(wanted)})"
+    return "the same"
+
+
+def memfd_mappings() -> int:
+    """Count this process's mappings of memfds."""
+    return Path("/proc/self/maps").read_text().count("/memfd:")
+
+
+def soak(first_seed: int, runs: int | None, seconds: float) -> Iterator[tuple[int, list[str]]]:
+    """Play one run after the other, so many or for so long; give each one's seed and faults."""
+    begun = time.monotonic()
+    for seed in itertools.count(first_seed):
+        if (runs is not None and seed - first_seed >= runs) or time.monotonic() - begun > seconds:
+            return
+        plan = Plan.draw(seed)
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        try:
+            yield seed, check(plan)
+        except BaseException as error:
+            error.add_note(f"{plan}\nRepeat it: python -m tests.faults.chaos --seed {seed} --runs 1")
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def quieten() -> None:
+    """Expect what faults cause: warnings in the log, more workers than processors."""
+    logging.getLogger("asyncloader").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+
+
+def main() -> None:
+    """Play runs and print how many of each fault happened."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    args = parser.parse_args()
+    quieten()
+    histogram: collections.Counter[str] = collections.Counter()
+    disturbed = count = 0
+    begun = time.monotonic()
+    for _, happened in soak(args.seed, args.runs, args.seconds):
+        count += 1
+        disturbed += bool(happened)
+        histogram.update(happened or ["nothing"])
+        if count % 100 == 0:
+            print(f"{count} runs, {disturbed} disturbed, {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    print(f"{count} runs from seed {args.seed}, {disturbed} disturbed; none wrong, none hung, nothing left behind")
+    for fault, number in histogram.most_common():
+        print(f"{number:6d}  {fault}")
+
+
+if __name__ == "__main__":
+    main()
