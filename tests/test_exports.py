@@ -33,8 +33,10 @@ def test_public_names_of_the_datasets() -> None:
         "ByteRange",
         "FetchError",
         "FileDataset",
+        "FsspecDataset",
         "HTTPDataset",
         "ImageFolder",
+        "ObjectStoreDataset",
         "Retries",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)

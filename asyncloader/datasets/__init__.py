@@ -12,7 +12,9 @@ be pickled, whether open or not.
 """
 
 from asyncloader.datasets.files import FileDataset, ImageFolder
+from asyncloader.datasets.filesystems import FsspecDataset
 from asyncloader.datasets.http import HTTPDataset
+from asyncloader.datasets.objects import ObjectStoreDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
 
@@ -20,7 +22,9 @@ __all__ = [
     "ByteRange",
     "FetchError",
     "FileDataset",
+    "FsspecDataset",
     "HTTPDataset",
     "ImageFolder",
+    "ObjectStoreDataset",
     "Retries",
 ]

@@ -9,9 +9,10 @@ import pytest
 
 from tests.services.fault_server import FaultServer
 from tests.services.nginx import nginx
+from tests.services.s3 import s3_server
 
 OBJECTS = {f"number/{number}": f"object {number} ".encode() * (1 + number % 50) for number in range(200)}
-SERVICES = {"web_server"}  # fixtures that need a server which pip does not install with the `dev` extra
+SERVICES = {"web_server", "s3"}  # fixtures that need a server which pip does not install with the `dev` extra
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,6 +39,13 @@ def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         path.write_bytes(data)
     folder.chmod(0o755)
     with nginx(folder, tmp_path_factory.mktemp("nginx")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """moto's S3 server with OBJECTS in the bucket "pictures"."""
+    with s3_server("pictures", {f"train/{name}": data for name, data in OBJECTS.items()}) as url:
         yield url
 
 

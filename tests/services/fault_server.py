@@ -26,7 +26,7 @@ from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, cast
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from tests.services.process import ROOT, stop
 
@@ -135,17 +135,17 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         request, *lines = head.split("\r\n")
-        target = request.split(" ")[1]
-        split = urlsplit(target)
-        if split.path == "/-/seen":
+        target = unquote(request.split(" ")[1])  # first of all: object stores quote the ? as well
+        path, _, query = target.partition("?")
+        if path == "/-/seen":
             self.send("200", json.dumps(self.shelf.seen).encode())
             return
         self.shelf.seen["requests"] += 1
-        data = self.shelf.objects.get(unquote(split.path[1:]))
+        data = self.shelf.objects.get(path[1:])
         if data is None:
             self.send("404", b"")
             return
-        faults = dict(parse_qsl(split.query))
+        faults = dict(parse_qsl(query))
         fault = faults.get("fault", "")
         if fault and self.shelf.failed[target] < int(faults.get("times", 1 << 60)):
             self.shelf.failed[target] += 1
