@@ -38,6 +38,7 @@ def test_public_names_of_the_datasets() -> None:
         "ImageFolder",
         "ObjectStoreDataset",
         "Retries",
+        "SQLDataset",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
     script = """

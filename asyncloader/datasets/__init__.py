@@ -17,6 +17,7 @@ from asyncloader.datasets.http import HTTPDataset
 from asyncloader.datasets.objects import ObjectStoreDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
+from asyncloader.datasets.sql import SQLDataset
 
 __all__ = [
     "ByteRange",
@@ -27,4 +28,5 @@ __all__ = [
     "ImageFolder",
     "ObjectStoreDataset",
     "Retries",
+    "SQLDataset",
 ]

@@ -9,10 +9,15 @@ import pytest
 
 from tests.services.fault_server import FaultServer
 from tests.services.nginx import nginx
+from tests.services.postgres import PostgreSQL
 from tests.services.s3 import s3_server
 
 OBJECTS = {f"number/{number}": f"object {number} ".encode() * (1 + number % 50) for number in range(200)}
-SERVICES = {"web_server", "s3"}  # fixtures that need a server which pip does not install with the `dev` extra
+SERVICES = {
+    "web_server",
+    "s3",
+    "database",
+}  # fixtures that need a server which pip does not install with the `dev` extra
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +52,15 @@ def s3() -> Iterator[str]:
     """moto's S3 server with OBJECTS in the bucket "pictures"."""
     with s3_server("pictures", {f"train/{name}": data for name, data in OBJECTS.items()}) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
+    """PostgreSQL with a table `numbers` of 1,000 rows: id, its square, a word."""
+    with PostgreSQL(tmp_path_factory.mktemp("postgres")) as server:
+        server.execute("CREATE TABLE numbers (id int PRIMARY KEY, square int, word text)")
+        server.execute("INSERT INTO numbers SELECT n, n * n, 'word ' || n FROM generate_series(0, 999) n")
+        yield server
 
 
 @pytest.fixture
