@@ -17,13 +17,19 @@ from asyncloader.errors import (
     WorkerStartError,
 )
 from asyncloader.loader import DataLoader
+from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
 from asyncloader.samplers import ElasticSampler
 from asyncloader.stats import LoaderStats
+from asyncloader.workers.place import sample_rng
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncBatchDataset",
+    "AsyncDataset",
+    "AsyncIterableDataset",
     "AsyncLoaderError",
+    "AsyncResource",
     "BatchTimeoutError",
     "ConfigurationError",
     "DataLoader",
@@ -34,4 +40,5 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "WorkerStartError",
+    "sample_rng",
 ]

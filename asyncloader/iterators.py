@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
+from asyncloader.engine.concurrency import concurrency_of
 from asyncloader.engine.consumer import Consumer
 from asyncloader.engine.faults import Faults
 from asyncloader.engine.meter import Meter
@@ -104,7 +105,8 @@ class WorkerIterator(Faces[T_co]):
             raise AssertionError("prefetch_factor must be positive")
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         self._options = loader._options()
-        self._window = loader.prefetch_factor * loader.num_workers
+        self._concurrency = concurrency_of(loader)
+        self._window = self._window_of(loader)
         self._runs = 0
         run = self._make_run(loader)
         self._session = self._make_session(loader, run)
@@ -116,6 +118,10 @@ class WorkerIterator(Faces[T_co]):
         self._started: Future[None] | None = self._session.portal.call(self._session.start)
         if wait_for_start:
             self._wait_started(self._started)
+
+    def _window_of(self, loader: DataLoader[T_co]) -> int:
+        """Return how many batches are in flight or waiting: torch's number, or what `concurrency` needs."""
+        return max(loader.prefetch_factor or 1, self._concurrency.batches) * self._num_workers
 
     def _make_session(self, loader: DataLoader[T_co], run: Run) -> Session:
         portal = get_portal()
@@ -145,6 +151,7 @@ class WorkerIterator(Faces[T_co]):
             on_crash=options.on_crash,
             on_timeout=options.on_timeout,
             max_retries=options.max_retries,
+            overlapping=self._concurrency.batches,
         )
         epoch = loader._next_epoch()
         key = (int(self._base_seed), epoch, self._rank)
@@ -171,8 +178,13 @@ class WorkerIterator(Faces[T_co]):
             worker_init_fn=self._init_fn(loader),
             num_workers=loader.num_workers,
             base_seed=int(self._base_seed),
-            seed_each_batch=self._options.seeding == "batch" and not self._is_iterable,
+            # Samples of several batches that are fetched at once share the generators: a seed would be nobody's.
+            seed_each_batch=(
+                self._options.seeding == "batch" and not self._is_iterable and not self._concurrency.overlaps
+            ),
             on_error=self._options.on_error,
+            concurrency=self._concurrency.samples,
+            is_async=self._concurrency.is_async,
         )
 
     def _init_fn(self, loader: DataLoader[T_co]) -> Any:
@@ -184,7 +196,7 @@ class WorkerIterator(Faces[T_co]):
     def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
         super()._reset(loader, first_iter)
-        self._window = (loader.prefetch_factor or 1) * self._num_workers
+        self._window = self._window_of(loader)
         run = self._make_run(loader)
         self._session.push(run)
         self._begin(run)

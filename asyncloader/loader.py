@@ -28,6 +28,7 @@ from asyncloader.options import (
     Seeding,
     WorkerBackend,
 )
+from asyncloader.protocols import accept_iterable
 from asyncloader.stats import LoaderStats
 
 T_co = TypeVar("T_co", covariant=True)
@@ -147,6 +148,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         trace: str | None = None,
         snapshot_every_n_steps: int = 1,
     ) -> None:
+        accept_iterable(dataset)
         super().__init__(
             dataset,
             batch_size,

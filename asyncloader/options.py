@@ -46,6 +46,8 @@ class Options:
         _one_of("on_timeout", self.on_timeout, OnTimeout)
         _one_of("on_crash", self.on_crash, OnCrash)
         _one_of("worker_backend", self.worker_backend, WorkerBackend)
+        if self.concurrency is not None:
+            _count("concurrency", self.concurrency, least=1)
         _count("run_ahead_bytes", self.run_ahead_bytes, least=0)
         _count("max_retries", self.max_retries, least=0)
         _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=1)
@@ -65,7 +67,6 @@ class Options:
 
     def _refuse_unbuilt(self) -> None:
         unbuilt = {
-            "concurrency": self.concurrency not in (None, 1),
             "worker_backend": self.worker_backend != "process",
             "trace": self.trace is not None,
         }

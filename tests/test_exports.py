@@ -12,7 +12,11 @@ import asyncloader.datasets
 def test_public_names() -> None:
     """The names in `__all__`, sorted, each of which exists."""
     assert asyncloader.__all__ == [
+        "AsyncBatchDataset",
+        "AsyncDataset",
+        "AsyncIterableDataset",
         "AsyncLoaderError",
+        "AsyncResource",
         "BatchTimeoutError",
         "ConfigurationError",
         "DataLoader",
@@ -23,6 +27,7 @@ def test_public_names() -> None:
         "WorkerDiedError",
         "WorkerError",
         "WorkerStartError",
+        "sample_rng",
     ]
     assert all(hasattr(asyncloader, name) for name in asyncloader.__all__)
 

@@ -16,6 +16,7 @@ knows sequence numbers, order, window and retries. It belongs to one loop thread
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -105,6 +106,7 @@ class Scheduler:
         on_crash: What becomes of the ticket that a dead worker was at: "retry", "raise" or "skip".
         on_timeout: The same for a worker that hung and was killed; "raise" never comes here.
         max_retries: How often a ticket is sent again before it is given up.
+        overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Scheduler:
         on_crash: Literal["raise", "retry", "skip"] = "retry",
         on_timeout: Literal["raise", "retry", "skip"] = "raise",
         max_retries: int = 2,
+        overlapping: int = 0,
     ) -> None:
         self.window = num_workers * prefetch_factor
         self.num_workers = num_workers
@@ -127,11 +130,15 @@ class Scheduler:
         self._on_crash = on_crash
         self._on_timeout = on_timeout
         self._max_retries = max_retries
+        self._overlapping = overlapping
 
         self.active = set(range(num_workers))
         self.resting: set[int] = set()  # active, but without a process for a moment
         self.in_flight: list[dict[int, Ticket]] = [{} for _ in range(num_workers)]
         self._unsent: list[tuple[int, Ticket]] = []  # a heap by sequence number
+        # By worker, what was in work at once when its process died: done again one by one, to find out which is to
+        # blame. Until the last of them has returned the worker gets nothing else.
+        self._suspects: dict[int, deque[Ticket]] = {}
         self._parked: dict[int, Any] = {}
         self._next_worker = 0
 
@@ -186,7 +193,7 @@ class Scheduler:
             self._latency_s += 0.2 * (wait_s - self._latency_s)
         else:
             self._latency_s += 0.005 * (_LATENCY_GUESS_S - self._latency_s)  # long ago: to be tried again
-        return self._assign(idle=worker) if self._unsent else []
+        return self._assign(idle=worker) if self._unsent or self._suspects else []
 
     def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
         """The outcome of a returned ticket can be handed over."""
@@ -228,6 +235,9 @@ class Scheduler:
             self.resting.add(worker)
         if self._on_crash == "raise" or not replaceable:
             return self._give_up(worker, replaceable)
+        in_work = len(self.in_flight[worker]) if was_ready else 0
+        if self._overlapping and in_work > 1:
+            self._suspects[worker] = deque(self._take_in_flight(worker))
         return self._replace(worker, self._on_crash, was_ready)
 
     def hung(self, worker: int, *, rests: bool = False) -> list[Action]:
@@ -245,6 +255,8 @@ class Scheduler:
         """No worker can be had any more: give up everything that has no outcome yet."""
         lost = [ticket for tickets in self.in_flight for ticket in tickets.values()]
         lost += [ticket for _, ticket in self._take_unsent()]
+        lost += [ticket for suspects in self._suspects.values() for ticket in suspects]
+        self._suspects.clear()
         for tickets in self.in_flight:
             tickets.clear()
         self.active.clear()
@@ -261,6 +273,7 @@ class Scheduler:
         """Check what must hold between any two events."""
         flying = [seq for tickets in self.in_flight for seq in tickets]
         unsent = [seq for seq, _ in self._unsent]
+        unsent += [ticket.seq for suspects in self._suspects.values() for ticket in suspects]
         everywhere = [*flying, *unsent, *self._parked]
         assert len(everywhere) == len(set(everywhere)), f"a batch is in two places: {self!r}"
         if self._in_order:
@@ -283,17 +296,33 @@ class Scheduler:
             for _, ticket in sorted(self._take_unsent()):
                 actions += self.ready(ticket.seq, VOID)
             return actions + self._maybe_finish()
+        for worker in tuple(self._suspects):
+            actions += self._assign_suspect(worker)
         while self._unsent:
             ticket = self._unsent[0][1]
-            worker = self._choose(ticket)
-            if worker is None:
+            chosen = self._choose(ticket)
+            if chosen is None:
                 break
             heapq.heappop(self._unsent)
-            ticket.worker = worker
-            ticket.is_prompt = worker == idle and not self.in_flight[worker]
-            self.in_flight[worker][ticket.seq] = ticket
-            actions.append(Send(worker, ticket))
+            ticket.is_prompt = chosen == idle and not self.in_flight[chosen]
+            actions.append(self._send(chosen, ticket))
         return actions + self._maybe_run_ahead()
+
+    def _send(self, worker: int, ticket: Ticket) -> Send:
+        ticket.worker = worker
+        self.in_flight[worker][ticket.seq] = ticket
+        return Send(worker, ticket)
+
+    def _assign_suspect(self, worker: int) -> list[Action]:
+        if self.in_flight[worker] or worker in self.resting:
+            return []
+        suspects = self._suspects[worker]
+        if not suspects:
+            del self._suspects[worker]
+            return []
+        ticket = suspects.popleft()
+        ticket.is_prompt = False
+        return [self._send(worker, ticket)]
 
     def _take_unsent(self) -> list[tuple[int, Ticket]]:
         unsent, self._unsent = self._unsent, []
@@ -301,9 +330,10 @@ class Scheduler:
 
     def _choose(self, ticket: Ticket) -> int | None:
         if ticket.worker in self.active and self._static:  # sent again after a crash: to the same worker id
-            return None if ticket.worker in self.resting else ticket.worker
+            return None if self._is_held(ticket.worker) else ticket.worker
         if not self._static:
-            ready = self.active - self.resting if self.resting else self.active
+            is_any_held = self.resting or self._suspects
+            ready = {w for w in self.active if not self._is_held(w)} if is_any_held else self.active
             worker = min(ready, key=lambda w: (len(self.in_flight[w]), w), default=-1)
             return worker if worker >= 0 and len(self.in_flight[worker]) < self._queue_depth() else None
         # As torch: round robin over the workers that still have data, and out of order only to one with room.
@@ -311,7 +341,7 @@ class Scheduler:
         for _ in range(self.num_workers):
             worker = self._next_worker
             has_room = self._in_order or len(self.in_flight[worker]) < most
-            if worker in self.resting and has_room:
+            if has_room and self._is_held(worker):
                 return None  # its turn is kept for it
             if worker in self.active and has_room:
                 self._next_worker = (worker + 1) % self.num_workers
@@ -319,17 +349,21 @@ class Scheduler:
             self._next_worker = (worker + 1) % self.num_workers
         return None
 
+    def _is_held(self, worker: int) -> bool:
+        return worker in self.resting or worker in self._suspects
+
     def _queue_depth(self) -> int:
         """Return how many tickets a worker has at once under dynamic scheduling: as few as keep it busy."""
-        if self._mean_busy_s is not None and self._latency_s < _LATENCY_SHARE * self._mean_busy_s:
-            return 1
+        if self._mean_busy_s is not None and not self._overlapping:
+            return 1 if self._latency_s < _LATENCY_SHARE * self._mean_busy_s else self._depth()
         return self._depth()
 
     def _depth(self) -> int:
-        """Return how many batches cover the latency of the channel and of asking."""
+        """Return how many batches keep a worker busy, and cover the latency of the channel and of asking."""
+        least = max(_LEAST_DEPTH, self._overlapping)
         if self._mean_busy_s is None:
-            return _LEAST_DEPTH
-        return max(_LEAST_DEPTH, min(1 + int(_HIDE_LATENCY_S / max(self._mean_busy_s, 1e-6)), _MOST_DEPTH))
+            return least
+        return max(least, min(1 + int(_HIDE_LATENCY_S / max(self._mean_busy_s, 1e-6)), _MOST_DEPTH))
 
     def _maybe_run_ahead(self) -> list[Action]:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
@@ -343,7 +377,8 @@ class Scheduler:
         if self._plan_ended or self._mean_bytes is None:
             return []
         depth = self._depth()
-        low = max(_LEAST_DEPTH, depth // 2)  # asked for early, so that what is read comes before a worker stands idle
+        # Asked for early, so that what is read comes before a worker stands idle.
+        low = self._overlapping or max(_LEAST_DEPTH, depth // 2)
         if not any(len(self.in_flight[worker]) < low for worker in self.active):
             return []
         unknown = self.planned_count - self.gone_count - len(self._parked)  # in flight, or returned and being pinned
@@ -362,9 +397,12 @@ class Scheduler:
     def _replace(self, worker: int, policy: str, was_ready: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
         lost = self._take_in_flight(worker)
+        if self._overlapping:
+            lost.sort(key=lambda ticket: ticket.seq)
         actions: list[Action] = [] if worker in self.resting else [Replace(worker)]
         if lost and was_ready:
-            # A worker takes its tickets in order, so only the first one can have killed it.
+            # A worker takes its tickets in order, so only the first one can have killed it. Where it has several in
+            # work and died, there is one here, for more would be suspects; where it hung, the first one is awaited.
             actions += self._blame(lost.pop(0), policy)
         for ticket in lost:
             heapq.heappush(self._unsent, (ticket.seq, ticket))
@@ -374,7 +412,10 @@ class Scheduler:
         ticket.tries += 1
         if policy == "skip" or ticket.tries > self._max_retries:
             return [Fail([ticket], at_once=False, leave_out=policy == "skip")]
-        heapq.heappush(self._unsent, (ticket.seq, ticket))
+        if ticket.worker in self._suspects:
+            self._suspects[ticket.worker].appendleft(ticket)
+        else:
+            heapq.heappush(self._unsent, (ticket.seq, ticket))
         return []
 
     def _give_up(self, worker: int, replaceable: bool) -> list[Action]:

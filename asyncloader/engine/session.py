@@ -506,7 +506,7 @@ class Session:
             tell(None if scheduler.resting else timed_out(timeout_s))
             return
         process = self.pool.processes[ticket.worker]
-        process.ask_stack(lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
+        process.ask_stack(ticket.seq, lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
 
     def _overdue_at(
         self, timeout_s: float, ticket: Ticket, process: WorkerProcess, stack: str

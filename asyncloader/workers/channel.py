@@ -258,6 +258,10 @@ class WorkerChannel:
         """Let these frames be received next, in this order."""
         self._frames.extendleft(reversed(frames))
 
+    def fileno(self) -> int:
+        """Return the descriptor, for a loop to watch."""
+        return self._sock.fileno()
+
     def send(self, kind: int, *parts: Buffer) -> None:
         """Send a frame whole."""
         whole = frame(kind, parts)

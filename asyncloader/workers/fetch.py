@@ -8,11 +8,13 @@ note in ``bad``, and mends the batch without it.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from asyncloader.options import OnError
+from asyncloader.workers import place
 from asyncloader.workers.failure import RemoteError
 
 
@@ -32,8 +34,15 @@ class NoGoodSample(Exception):
         self.first = first
 
 
+Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end, always on the same loop."""
+
+
 class Fetcher(Protocol):
     """Gets the samples of one batch after the other.
+
+    Samples that turn out to be awaitables, of a dataset that could not be known to be async, are awaited: those of a
+    batch together.
 
     Attributes:
         bad: The samples of the last batch that raised, and were left out or replaced.
@@ -50,18 +59,23 @@ class MapFetcher:
 
     bad: Sequence[BadSample] = ()
 
-    def __init__(self, dataset: Any, auto_collation: bool) -> None:
+    def __init__(self, dataset: Any, auto_collation: bool, run: Run) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
+        self._run = run
 
     def __call__(self, keys: Any) -> Any:
         """Return the list of samples; without automatic batching the one sample."""
         dataset = self._dataset
+        here = place.here()
         if not self._auto_collation:
-            return dataset[keys]
+            here.position = 0
+            return _settled([dataset[keys]], self._run)[0]
         if getattr(dataset, "__getitems__", None):
-            return dataset.__getitems__(keys)
-        return [dataset[key] for key in keys]
+            return _settled(dataset.__getitems__(keys), self._run)
+        samples = [dataset[key] for here.position, key in enumerate(keys)]
+        here.position = place.BATCH
+        return _settled(samples, self._run)
 
 
 class IterableFetcher:
@@ -69,28 +83,32 @@ class IterableFetcher:
 
     bad: Sequence[BadSample] = ()
 
-    def __init__(self, dataset: Any, auto_collation: bool, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, auto_collation: bool, drop_last: bool, run: Run) -> None:
         self._iterator = iter(dataset)
         self._auto_collation = auto_collation
         self._drop_last = drop_last
+        self._run = run
         self._ended = False
 
     def __call__(self, keys: Any) -> Any:
         """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
         if self._ended:
             raise StopIteration
+        here = place.here()
         if not self._auto_collation:
-            return next(self._iterator)
+            here.position = 0
+            return _settled([next(self._iterator)], self._run)[0]
         samples = []
-        for _ in keys:
+        for here.position, _ in enumerate(keys):
             try:
                 samples.append(next(self._iterator))
             except StopIteration:
                 self._ended = True
                 break
+        here.position = place.BATCH
         if not samples or (self._drop_last and len(samples) < len(keys)):
             raise StopIteration
-        return samples
+        return _settled(samples, self._run)
 
 
 class Mender:
@@ -145,8 +163,8 @@ class TolerantMapFetcher(MapFetcher):
     Where ``__getitems__`` raises, the samples are fetched one by one, to find out which are good.
     """
 
-    def __init__(self, dataset: Any, auto_collation: bool, on_error: OnError, where: str) -> None:
-        super().__init__(dataset, auto_collation)
+    def __init__(self, dataset: Any, auto_collation: bool, run: Run, on_error: OnError, where: str) -> None:
+        super().__init__(dataset, auto_collation, run)
         self._on_error = on_error
         self._where = where
 
@@ -155,15 +173,18 @@ class TolerantMapFetcher(MapFetcher):
         self.bad = ()
         if self._auto_collation and getattr(self._dataset, "__getitems__", None):
             try:
-                return self._dataset.__getitems__(keys)
+                return _settled(self._dataset.__getitems__(keys), self._run)
             except Exception:
                 pass
         mender = Mender(self._on_error, self._where)
+        here = place.here()
         for position, key in enumerate(keys if self._auto_collation else [keys]):
+            here.position = position
             try:
-                mender.good(position, self._dataset[key])
+                mender.good(position, _settled([self._dataset[key]], self._run)[0])
             except Exception as error:
                 mender.failed(position, key, error)
+        here.position = place.BATCH
         self.bad = mender.bad
         samples = mender.mended()
         return samples if self._auto_collation else samples[0]
@@ -176,8 +197,10 @@ class TolerantIterableFetcher(IterableFetcher):
     its batch, so an iterator that raises for ever still comes back from each call.
     """
 
-    def __init__(self, dataset: Any, auto_collation: bool, drop_last: bool, on_error: OnError, where: str) -> None:
-        super().__init__(dataset, auto_collation, drop_last)
+    def __init__(
+        self, dataset: Any, auto_collation: bool, drop_last: bool, run: Run, on_error: OnError, where: str
+    ) -> None:
+        super().__init__(dataset, auto_collation, drop_last, run)
         self._on_error = on_error
         self._where = where
 
@@ -190,9 +213,11 @@ class TolerantIterableFetcher(IterableFetcher):
         self.bad = mender.bad
         wanted = len(keys) if self._auto_collation else 1
         position = 0
+        here = place.here()
         while position < wanted and not self._ended:
+            here.position = position
             try:
-                mender.good(position, next(self._iterator))
+                mender.good(position, _settled([next(self._iterator)], self._run)[0])
             except StopIteration:
                 self._ended = True
                 break
@@ -201,6 +226,7 @@ class TolerantIterableFetcher(IterableFetcher):
                     raise
                 mender.failed(position, None, error)
             position += 1
+        here.position = place.BATCH
         if not position or (self._auto_collation and self._drop_last and position < wanted):
             raise StopIteration
         samples = mender.mended()
@@ -211,20 +237,38 @@ def _is_over(iterator: Any) -> bool:
     return inspect.isgenerator(iterator) and iterator.gi_frame is None
 
 
+def _settled(samples: Any, run: Run) -> Any:
+    """Return the samples; those that are still to be awaited, awaited."""
+    if hasattr(type(samples), "__await__"):
+        samples = run(_value(samples))
+    if type(samples) is list and any(hasattr(type(sample), "__await__") for sample in samples):
+        return run(_gather(samples))
+    return samples
+
+
+async def _gather(samples: list[Any]) -> list[Any]:
+    return await asyncio.gather(*map(_value, samples))
+
+
+async def _value(sample: Any) -> Any:
+    return await sample if hasattr(type(sample), "__await__") else sample
+
+
 def make_fetcher(
     dataset: Any,
     *,
     is_iterable: bool,
     auto_collation: bool,
     drop_last: bool,
+    run: Run = asyncio.run,
     on_error: OnError = "raise",
     where: str = "",
 ) -> Fetcher:
     """Return the fetcher for a dataset."""
     if on_error == "raise":
         if is_iterable:
-            return IterableFetcher(dataset, auto_collation, drop_last)
-        return MapFetcher(dataset, auto_collation)
+            return IterableFetcher(dataset, auto_collation, drop_last, run)
+        return MapFetcher(dataset, auto_collation, run)
     if is_iterable:
-        return TolerantIterableFetcher(dataset, auto_collation, drop_last, on_error, where)
-    return TolerantMapFetcher(dataset, auto_collation, on_error, where)
+        return TolerantIterableFetcher(dataset, auto_collation, drop_last, run, on_error, where)
+    return TolerantMapFetcher(dataset, auto_collation, run, on_error, where)

@@ -6,6 +6,7 @@
     parent -> worker   TICKETS  [(seq, keys), ...], loans     a batch each to do, and slabs to do them in
                        LOANS    loans                         answer to an ask
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
+                       WHERE    seq                           tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
     worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
@@ -15,6 +16,7 @@
                        LEFT_OUT record                        no sample of the batch was good, and so there is none
                        EXHAUSTED record                       the iterable dataset ended before this ticket
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
+                       AWAITS   text                          answer to WHERE
 
 Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
 """
@@ -40,6 +42,7 @@ class Kind(enum.IntEnum):
     LOANS = 2
     EPOCH = 3
     END = 4
+    WHERE = 5
     UP = 15
     READY = 16
     RESULT = 17
@@ -48,6 +51,7 @@ class Kind(enum.IntEnum):
     ASK = 20
     BAD = 21
     LEFT_OUT = 22
+    AWAITS = 23
 
 
 KINDS = frozenset(int(kind) for kind in Kind)
@@ -98,7 +102,12 @@ class EpochSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker works with. Inherited under fork, pickled once for all workers otherwise."""
+    """What a worker works with. Inherited under fork, pickled once for all workers otherwise.
+
+    Attributes:
+        concurrency: Samples that one worker fetches at once.
+        is_async: The dataset is async; else its samples are fetched on threads where there are several at once.
+    """
 
     dataset: Any
     is_iterable: bool
@@ -110,3 +119,10 @@ class WorkerSpec:
     base_seed: int
     seed_each_batch: bool
     on_error: OnError = "raise"
+    concurrency: int = 1
+    is_async: bool = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether samples are fetched on a loop, several at once."""
+        return self.is_async or self.concurrency > 1

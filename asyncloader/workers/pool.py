@@ -122,7 +122,7 @@ class Pool:
             raise
 
     def _start_one(self, worker: int) -> WorkerProcess:
-        process = WorkerProcess(worker, self._loop, self)
+        process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
         borrower = self._slabs.borrower()
         try:
             with borrower.starting():
@@ -196,6 +196,8 @@ class Pool:
             process.channel.send(Kind.LOANS, pickle.dumps(loans, 5))
         elif kind == Kind.UP:
             process.on_up()
+        elif kind == Kind.AWAITS:
+            process.on_awaits(pickle.loads(body))
         elif kind == Kind.READY:
             process.is_ready = True
             if self.listener is not None:

@@ -21,6 +21,7 @@ import contextlib
 import enum
 import multiprocessing.process
 import os
+import pickle
 import signal
 import threading
 import time
@@ -70,8 +71,11 @@ class WorkerProcess:
     Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive` and `wait_dead`, which any thread may use.
     """
 
-    def __init__(self, worker_id: int, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
+    def __init__(
+        self, worker_id: int, loop: asyncio.AbstractEventLoop, owner: Owner, *, overlaps: bool = False
+    ) -> None:
         self.worker_id = worker_id
+        self.overlaps = overlaps  # it has a loop of its own
         self.state = State.NEW
         self.pid = -1
         self.exitcode: int | None = None
@@ -90,6 +94,7 @@ class WorkerProcess:
         self._kill_timer: asyncio.TimerHandle | None = None
         self._up_timer: asyncio.TimerHandle | None = None
         self._stack_waiters: list[Callable[[str], None]] = []
+        self._awaits: str | None = None
         self._quiet_timer: asyncio.TimerHandle
 
     def __repr__(self) -> str:
@@ -210,7 +215,7 @@ class WorkerProcess:
         self._keep_output(data)
         if self._stack_waiters:
             self._quiet_timer.cancel()
-            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._tell_stack)
+            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._on_quiet)
 
     def _keep_output(self, data: bytes) -> None:
         if data and not self.is_telling:
@@ -344,10 +349,11 @@ class WorkerProcess:
 
     # -------------------------------------------------------------------------------------------------- stacks
 
-    def ask_stack(self, tell: Callable[[str], None]) -> None:
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
         """Have the worker write the stacks of its threads; ``tell`` gets them, or "" if it does not answer in time.
 
-        faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too.
+        faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. One whose loop
+        turns also tells at which awaits the samples of the ticket are.
         """
         if self.state in (State.DEAD, State.NEW) or not self.is_telling:  # the signal would kill it
             tell("")
@@ -356,16 +362,33 @@ class WorkerProcess:
         if len(self._stack_waiters) > 1:
             return
         self._stack_start = len(self.output)
+        self._awaits = None
+        if self.overlaps:
+            self.channel.send(Kind.WHERE, pickle.dumps(seq))
         self._quiet_timer = self._loop.call_later(_STACK_TIMEOUT_S, self._tell_stack)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptors["pid"], STACK_SIGNAL)
+
+    def _on_quiet(self) -> None:
+        """What faulthandler writes is here. Its loop, if it has one that turns, answers within a moment as well."""
+        if self.overlaps and self._awaits is None:
+            self._quiet_timer = self._loop.call_later(_STACK_TIMEOUT_S - _STACK_QUIET_S, self._tell_stack)
+        else:
+            self._tell_stack()
+
+    def on_awaits(self, text: str) -> None:
+        """The worker's loop has answered where the samples of the ticket are."""
+        self._awaits = text
+        if self._stack_waiters and len(self.output) > self._stack_start:
+            self._quiet_timer.cancel()
+            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._tell_stack)
 
     def _tell_stack(self) -> None:
         waiters, self._stack_waiters = self._stack_waiters, []
         if not waiters:
             return
         self._quiet_timer.cancel()
-        text = self.output[self._stack_start :].decode(errors="replace")
+        text = (self._awaits or "") + self.output[self._stack_start :].decode(errors="replace")
         del self.output[self._stack_start :]
         for tell in waiters:
             tell(text)

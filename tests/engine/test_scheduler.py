@@ -20,8 +20,8 @@ class Model(RuleBasedStateMachine):
     """A trainer, its workers and its pinning thread, reduced to what the scheduler can see of them.
 
     The consumer reads its sampler as :class:`asyncloader.iterators.WorkerIterator` does: as far as the window, and to
-    `Read.until` only when it waits. A worker does its tickets in the order in which it got them. Between `returned` and
-    `ready` lies the pinning, which may change the order.
+    `Read.until` only when it waits. A worker does its tickets in the order in which it got them, or, where samples
+    overlap, in any order. Between `returned` and `ready` lies the pinning, which may change the order.
     """
 
     @initialize(
@@ -34,6 +34,7 @@ class Model(RuleBasedStateMachine):
         on_timeout=st.sampled_from(["retry", "skip"]),
         max_retries=st.integers(0, 2),
         is_iterable=st.booleans(),
+        overlapping=st.sampled_from([0, 3]),
         length=st.none() | st.integers(0, 25),
     )
     def begin(
@@ -47,6 +48,7 @@ class Model(RuleBasedStateMachine):
         on_timeout: Any,
         max_retries: int,
         is_iterable: bool,
+        overlapping: int,
         length: int | None,
     ) -> None:
         if is_iterable:  # always static, and a lost worker cannot be replaced
@@ -60,7 +62,9 @@ class Model(RuleBasedStateMachine):
             on_crash=on_crash,
             on_timeout=on_timeout,
             max_retries=max_retries,
+            overlapping=overlapping,
         )
+        self.overlapping = overlapping
         self.num_workers = num_workers
         self.window = num_workers * prefetch_factor
         self.is_static = scheduling == "static"
@@ -113,10 +117,13 @@ class Model(RuleBasedStateMachine):
     def do_a_batch(self, data: st.DataObject, busy_s: float) -> None:
         """Have a worker finish the first of its tickets, well or with an exception, which is the same here."""
         if busy := [worker for worker in range(self.num_workers) if self.at_work[worker]]:
-            self._return(data.draw(st.sampled_from(busy)), busy_s)
+            worker = data.draw(st.sampled_from(busy))
+            last = len(self.at_work[worker]) - 1 if self.overlapping else 0
+            self._return(worker, busy_s, data.draw(st.integers(0, last)))
 
-    def _return(self, worker: int, busy_s: float) -> None:
-        seq = self.at_work[worker].popleft()
+    def _return(self, worker: int, busy_s: float, index: int = 0) -> None:
+        seq = self.at_work[worker][index]
+        del self.at_work[worker][index]
         self.pinning.append(seq)
         self._apply(self.scheduler.returned(worker, seq, busy_s))
 
@@ -143,7 +150,11 @@ class Model(RuleBasedStateMachine):
         if self.is_iterable:
             self.lost_workers.add(worker)
         self._apply(self.scheduler.died(worker, replaceable=not self.is_iterable, rests=rests))
-        assert not (lost and self.on_crash == "skip" and not self.is_iterable) or lost[0] in self.fates
+        if lost and self.on_crash == "skip" and not self.is_iterable and not (self.overlapping and len(lost) > 1):
+            assert lost[0] in self.fates
+        if len(lost) > 1 and self.overlapping and self.on_crash != "raise" and not self.is_iterable:
+            assert not self.fates.keys() & set(lost), "blamed among several"
+            assert len(self.at_work[worker]) == (not rests), "suspects are done one by one"
 
     @precondition(lambda self: not self.is_iterable)
     @rule(rests=st.booleans())
@@ -153,7 +164,8 @@ class Model(RuleBasedStateMachine):
             return
         if rests:
             self.resting.add(ticket.worker)
-        at_work = self.at_work[ticket.worker].popleft()
+        queue = self.at_work[ticket.worker]
+        at_work = min(queue) if self.overlapping else queue[0]
         self.at_work[ticket.worker].clear()
         self._apply(self.scheduler.hung(ticket.worker, rests=rests))
         assert self.on_timeout != "skip" or at_work in self.fates
@@ -434,6 +446,25 @@ def test_only_the_batch_in_work_is_blamed() -> None:
     assert kinds(actions) == ["Replace", "Fail", "Send", "Send"]
     (fail,) = [action for action in actions if isinstance(action, Fail)]
     assert [(ticket.seq, ticket.tries) for ticket in fail.tickets] == [(0, 2)]
+
+
+def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None:
+    """What overlapped is done again one by one; then the worker has several again."""
+    scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4, max_retries=0)
+    assert sent(scheduler.planned("abcd")) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    scheduler.returned(0, 1)
+    scheduler.ready(1, "b")
+    again = scheduler.died(0)
+    assert kinds(again) == ["Replace", "Send"]
+    assert sent(again) == [(0, 0)]
+    assert sent(scheduler.planned("e")) == []
+    assert sent(scheduler.returned(0, 0)) == [(0, 2)]
+    assert delivered(scheduler.ready(0, "a")) == ["a", "b"]
+    actions = scheduler.died(0)  # alone: so it is to blame
+    assert [action.tickets[0].keys for action in actions if isinstance(action, Fail)] == ["c"]
+    assert sent(actions) == [(0, 3)]
+    assert sent(scheduler.returned(0, 3)) == [(0, 4)]
+    scheduler.validate()
 
 
 def test_nothing_is_blamed_on_a_worker_that_never_came_up() -> None:

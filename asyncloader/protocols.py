@@ -1,0 +1,115 @@
+"""What an async dataset is: protocols for type checkers, and how one is told from a plain one.
+
+    AsyncDataset            async def __getitem__(key)         one sample
+    AsyncBatchDataset       async def __getitems__(keys)       the samples of a batch at once
+    AsyncIterableDataset    def __aiter__()                    also as an async generator
+    AsyncResource           async def __aenter__, __aexit__    opened and closed where the dataset runs
+
+A dataset needs none of them as a base class. It is async if it has one of these methods, or if something inside torch's
+wrappers (Subset, ConcatDataset, ChainDataset, StackDataset) does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class AsyncDataset(Protocol[T_co]):
+    """A map-style dataset whose samples are awaited.
+
+    Example:
+        >>> class Objects:
+        ...     async def __aenter__(self): self.session = aiohttp.ClientSession(); return self
+        ...     async def __aexit__(self, *exc_info): await self.session.close()
+        ...     def __len__(self): return len(self.urls)
+        ...     async def __getitem__(self, index):
+        ...         async with self.session.get(self.urls[index]) as answer:
+        ...             return await asyncio.to_thread(decode, await answer.read())
+    """
+
+    async def __getitem__(self, key: Any, /) -> T_co:
+        """Return one sample."""
+
+
+class AsyncBatchDataset(Protocol[T_co]):
+    """A map-style dataset that fetches the samples of a batch together, in one query for example."""
+
+    async def __getitems__(self, keys: list[Any], /) -> Sequence[T_co]:
+        """Return the samples of these keys, in this order."""
+
+
+class AsyncIterableDataset(Protocol[T_co]):
+    """An iterable dataset read with ``async for``. Samples that are awaitables are awaited, several at once."""
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Begin to read, anew for each run over the data."""
+
+
+@runtime_checkable
+class AsyncResource(Protocol):
+    """What is opened in the place where the dataset runs, on its loop, and closed there at the end.
+
+    What ``__aenter__`` returns is not used: the dataset itself is.
+    """
+
+    async def __aenter__(self) -> Any:
+        """Open, once for each worker."""
+
+    async def __aexit__(self, *exc_info: object) -> Any:
+        """Close, on every orderly end."""
+
+
+def members(dataset: Any) -> Iterator[Any]:
+    """Yield the dataset and what is inside torch's wrappers, each once."""
+    found: dict[int, Any] = {}
+    rest = [dataset]
+    while rest:
+        member = rest.pop()
+        if id(member) in found:
+            continue
+        found[id(member)] = member
+        yield member
+        if isinstance(member, Subset):
+            rest.append(member.dataset)
+        elif isinstance(member, StackDataset):
+            inner = member.datasets
+            rest += list(inner.values()) if isinstance(inner, dict) else list(inner)
+        elif isinstance(member, (ConcatDataset, ChainDataset)) and isinstance(member.datasets, (list, tuple)):
+            rest += member.datasets
+
+
+def is_async(dataset: Any) -> bool:
+    """Whether the dataset, or one inside torch's wrappers, is async."""
+    return any(map(_is_async_itself, members(dataset)))
+
+
+def is_async_iterable(dataset: Any) -> bool:
+    """Whether the dataset can be read with ``async for``, and not by key."""
+    kind = type(dataset)
+    return hasattr(kind, "__aiter__") and not hasattr(kind, "__getitem__")
+
+
+def accept_iterable(dataset: Any) -> None:
+    """Have torch take an async iterable for what it is.
+
+    torch tells iterable from map-style datasets by `isinstance`, and its IterableDataset cannot be the base of a class
+    without ``__iter__``. So the class is registered as a virtual subclass.
+    """
+    if is_async_iterable(dataset) and not isinstance(dataset, IterableDataset):
+        IterableDataset.register(type(dataset))
+
+
+def _is_async_itself(dataset: Any) -> bool:
+    kind = type(dataset)
+    return (
+        hasattr(kind, "__aiter__")
+        or inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
+        or inspect.iscoroutinefunction(getattr(dataset, "__getitems__", None))
+        or isinstance(dataset, AsyncResource)
+    )

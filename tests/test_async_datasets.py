@@ -1,0 +1,505 @@
+"""Async datasets, wherever they run: order, errors, cancellation, timeouts, resources, random numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    get_worker_info,
+)
+
+from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
+
+WORKERS: dict[str, Any] = {"num_workers": 2}
+PLACES = [pytest.param(WORKERS, id="processes")]
+places = pytest.mark.parametrize("place", PLACES)
+
+
+class Squares:
+    """The least there is: no base class, one coroutine."""
+
+    def __len__(self) -> int:
+        return 20
+
+    async def __getitem__(self, index: int) -> int:
+        await asyncio.sleep(0.001 * (index * 7 % 5))  # they finish in another order than they begin
+        return index * index
+
+
+class BatchSquares(Squares):
+    """Fetches a batch in one query."""
+
+    async def __getitems__(self, keys: list[int]) -> list[int]:
+        await asyncio.sleep(0.001)
+        return [key * key for key in keys]
+
+
+class Late(Dataset[int]):
+    """A plain wrapper that hands the coroutine of an async dataset on, and that nobody can know to be async."""
+
+    def __init__(self) -> None:
+        self.inner = Squares()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Stream:
+    """An async generator, split over the workers."""
+
+    def __init__(self, count: int = 20) -> None:
+        self.count = count
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        info = get_worker_info()
+        for index in range(info.id if info else 0, self.count, info.num_workers if info else 1):
+            await asyncio.sleep(0)
+            yield index * index
+
+
+class StreamOfAwaitables(Stream):
+    """Yields samples that are still to be awaited."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for square in super().__aiter__():
+            yield self.later(square)
+
+    async def later(self, square: int) -> int:
+        await asyncio.sleep(0.001 * (square % 3))
+        return square
+
+
+class Gate:
+    """Opens once for all processes: a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self) -> None:
+        self.path.touch()
+
+    async def wait(self) -> None:
+        while not self.path.exists():  # noqa: ASYNC110 - a file is the event that processes share
+            await asyncio.sleep(0.002)
+
+
+class Gated(Squares):
+    """One sample waits for a gate, or does something else that is given."""
+
+    def __init__(self, gate: Gate, at: int = 0, act: Callable[[], Any] | None = None) -> None:
+        self.gate = gate
+        self.at = at
+        self.act = act
+
+    async def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            await self.wait_for_the_gate()
+            if self.act is not None:
+                self.act()
+        return await super().__getitem__(index)
+
+    async def wait_for_the_gate(self) -> None:
+        await self.gate.wait()
+
+
+def flat(batches: Any) -> list[int]:
+    """Return the samples of all batches."""
+    return [int(sample) for batch in batches for sample in batch]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "gate")
+
+
+SQUARES = [i * i for i in range(20)]
+
+
+@places
+@pytest.mark.parametrize("concurrency", [None, 1, 3])
+def test_samples_come_in_order(place: dict[str, Any], concurrency: int | None) -> None:
+    """As from the plain dataset, whatever finishes first, through torch's wrappers, and with both faces."""
+    squares: Any = Squares()
+    for dataset in (
+        squares,
+        BatchSquares(),
+        Subset(squares, range(20)),
+        Subset(BatchSquares(), range(20)),  # type: ignore[arg-type]
+        ConcatDataset([Subset(squares, range(5)), Subset(squares, range(5, 20))]),
+        *([Late()] if concurrency != 3 else []),
+    ):
+        loader: Any = DataLoader(dataset, batch_size=3, concurrency=concurrency, **place)
+        assert [len(batch) for batch in loader] == [3] * 6 + [2], dataset
+        assert flat(loader) == SQUARES, dataset
+    loader = DataLoader(StackDataset(squares, squares), batch_size=4, concurrency=concurrency, **place)
+    assert [[part.tolist() for part in batch] for batch in loader][1] == [[16, 25, 36, 49]] * 2
+    assert [int(sample) for sample in DataLoader(squares, batch_size=None, concurrency=concurrency, **place)] == SQUARES
+
+
+@places
+async def test_async_for(place: dict[str, Any]) -> None:
+    """The other face, with an async collate_fn."""
+
+    async def collate(samples: list[int]) -> list[int]:
+        await asyncio.sleep(0.001)
+        return [sample + 1 for sample in samples]
+
+    loader: Any = DataLoader(Squares(), batch_size=3, collate_fn=collate, **place)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert flat([batch async for batch in loader]) == [square + 1 for square in SQUARES]
+
+
+@places
+@pytest.mark.parametrize("kind", [Stream, StreamOfAwaitables])
+def test_iterable_datasets(place: dict[str, Any], kind: type[Stream]) -> None:
+    """Read with ``async for``, each worker its own part; short batches at the end of each; dropped if so asked."""
+    loader: Any = DataLoader(kind(), batch_size=3, **place)  # type: ignore[arg-type]
+    assert isinstance(loader.dataset, IterableDataset)
+    for _ in range(2):
+        assert sorted(flat(loader)) == SQUARES
+    if loader.num_workers == 2:
+        assert [batch.tolist() for batch in loader][:2] == [[0, 4, 16], [1, 9, 25]]
+    workers = max(loader.num_workers, 1)
+    lengths = [len(batch) for batch in DataLoader(kind(), batch_size=3, drop_last=True, **place)]  # type: ignore[arg-type]
+    assert lengths == [3] * (20 // workers // 3 * workers)
+    assert sorted(map(int, DataLoader(kind(), batch_size=None, **place))) == SQUARES  # type: ignore[arg-type]
+    chained: Any = ChainDataset([kind(4), kind(2)])  # type: ignore[list-item]
+    assert sorted(flat(DataLoader(chained, batch_size=3, **place))) == [0, 0, 1, 1, 4, 9]
+
+
+@places
+def test_a_slow_sample_holds_up_its_own_batch_only(place: dict[str, Any], gate: Gate) -> None:
+    """Batches behind it are finished, also those of the same worker; in order they wait for it."""
+    loader: Any = DataLoader(Gated(gate), batch_size=2, in_order=False, **place)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    others = [next(iterator) for _ in range(9)]
+    gate.open()
+    assert next(iterator).tolist() == [0, 1]
+    assert sorted(flat(others)) == SQUARES[2:]
+    assert flat(DataLoader(Gated(gate), batch_size=2, **place)) == SQUARES  # type: ignore[arg-type]
+
+
+class Broken(Squares):
+    """Some samples raise, one cancels itself; what is cancelled with them writes it down."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    async def __getitem__(self, index: int) -> int:
+        if index == 4:
+            await asyncio.sleep(0.01)
+            raise LookupError("no such sample")
+        if index == 5:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.notes.touch()
+                raise
+        if index == 8:
+            task = asyncio.ensure_future(asyncio.sleep(60))
+            task.cancel()
+            await task
+        return await super().__getitem__(index)
+
+
+@places
+def test_an_exception_costs_its_own_batch(place: dict[str, Any], tmp_path: Path) -> None:
+    """The object that was raised, the indices, the coroutine's frames; other samples of the batch are cancelled."""
+    iterator: Any = iter(DataLoader(Broken(tmp_path / "note"), batch_size=2, **place))  # type: ignore[arg-type]
+    seen: list[Any] = []
+    errors: list[Exception] = []
+    while True:
+        try:
+            seen += next(iterator).tolist()
+        except StopIteration:
+            break
+        except Exception as error:
+            errors.append(error)
+    assert seen == SQUARES[:4] + SQUARES[6:8] + SQUARES[10:]
+    missing, cancelled = errors
+    assert isinstance(missing, LookupError)
+    assert missing.args == ("no such sample",)
+    assert any("[4, 5]" in note for note in missing.__notes__)
+    assert isinstance(cancelled, RuntimeError)
+    assert "CancelledError" in str(cancelled)
+    iterator.close()
+    assert (tmp_path / "note").exists()
+    errors.clear()
+    del missing, cancelled
+
+
+@places
+def test_bad_samples_are_known_one_by_one(place: dict[str, Any], tmp_path: Path) -> None:
+    """With on_error the rest of the batch is waited for, and mended."""
+    arguments: dict[str, Any] = {"sampler": [3, 4, 6, 7], "batch_size": 2, **place}
+    dataset: Any = Broken(tmp_path / "note")
+    assert [batch.tolist() for batch in DataLoader(dataset, on_error="skip", **arguments)] == [[9], [36, 49]]
+    assert [batch.tolist() for batch in DataLoader(dataset, on_error="replace", **arguments)] == [[9, 9], [36, 49]]
+
+
+class Noted:
+    """Writes down what is opened and closed."""
+
+    count = 20
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def note(self, what: str) -> None:
+        worker = get_worker_info()
+        path = self.folder / f"{what} {worker.id if worker else 'main'}"
+        path.write_text(path.read_text() + "I" if path.exists() else "I")
+
+    async def __aenter__(self) -> None:
+        await asyncio.sleep(0)
+        self.note("enter")
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.sleep(0)
+        self.note("exit")
+
+    def notes(self) -> dict[str, int]:
+        return {path.name: len(path.read_text()) for path in self.folder.iterdir()}
+
+
+class NotedStream(Noted, Stream):
+    """Has a generator with something to clean up."""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        try:
+            async for square in super().__aiter__():
+                yield square
+        finally:
+            self.note("finally")
+
+
+class NotedSquares(Noted):
+    """Has coroutines with something to clean up."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    async def __getitem__(self, index: int) -> int:
+        try:
+            await asyncio.sleep(0.01)
+        finally:
+            self.note("finally")
+        return index * index
+
+
+@places
+@pytest.mark.parametrize("kind", [NotedStream, NotedSquares])
+@pytest.mark.parametrize("how", ["exhausted", "break", "exception", "dropped"])
+def test_what_was_opened_is_closed(place: dict[str, Any], kind: type[Noted], how: str, tmp_path: Path) -> None:
+    """Once in each worker; generators and coroutines run their ``finally`` before it."""
+    dataset = kind(tmp_path)
+    iterator = iter(DataLoader(dataset, batch_size=2, **place))  # type: ignore[arg-type]
+    next(iterator), next(iterator)  # both workers are at work
+    if how == "exhausted":
+        assert len(list(iterator)) == 8
+    elif how == "exception":
+        with pytest.raises(ZeroDivisionError), iterator:
+            _ = 1 / 0
+    if how == "dropped":
+        session = iterator._session
+        del iterator
+        assert session.wait_closed(5)
+    else:
+        iterator.close()
+    names = ["0", "1"] if place.get("num_workers") else ["main"]
+    notes = dataset.notes()
+    assert {name: 1 for what in ("enter", "exit") for name in [f"{what} {n}" for n in names]}.items() <= notes.items()
+    assert all(f"finally {name}" in notes for name in names)
+
+
+@places
+async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> None:
+    """Through the frames of the coroutines, in either face; the next call waits for the same batch."""
+    for face in ("for", "async for"):
+        dataset: Any = Gated(gate, at=4)
+        iterator: Any = iter(DataLoader(dataset, batch_size=4, timeout=0.3, **place))
+        assert next(iterator).tolist() == SQUARES[:4]
+        with pytest.raises(BatchTimeoutError) as caught:
+            next(iterator) if face == "for" else await anext(iterator)
+        assert caught.value.keys == [4, 5, 6, 7]
+        assert "in wait_for_the_gate" in caught.value.stack
+        assert "await self.gate.wait()" in caught.value.stack
+        assert "1 of the 4 samples" in caught.value.stack
+        del caught
+        gate.open()
+        assert flat(iterator) == SQUARES[4:]
+        gate.path.unlink()
+
+
+def test_a_timeout_names_where_an_async_generator_is(gate: Gate) -> None:
+    """Which no task of asyncio's shows."""
+
+    class Slow(Stream):
+        async def __aiter__(self) -> AsyncIterator[int]:
+            yield 0
+            await gate.wait()
+            yield 1
+
+    iterator: Any = iter(DataLoader(Slow(), batch_size=2, timeout=0.3, num_workers=1))  # type: ignore[arg-type]
+    with pytest.raises(BatchTimeoutError, match=r"await gate\.wait\(\)"):
+        next(iterator)
+    gate.open()
+    assert flat(iterator) == [0, 1]
+
+
+def kill_once(folder: Path) -> Callable[[], None]:
+    """Return a function that kills its process the first time that it is called."""
+
+    def act() -> None:
+        if not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def test_a_worker_that_dies_is_replaced(gate: Gate, tmp_path: Path) -> None:
+    """With several of its batches in flight: all of them are fetched again, each is delivered once."""
+    gate.open()
+    dataset: Any = Gated(gate, at=8, act=kill_once(tmp_path))
+    assert flat(DataLoader(dataset, batch_size=2, num_workers=2)) == SQUARES
+
+
+def test_only_the_batch_that_kills_is_given_up(gate: Gate) -> None:
+    """Batches that were in flight beside it are not to blame, and are delivered."""
+    gate.open()
+    dataset: Any = Gated(gate, at=8, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    iterator: Any = iter(DataLoader(dataset, batch_size=2, num_workers=1, max_retries=1))
+    seen = []
+    errors = []
+    for _ in range(10):
+        try:
+            seen += next(iterator).tolist()
+        except WorkerDiedError as error:
+            errors.append(error.keys)
+    assert seen == SQUARES[:8] + SQUARES[10:]
+    assert errors == [[[8, 9]]]
+    skipping: Any = DataLoader(dataset, batch_size=2, num_workers=2, on_crash="skip")
+    assert flat(skipping) == seen
+
+
+@places
+def test_persistent_workers(place: dict[str, Any], tmp_path: Path) -> None:
+    """What is in flight of an epoch that was left is cancelled, and reaches nobody."""
+    if not place.get("num_workers"):
+        pytest.skip("torch allows persistent workers with workers only")
+    for kind in (Stream, StreamOfAwaitables, Squares):
+        loader: Any = DataLoader(kind(), batch_size=2, persistent_workers=True, **place)  # type: ignore[arg-type]
+        for _ in range(3):
+            assert len(next(iter(loader))) == 2
+        assert sorted(flat(loader)) == SQUARES
+        loader.close()
+
+
+class Noisy(Squares):
+    """Draws, in between awaits."""
+
+    async def __getitem__(self, index: int) -> Any:
+        first = sample_rng().integers(1 << 40)
+        await asyncio.sleep(0.001 * (index % 4))
+        return np.array([index, first, await asyncio.to_thread(lambda: sample_rng().integers(1 << 40))])
+
+
+def run(dataset: Any, **arguments: Any) -> Any:
+    """Return one epoch under a fixed seed."""
+    import torch
+
+    loader: Any = DataLoader(dataset, batch_size=3, generator=torch.Generator().manual_seed(5), **arguments)
+    return np.concatenate([batch.numpy() for batch in loader]).tolist()
+
+
+def test_random_numbers_of_a_sample_are_its_own(tmp_path: Path, gate: Gate) -> None:
+    """Whatever the concurrency, the number of workers, or a death among them."""
+    expected = run(Noisy(), num_workers=1, concurrency=1)
+    draws = [draw for row in expected for draw in row[1:]]
+    assert len(set(draws)) == 40
+    for arguments in ({"num_workers": 1}, {"num_workers": 2, "concurrency": 5}):
+        assert run(Noisy(), **arguments) == expected
+
+    class Mortal(Noisy):
+        async def __getitem__(self, index: int) -> Any:
+            sample = await super().__getitem__(index)
+            if index == 11:
+                kill_once(tmp_path)()
+            return sample
+
+    assert run(Mortal(), num_workers=2) == expected
+    with pytest.raises(RuntimeError, match="no sample is being fetched"):
+        sample_rng()
+
+
+@pytest.mark.slow
+def test_ten_thousand_awaits_in_one_worker(gate: Gate, tmp_path: Path) -> None:
+    """All in flight at once, each under 20 kB beyond its sample."""
+
+    class Counted:
+        count = 10_000
+
+        def __len__(self) -> int:
+            return self.count + 1
+
+        def __init__(self) -> None:
+            self.waiting = 0
+
+        async def __getitem__(self, index: int) -> int:
+            import psutil
+
+            memory = psutil.Process().memory_info().rss
+            if index == 0:
+                self.base = memory
+                return 0
+            self.waiting += 1
+            if self.waiting == self.count:
+                (tmp_path / "bytes").write_text(str(memory - self.base))
+                gate.open()
+            while not gate.path.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+            return index
+
+    loader: Any = DataLoader(Counted(), batch_size=25, num_workers=1, concurrency=10_001)  # type: ignore[arg-type]
+    assert flat(loader) == list(range(10_001))
+    assert int((tmp_path / "bytes").read_text()) < 10_000 * 20_000
+
+
+@places
+def test_decoding_on_a_thread_starves_nobody(place: dict[str, Any]) -> None:
+    """A sample that computes in ``asyncio.to_thread`` lets the others of its worker go on meanwhile."""
+
+    class Mixed(Squares):
+        async def __getitem__(self, index: int) -> int:
+            if index == 0:
+                others = asyncio.Event()
+                self.others = others
+                return await asyncio.to_thread(self.decode, asyncio.get_running_loop())
+            await asyncio.sleep(0.001)
+            self.seen = getattr(self, "seen", 0) + 1
+            return index * index
+
+        def decode(self, loop: asyncio.AbstractEventLoop) -> int:
+            while getattr(self, "seen", 0) < 5:  # computes until others have come through
+                sum(range(1000))
+            return 0
+
+    dataset: Any = Mixed()
+    assert flat(DataLoader(dataset, batch_size=2, **place)) == SQUARES
