@@ -10,6 +10,7 @@ Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncl
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import time
 import warnings
@@ -22,6 +23,7 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
+from asyncloader.checkpoint import Beginning, Record, check
 from asyncloader.engine.concurrency import concurrency_of
 from asyncloader.engine.consumer import Consumer
 from asyncloader.engine.faults import Faults
@@ -54,6 +56,35 @@ class Faces(_BaseDataLoaderIter, Generic[T_co]):
     def stats(self) -> LoaderStats:
         """Return where the time of this run has gone so far. Takes 20 us, in any thread."""
         return self._meter.stats()
+    _record: Record
+    _loader: weakref.ref[DataLoader[T_co]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
+        return self._record.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, with this iterator: what it was at is dropped, and its workers are started anew.
+
+        Raises:
+            StateMismatchError: if the state is of something else.
+            LoaderClosedError: if the loader is gone.
+        """
+        loader = self._loader()
+        if loader is None:
+            raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
+        check(state, loader)
+        self._begin_anew(loader, copy.deepcopy(state))
+
+    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _open_plan(self, loader: DataLoader[T_co], beginning: Beginning, *, keeps_seed: bool = False) -> None:
+        """Put our reader of the sampler in the place of torch's, and tell the loader of this run."""
+        plan, self._record = beginning.open(self, keeps_seed=keeps_seed)
+        self._sampler_iter = plan
+        self._loader = weakref.ref(loader)
+        loader._record = self._record
 
     def close(self) -> None:
         """End the run and let go of everything; wait for it, 3 s at most."""
@@ -99,7 +130,8 @@ class WorkerIterator(Faces[T_co]):
         wait_for_start: Return when the workers have been started (``iter``); else the first ``anext`` waits for it.
     """
 
-    def __init__(self, loader: DataLoader[T_co], *, wait_for_start: bool) -> None:
+    def __init__(self, loader: DataLoader[T_co], *, wait_for_start: bool, state: dict[str, Any] | None = None) -> None:
+        beginning = Beginning(loader, state)
         super().__init__(loader)
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be positive")
@@ -108,12 +140,11 @@ class WorkerIterator(Faces[T_co]):
         self._concurrency = concurrency_of(loader)
         self._window = self._window_of(loader)
         self._runs = 0
-        run = self._make_run(loader)
+        run = self._prepare(loader, beginning, first_iter=True)
         self._session = self._make_session(loader, run)
         self._finalizer = weakref.finalize(self, self._session.request_close)
         self._finalizer.atexit = False
-        super()._reset(loader, first_iter=True)
-        self._begin(run)
+        self._begin(run, beginning)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = self._session.portal.call(self._session.start)
         if wait_for_start:
@@ -139,6 +170,12 @@ class WorkerIterator(Faces[T_co]):
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
 
+    def _prepare(self, loader: DataLoader[T_co], beginning: Beginning, *, first_iter: bool) -> Run:
+        beginning.mark()
+        super()._reset(loader, first_iter)
+        self._open_plan(loader, beginning, keeps_seed=self._persistent_workers)
+        return self._make_run(loader)
+
     def _make_run(self, loader: DataLoader[T_co]) -> Run:
         options = self._options
         self._runs += 1
@@ -152,8 +189,9 @@ class WorkerIterator(Faces[T_co]):
             on_timeout=options.on_timeout,
             max_retries=options.max_retries,
             overlapping=self._concurrency.batches,
+            first=self._record.progress.position,
         )
-        epoch = loader._next_epoch()
+        epoch = self._record.epoch
         key = (int(self._base_seed), epoch, self._rank)
         faults = make_faults(loader)
         self._meter = loader._meter = Meter(
@@ -195,15 +233,20 @@ class WorkerIterator(Faces[T_co]):
 
     def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
-        super()._reset(loader, first_iter)
         self._window = self._window_of(loader)
-        run = self._make_run(loader)
+        beginning = Beginning(loader, None)
+        run = self._prepare(loader, beginning, first_iter=first_iter)
         self._session.push(run)
-        self._begin(run)
+        self._begin(run, beginning)
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: Run, beginning: Beginning) -> None:
         """Begin to read the sampler, whose iterator torch's `_reset` has made anew."""
-        self._consumer = Consumer(self._session, run, self._sampler_iter, self._window)
+        self._consumer = Consumer(self._session, run, self._sampler_iter, self._window, self._record.progress)
+        beginning.end()
+
+    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+        self._finalizer()
+        WorkerIterator.__init__(self, loader, wait_for_start=False, state=state)
 
     @property
     def _is_usable(self) -> bool:
@@ -387,7 +430,6 @@ def check_owner(pid: int) -> None:
         raise LoaderClosedError(
             "this iterator belongs to the process that made it, not to a fork of it; call iter(loader) here"
         )
-
 
 
 def make_faults(loader: DataLoader[Any]) -> Faults:

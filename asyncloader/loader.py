@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import multiprocessing
 import sys
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
+from asyncloader.checkpoint import Record, check, initial_state
 from asyncloader.engine.inline import InlineIterator
 from asyncloader.engine.meter import Meter
 from asyncloader.iterators import WorkerIterator
@@ -183,6 +185,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._epoch = 0
         self._newest: Callable[[], Any] = _nothing
         self._meter: Meter | None = None
+        self._record: Record | None = None
+        self._loaded: dict[str, Any] | None = None
         self._options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -232,11 +236,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _make_iterator(self, *, wait_for_start: bool) -> Any:
         iterator: Any
+        if (state := self._loaded) is not None:
+            check(state, self)
         if self.num_workers == 0:
-            iterator = InlineIterator(self)
+            iterator = InlineIterator(self, state)
         else:
             self.check_worker_number_rationality()
-            iterator = WorkerIterator(self, wait_for_start=wait_for_start)
+            iterator = WorkerIterator(self, wait_for_start=wait_for_start, state=state)
+        self._loaded = None
         self._newest = weakref.ref(iterator)
         return iterator
 
@@ -246,6 +253,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Takes 20 us, may be called at any time and from any thread, also after the iterator is gone.
         """
         return (self._meter or Meter(0, self.num_workers, 0)).stats()
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the newest iterator is: as of the batches that it has yielded, whatever is made ahead.
+
+        Cheap enough to be called after every batch, and without effects. After the end of a run, as before the first,
+        it is a state from which the next run begins; after a ``break`` one from which that run goes on.
+
+        Returns:
+            Plain data, which goes through JSON if the states of your own objects do. It never changes afterwards.
+        """
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        return initial_state(self) if self._record is None else self._record.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.
+
+        Args:
+            state: What `state_dict` returned. An empty one resets the loader.
+
+        Raises:
+            StateMismatchError: if it was taken of something else; it says what differs.
+        """
+        if state:
+            check(state, self)
+        self._loaded = copy.deepcopy(state) or None
+        self._record = None
+        self._iterator = None
+        self._epoch = 0
 
     def close(self) -> None:
         """Close the newest iterator and wait until its workers are gone, 3 s at most."""
@@ -262,7 +297,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return multiprocessing.get_context() if context is None else context
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_newest": _nothing, "_meter": None}
+        return {**self.__dict__, "_newest": _nothing, "_meter": None, "_record": None}
 
 
 def _name_options(init: Any) -> None:

@@ -43,9 +43,15 @@ class Shuffle:
         bits = max(8, (length - 1).bit_length())  # over a handful of values a Feistel network is not uniform
         self._widths = (bits // 2, bits - bits // 2)
         self._keys = [np.uint64(mix(*key, number)) for number in range(_ROUNDS)]
+        self._whole: NDArray[np.int64] | None = None
+        if 1 << bits <= _BLOCK:  # a short order is looked up: there, cycles outside may be long
+            order = self._permute(np.arange(1 << bits, dtype=np.uint64)).astype(np.int64)
+            self._whole = order[order < length]
 
     def __call__(self, positions: NDArray[Any]) -> NDArray[np.int64]:
         """Return the indices at these positions."""
+        if self._whole is not None:
+            return np.take(self._whole, positions)
         indices = self._permute(positions.astype(np.uint64))
         while (outside := np.flatnonzero(indices >= self._length)).size:
             indices[outside] = self._permute(indices[outside])

@@ -13,6 +13,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from asyncloader.engine.plan import Done
+from asyncloader.engine.progress import Progress
+from asyncloader.engine.scheduler import VOID
 from asyncloader.engine.session import Item, PlanEnd, Run, Session, State
 
 
@@ -24,24 +27,30 @@ class Consumer:
         run: The run.
         sampler: Iterator over batches of keys. It may be infinite, or raise.
         window: Batches in flight or waiting.
+        progress: Where the run begins, and how far it is.
     """
 
-    def __init__(self, session: Session, run: Run, sampler: Iterator[Any], window: int) -> None:
+    def __init__(self, session: Session, run: Run, sampler: Iterator[Any], window: int, progress: Progress) -> None:
         self.run = run
-        self.exhausted = False  # everything was taken
-        self.taken = 0
+        self.progress = progress
+        self.taken = progress.position  # as if those before had been taken
         self._session = session
         self._sampler = sampler
         self._window = window
         self._lock = threading.Lock()
-        self._planned = 0
+        self._planned = progress.position
         self._planned_samples = 0
         self._plan_ended = False
         self._plan_error: Exception | None = None
         self._taker = 0
         self._note_taker()
         with self._lock:
-            self._read(window)
+            self._read(window + self.taken)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether everything was taken."""
+        return self.progress.finished
 
     def take(self, asked_at: float = 0.0) -> Item | None:
         """Take the next item if there is one, and read the sampler on by what that frees.
@@ -69,6 +78,8 @@ class Consumer:
             elif item.times is not None:
                 used = self._planned - self.taken - run.void_count
                 run.meter.took(asked_at, item.times, used, len(run.handoff.ready))
+            if item.seq >= 0:
+                self.progress.done(item.seq)
             if self._plan_error is not None:
                 run.handoff.wake()  # what the sampler raised may be due now, and we may not come again
             if item.bad:
@@ -99,7 +110,7 @@ class Consumer:
                 finally:
                     del error
         if run.ended and not run.handoff.ready:
-            self.exhausted = True
+            self.progress.finished = True
             run.meter.told()
             raise StopIteration
 
@@ -130,7 +141,7 @@ class Consumer:
             self._planned += 1
             if type(keys) is list:
                 self._planned_samples += len(keys)
-            self._session.push(keys)
+            self._session.push(VOID if keys is Done else keys)
 
     def _may_read(self) -> int:
         """Return how far a consumer that waits may read the sampler."""

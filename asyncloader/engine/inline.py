@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from asyncloader.checkpoint import Beginning
 from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.meter import Meter
+from asyncloader.engine.plan import Done
 from asyncloader.engine.portal import EXIT_GRACE_S
 from asyncloader.engine.session import Item
 from asyncloader.errors import LoaderClosedError
@@ -186,10 +188,13 @@ threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]
 class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
     """Batches made in this process."""
 
-    def __init__(self, loader: DataLoader[T_co]) -> None:
+    def __init__(self, loader: DataLoader[T_co], state: dict[str, Any] | None = None) -> None:
+        beginning = Beginning(loader, state)
         super().__init__(loader)
+        self._open_plan(loader, beginning)
+        beginning.end()
         faults = make_faults(loader)
-        self._meter = loader._meter = Meter(loader._next_epoch(), 0, 0, faults)
+        self._meter = loader._meter = Meter(self._record.epoch, 0, 0, faults)
         self._dataset_fetcher = self._make_fetcher(loader, faults)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
@@ -292,6 +297,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                         self._request()
                     return None
                 fetching.unserved -= 1
+                self._count_one()
                 if not item.left_out:
                     self._count(item, asked_at)
                     return item
@@ -309,6 +315,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             with self._asking, contextlib.suppress(IndexError):
                 item = handoff.ready.popleft()
                 self._fetching.unserved -= 1
+                self._count_one()
                 if not item.left_out:
                     self._count(item, 0.0)
                     return item
@@ -319,23 +326,37 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
 
     def _next_index(self) -> Any:
         with self._asking:
-            try:
-                return next(self._sampler_iter)
-            except StopIteration:
-                self._exhausted = True
-                raise
+            keys = self._read_sampler()
+            self._count_one()
+            return keys
 
     def _request(self) -> None:
-        if self._exhausted:
-            self._meter.told()
-            raise StopAsyncIteration
         try:
-            keys = next(self._sampler_iter)
+            keys = self._read_sampler()
         except StopIteration:
-            self._exhausted = True
             self._meter.told()
             raise StopAsyncIteration from None
         self._fetching.request(keys)
+
+    def _read_sampler(self) -> Any:
+        """Read the next batch of keys that is still to be made."""
+        try:
+            while (keys := next(self._sampler_iter)) is Done:
+                pass
+            return keys
+        except StopIteration:
+            self._exhausted = True
+            self._record.progress.finished = not self._fetching.unserved
+            raise
+
+    def _count_one(self) -> None:
+        """Count a batch that is handed over, left out or raises now."""
+        progress = self._record.progress
+        progress.done(progress.position)
+
+    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+        self.close()
+        InlineIterator.__init__(self, loader, state)
 
     def _check_usable(self) -> None:
         check_owner(self._pid)

@@ -107,6 +107,7 @@ class Scheduler:
         on_timeout: The same for a worker that hung and was killed; "raise" never comes here.
         max_retries: How often a ticket is sent again before it is given up.
         overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
+        first: Sequence number of the first ticket; more than 0 in a run that goes on with an earlier one.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Scheduler:
         on_timeout: Literal["raise", "retry", "skip"] = "raise",
         max_retries: int = 2,
         overlapping: int = 0,
+        first: int = 0,
     ) -> None:
         self.window = num_workers * prefetch_factor
         self.num_workers = num_workers
@@ -140,15 +142,15 @@ class Scheduler:
         # blame. Until the last of them has returned the worker gets nothing else.
         self._suspects: dict[int, deque[Ticket]] = {}
         self._parked: dict[int, Any] = {}
-        self._next_worker = 0
+        self._next_worker = first % num_workers
 
-        self.planned_count = 0
-        self.gone_count = 0  # delivered or void; in order it is the sequence number that is awaited
+        self.planned_count = first
+        self.gone_count = first  # delivered or void; in order it is the sequence number that is awaited
         self.void_count = 0
         self._plan_ended = False
         self._finished = False
 
-        self._read_until = self.window
+        self._read_until = first + self.window
         self._parked_bytes = 0
         self._mean_bytes: float | None = None
         self._mean_busy_s: float | None = None
@@ -164,11 +166,16 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- events
 
     def planned(self, batches: Iterable[Any]) -> list[Action]:
-        """The consumer read these batches of keys from the sampler."""
+        """The consumer read these batches of keys from the sampler; for VOID nothing is to be done."""
+        actions: list[Action] = []
         for keys in batches:
-            heapq.heappush(self._unsent, (self.planned_count, Ticket(self.planned_count, keys)))
+            seq = self.planned_count
             self.planned_count += 1
-        return self._assign()
+            if keys is VOID:
+                actions += self.ready(seq, VOID)
+            else:
+                heapq.heappush(self._unsent, (seq, Ticket(seq, keys)))
+        return actions + self._assign()
 
     def plan_ended(self) -> list[Action]:
         """The sampler has no more batches."""

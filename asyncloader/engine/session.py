@@ -88,6 +88,7 @@ class Item(NamedTuple):
     ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
     the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
     ``times`` are those at which a batch was made and, once it was its turn, at which it was handed over.
+    ``seq`` is its number in the plan; -1 beside the order.
     """
 
     batch: Any
@@ -96,6 +97,7 @@ class Item(NamedTuple):
     bad: Sequence[BadSample] = ()
     left_out: bool = False
     times: list[float] | None = None
+    seq: int = -1
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
@@ -304,18 +306,19 @@ class Session:
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         bad = self._run.bad.pop(record.seq, ()) if self._run.bad else ()
         if self._pinner is None:
-            actions += scheduler.ready(record.seq, Item(batch, bad=bad, times=times), nbytes)
+            actions += scheduler.ready(record.seq, Item(batch, bad=bad, seq=record.seq, times=times), nbytes)
         else:
-            self._pinner.pin(batch, partial(self._on_pinned, self._run, record.seq, nbytes, Item(None, bad=bad)))
+            item = Item(None, bad=bad, seq=record.seq)
+            self._pinner.pin(batch, partial(self._on_pinned, self._run, nbytes, item))
         self._apply(actions)
 
     def _on_pinned(
-        self, run: Run, seq: int, nbytes: int, item: Item, batch: Any, error: Exception | None, seconds: float
+        self, run: Run, nbytes: int, item: Item, batch: Any, error: Exception | None, seconds: float
     ) -> None:
         if run is self._run and self.state is State.OPEN:
             run.meter.pinned(seconds)
             item = item._replace(batch=batch, error=error, times=[perf_counter()])
-            self._apply(run.scheduler.ready(seq, item, nbytes))
+            self._apply(run.scheduler.ready(item.seq, item, nbytes))
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""
@@ -330,7 +333,7 @@ class Session:
         ticket = scheduler.in_flight[worker].get(record.seq)
         self._run.faults.leave_out(ticket and ticket.keys, "all its samples raised")
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        self._apply(actions + scheduler.ready(record.seq, Item(None, bad=bad, left_out=True)))
+        self._apply(actions + scheduler.ready(record.seq, Item(None, bad=bad, left_out=True, seq=record.seq)))
 
     def on_failure(self, worker: int, record: Record, error: RemoteError | Exception) -> None:
         """An exception has come in place of a batch."""
@@ -344,7 +347,7 @@ class Session:
         self._storm = 0
         bad = self._run.bad.pop(record.seq, ())
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        self._apply(actions + scheduler.ready(record.seq, Item(None, error, bad=bad)))
+        self._apply(actions + scheduler.ready(record.seq, Item(None, error, bad=bad, seq=record.seq)))
 
     def on_exhausted(self, worker: int, record: Record) -> None:
         """The worker's iterable dataset ended before this ticket."""
@@ -423,7 +426,7 @@ class Session:
         seq, keys = ticket
         error.add_note(f"The sampler yielded {describe_keys(keys)}, which cannot be sent to a worker process.")
         scheduler = self._run.scheduler
-        self._apply(scheduler.returned(worker, seq) + scheduler.ready(seq, Item(None, error)))
+        self._apply(scheduler.returned(worker, seq) + scheduler.ready(seq, Item(None, error, seq=seq)))
 
     def _send(self, action: Send) -> None:
         if self.gave_up:
@@ -458,11 +461,11 @@ class Session:
             self._run.handoff.wake()
             return
         (ticket,) = action.tickets
-        item = Item(None, error)
+        item = Item(None, error, seq=ticket.seq)
         if action.leave_out:
             log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
             self._run.faults.leave_out(ticket.keys, str(error))
-            item = Item(None, left_out=True)
+            item = Item(None, left_out=True, seq=ticket.seq)
         self._apply(self._run.scheduler.ready(ticket.seq, item))
 
     def _finish(self, action: Finish) -> None:

@@ -1,0 +1,162 @@
+"""Helpers that you call in the tests of your own datasets, samplers and loaders.
+
+`assert_resumable`: a run can be gone on with from the state after every batch; `assert_resumable_async`: the same with
+``async for``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncloader.engine.plan import samplers_within
+from asyncloader.loader import DataLoader
+
+__all__ = ["assert_resumable", "assert_resumable_async"]
+
+MakeLoader = Callable[[], DataLoader[Any]]
+
+
+def assert_resumable(
+    make_loader: MakeLoader, *, resume_with: MakeLoader | None = None, restore_generators: bool = True
+) -> None:
+    """Check that a loader goes on from each of its states with exactly the batches that were left.
+
+    Runs through two epochs of one loader and takes its state before the first, after every batch and after the first
+    epoch. From each of them another loader goes on: the rest of the epoch and the whole epoch after it must be the same
+    batches, bit for bit. States go through JSON, if they can. Samplers with ``set_epoch`` are told the epoch.
+
+    Args:
+        make_loader: Makes the loader, each time a new one with a new dataset, over a few batches.
+        resume_with: Makes the loaders that go on, by default `make_loader`: with another number of workers, say.
+        restore_generators: Set Python's, numpy's and torch's global generators to what they were when a state was
+            taken, as a trainer's checkpoint does. Else they are somewhere else.
+
+    Raises:
+        AssertionError: with the state that was gone on from, and the batch that differs.
+    """
+    _drive(_check(make_loader, resume_with or make_loader, restore_generators, is_async=False))
+
+
+async def assert_resumable_async(
+    make_loader: MakeLoader, *, resume_with: MakeLoader | None = None, restore_generators: bool = True
+) -> None:
+    """Check the same as `assert_resumable` with ``async for``."""
+    await _check(make_loader, resume_with or make_loader, restore_generators, is_async=True)
+
+
+def _drive(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("it waits for something")
+
+
+async def _check(make: MakeLoader, make_other: MakeLoader, restore: bool, *, is_async: bool) -> None:
+    loader = make()
+    first: list[Any] = []
+    states: list[tuple[str, int, Any, Any]] = []  # when, batches of the first epoch before, state, generators
+
+    def save(when: str) -> None:
+        states.append((when, len(first), loader.state_dict(), _generators()))
+
+    save("before the first epoch")
+    _set_epoch(loader, 0)
+    async for batch in _batches(loader, is_async):
+        first.append(batch)
+        save(f"after batch {len(first)}")
+    save("after the first epoch")
+    copies = [repr(state) for _, _, state, _ in states]
+    _set_epoch(loader, 1)
+    second = [batch async for batch in _batches(loader, is_async)]
+    loader.close()
+    assert [repr(state) for _, _, state, _ in states] == copies, "a state has changed after it was taken"
+
+    for number, (when, done, state, generators) in enumerate(states):
+        _seed_all(number)
+        other = make_other()
+        _set_epoch(other, 0)
+        other.load_state_dict(_through_json(state))
+        if restore:
+            _restore(generators)
+        is_over = number == len(states) - 1
+        _set_epoch(other, int(is_over))
+        rest = [batch async for batch in _batches(other, is_async)]
+        _compare(f"The state {when}: the rest of the epoch", rest, second if is_over else first[done:])
+        if not is_over:
+            _set_epoch(other, 1)
+            after = [batch async for batch in _batches(other, is_async)]
+            _compare(f"The state {when}: the epoch after", after, second)
+        other.close()
+
+
+async def _batches(loader: DataLoader[Any], is_async: bool) -> AsyncIterator[Any]:
+    if is_async:
+        async for batch in loader:
+            yield batch
+    else:
+        for batch in loader:
+            yield batch
+
+
+def _set_epoch(loader: DataLoader[Any], epoch: int) -> None:
+    for sampler in samplers_within(loader._index_sampler):
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _through_json(state: Any) -> Any:
+    try:
+        return json.loads(json.dumps(state))
+    except TypeError:
+        return state
+
+
+# --------------------------------------------------------------------------------------------------------- generators
+
+
+def _generators() -> tuple[Any, Any, Any]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _restore(generators: tuple[Any, Any, Any]) -> None:
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])
+    torch.set_rng_state(generators[2])
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+# --------------------------------------------------------------------------------------------------------- comparison
+
+
+def _compare(what: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+    for number, (one, other) in enumerate(zip(found, expected, strict=False), 1):
+        assert _same(one, other), f"{what}: batch {number} is {one!r}, and should be {other!r}."
+    assert len(found) == len(expected), f"{what} has {len(found)} batches, and should have {len(expected)}."
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare two batches bit for bit, through all containers."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
