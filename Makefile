@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MINUTES ?= 10
 QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services
+SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 FASTAI := fastai==2.8.12
 
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-frameworks soak lint typecheck docs bench build clean help
+.PHONY: demo test test-all test-frameworks test-services soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
@@ -23,11 +24,14 @@ demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 test: $(READY) ## the tests that are quick
 	$(BIN)/python -m pytest -m "$(QUICK)"
 
-test-all: $(FRAMEWORKS_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
+test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
 	$(BIN)/python -m pytest
 
 test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite and fastai
 	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks
+
+test-services: $(SERVICES_READY) ## datasets against nginx, PostgreSQL and an S3 server, which it installs (as root)
+	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "services and not slow" tests/datasets tests/test_examples.py
 
 soak: $(READY) ## the soak tests, for MINUTES=10
 	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0
@@ -61,6 +65,11 @@ $(READY): pyproject.toml
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing asyncloader and what its development needs into $(VENV) (the first time takes some minutes)"
 	@$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(SERVICES_READY): $(READY) tests/services/install.sh
+	@bash tests/services/install.sh
+	@$(BIN)/pip install --quiet --editable '.[dev,services]'
 	@touch $@
 
 # `dev` is named again so that its pins hold: no framework may bring another torch.
