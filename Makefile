@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MINUTES ?= 10
-QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services
+QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services and not browser
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 FASTAI := fastai==2.8.12
@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-frameworks test-services soak lint typecheck docs bench build clean help
+.PHONY: demo test test-all test-frameworks test-services test-browser soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
@@ -33,6 +33,10 @@ test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hu
 test-services: $(SERVICES_READY) ## datasets against nginx, PostgreSQL and an S3 server, which it installs (as root)
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "services and not slow" tests/datasets tests/test_examples.py
 
+test-browser: $(READY) ## look at the page of a timeline in Debian's chromium, which is installed if it is missing (as root)
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	$(BIN)/python -m pytest -m browser
+
 soak: $(READY) ## the soak tests, for MINUTES=10
 	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0
 
@@ -42,8 +46,10 @@ lint: $(READY) ## ruff
 typecheck: $(READY) ## mypy --strict
 	$(BIN)/mypy
 
-docs: $(READY) ## check the links and the code on the pages in docs/ and in the README
-	$(BIN)/python -m pytest tests/test_docs.py
+docs: $(READY) ## build the documentation into build/docs; check the links and the code on its pages and in the README
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+	$(BIN)/python -m pytest -m "not slow" tests/test_docs.py
+	@echo "open build/docs/index.html"
 
 # A benchmark is a module that can be run; the others in the folder are what they share.
 bench: $(READY) ## every benchmark in tests/benchmarks, one after the other (ARGS=--quick for a look)

@@ -20,6 +20,7 @@ from asyncloader.loader import DataLoader
 from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
 from asyncloader.samplers import ElasticSampler
 from asyncloader.stats import LoaderStats
+from asyncloader.trace import tracing
 from asyncloader.workers.place import sample_rng
 
 __version__ = "0.1.0"
@@ -41,4 +42,5 @@ __all__ = [
     "WorkerError",
     "WorkerStartError",
     "sample_rng",
+    "tracing",
 ]

@@ -199,10 +199,12 @@ class WorkerIterator(Faces[T_co]):
             self._num_workers,
             self._window,
             faults,
+            loader._open_trace(),
             is_iterable=self._is_iterable,
             scheduling=options.scheduling,
             run_ahead_bytes=options.run_ahead_bytes,
             persistent_workers=loader.persistent_workers,
+            concurrency=self._concurrency.samples,
         )
         return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed), faults, self._meter)
 

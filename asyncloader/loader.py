@@ -10,6 +10,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
+from os import PathLike
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -32,6 +34,7 @@ from asyncloader.options import (
 )
 from asyncloader.protocols import accept_iterable
 from asyncloader.stats import LoaderStats
+from asyncloader.trace import Trace, active_trace
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -107,7 +110,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next
             batch follows.
         worker_backend: Where workers run.
-        trace: File to write a timeline to.
+        trace: File to write a timeline of all runs to, for Perfetto or ``asyncloader trace FILE``.
         snapshot_every_n_steps: Accepted for the sake of code written for torchdata's StatefulDataLoader.
 
     Raises:
@@ -147,7 +150,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_crash: OnCrash = "retry",
         max_retries: int = 2,
         worker_backend: WorkerBackend = "process",
-        trace: str | None = None,
+        trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int = 1,
     ) -> None:
         accept_iterable(dataset)
@@ -187,6 +190,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._meter: Meter | None = None
         self._record: Record | None = None
         self._loaded: dict[str, Any] | None = None
+        self._tracer: Trace | None = None
         self._options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -247,6 +251,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._newest = weakref.ref(iterator)
         return iterator
 
+    def _open_trace(self) -> Trace | None:
+        """Return where the timeline of a run is written: one file for all runs of the loader."""
+        if self.trace is None:
+            return active_trace()
+        if self._tracer is None or self._tracer.path != Path(self.trace):
+            self._tracer = Trace(self.trace)
+            weakref.finalize(self, self._tracer.write, wait=False)
+        return self._tracer
+
     def stats(self) -> LoaderStats:
         """Return where the time of the newest run over the data went, or has gone so far: see `LoaderStats`.
 
@@ -297,7 +310,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return multiprocessing.get_context() if context is None else context
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_newest": _nothing, "_meter": None, "_record": None}
+        return {**self.__dict__, "_newest": _nothing, "_meter": None, "_tracer": None, "_record": None}
 
 
 def _name_options(init: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Literal, get_args
 
 from asyncloader.errors import ConfigurationError
@@ -36,7 +37,7 @@ class Options:
     on_crash: OnCrash = "retry"
     max_retries: int = 2
     worker_backend: WorkerBackend = "process"
-    trace: str | None = None
+    trace: str | PathLike[str] | None = None
     snapshot_every_n_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -68,7 +69,6 @@ class Options:
     def _refuse_unbuilt(self) -> None:
         unbuilt = {
             "worker_backend": self.worker_backend != "process",
-            "trace": self.trace is not None,
         }
         for name, asked in unbuilt.items():
             if asked:

@@ -88,6 +88,7 @@ class LoaderStats:
         work: Fetch, collate and encode of a batch together.
         workers: What each worker did.
         worker_cpu_s: CPU seconds of the workers.
+        worker_stalled_s: Seconds that workers were ready to run while others had the cores.
         main_cpu_s: CPU seconds of this process since the first batch.
         window: Batches that are being made or waiting at a time: ``prefetch_factor * num_workers``.
         window_used: Batches that were being made or waiting when the consumer came, on average; more than `window`
@@ -118,6 +119,7 @@ class LoaderStats:
     work: Timing
     workers: tuple[WorkerStats, ...]
     worker_cpu_s: float
+    worker_stalled_s: float
     main_cpu_s: float
     window: int
     window_used: float

@@ -62,7 +62,8 @@ class _Costs:
     batch: float
     train: float
     work: float
-    worker_cpu: float
+    worker_cpu: float  # that it used, or was ready to use while others had the cores
+    stalled: float  # the latter
     main_cpu: float
     cores: int
     workers: int
@@ -80,7 +81,13 @@ class _Costs:
     def enough_workers(self) -> int:
         """Return with how many workers something else limits."""
         other = max(self.train, self.cpu_floor, _LEAST_BATCH_S)
-        return max(1, min(_MOST_WORKERS, math.ceil(self.work / other - 0.05)))
+        most = max(self.workers, self.cores) if self.computes else _MOST_WORKERS
+        return max(1, min(most, math.ceil(self.work / other - 0.05)))
+
+    @property
+    def computes(self) -> bool:
+        """Whether work is computing, not waiting: then workers beyond the cores have nothing to run on."""
+        return self.worker_cpu > 0.5 * self.work
 
 
 def judge(stats: LoaderStats) -> Verdict:
@@ -92,8 +99,10 @@ def judge(stats: LoaderStats) -> Verdict:
     costs = _Costs(
         batch=waited + train,
         train=train,
-        work=stats.work.mean_s,
-        worker_cpu=stats.worker_cpu_s / stats.work.count,
+        # Where a worker fetches several batches at once each of them takes longer than it occupies the worker.
+        work=min(stats.work.mean_s, (waited + train) * (stats.num_workers or math.inf)),
+        worker_cpu=(stats.worker_cpu_s + stats.worker_stalled_s) / stats.work.count,
+        stalled=stats.worker_stalled_s / stats.work.count,
         main_cpu=stats.main_cpu_s / count,
         cores=stats.cores,
         workers=stats.num_workers,
@@ -164,9 +173,10 @@ def _workers(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     if enough > costs.workers and gain >= 1.1:
         text = f"{told}: more workers would help, {_worker_words(enough, costs.workers)} make it {_times(gain)}"
         if costs.worker_cpu < 0.2 * costs.work:
-            text += "; they mostly wait, so concurrency would help as well"
+            more = "a higher concurrency" if stats.options.get("concurrency", 1) > 1 else "concurrency"
+            text += f"; they mostly wait, so {more} would help as well"
         return Verdict(stage, text, {"num_workers": enough}, gain)
-    if costs.cpu_floor > _FULL * costs.batch:
+    if costs.computes and (costs.workers >= costs.cores or costs.cpu_floor > _FULL * costs.batch):
         return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
     return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")
 
@@ -227,7 +237,9 @@ def _worker_words(enough: int, now: int) -> str:
 
 
 def _cores_full(costs: _Costs) -> str:
-    return "the core is full" if costs.cores == 1 else f"all {costs.cores} cores are full"
+    full = "the core is full" if costs.cores == 1 else f"all {costs.cores} cores are full"
+    others = costs.stalled > 0.2 * costs.work and costs.workers <= costs.cores
+    return full + " (others use them as well)" * others
 
 
 def _times(gain: float) -> str:

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guides").glob("[!i]*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```([\w{}-]*) ?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -45,9 +48,18 @@ def test_code_on_pages_is_python(page: Path) -> None:
         compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-def test_code_of_the_first_page_runs() -> None:
-    """The blocks of docs/index.md, one after the other, are a program that runs without a warning."""
-    program = "\n".join(python_blocks(ROOT / "docs" / "index.md"))
-    done = run_python("-c", program)
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_of_a_page_runs(page: Path) -> None:
+    """The blocks of Python on a page, one after the other, are a program that runs without a warning."""
+    done = run_python("-c", "\n".join(python_blocks(page)))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_documentation_builds(tmp_path: Path) -> None:
+    """Sphinx makes HTML of all pages and docstrings without a warning; every page is in the table of contents."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "guides" / "workers.html").exists()

@@ -28,6 +28,7 @@ def test_public_names() -> None:
         "WorkerError",
         "WorkerStartError",
         "sample_rng",
+        "tracing",
     ]
     assert all(hasattr(asyncloader, name) for name in asyncloader.__all__)
 
@@ -44,7 +45,6 @@ def test_public_names_of_the_datasets() -> None:
         "ObjectStoreDataset",
         "Retries",
         "SQLDataset",
-        "TarShards",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
     script = """

@@ -35,17 +35,36 @@ class SomeBad(Load):
 
 def run_through(loader: DataLoader[Any], face: str, step_s: float = 0.0) -> LoaderStats:
     """Take all batches by one of the faces, with a step after each."""
+    return measured(loader, face, step_s)[0]
+
+
+def measured(loader: DataLoader[Any], face: str, step_s: float) -> tuple[LoaderStats, float, float]:
+    """Do so, and return the seconds that batches after the first were waited for and that steps took, by this clock."""
+    waited: list[float] = []
+    trained: list[float] = []
+
+    def timed(times: list[float], began: float) -> float:
+        now = time.perf_counter()
+        times.append(now - began)
+        return now
+
+    began = time.perf_counter()
     if face == "for":
         for _ in loader:
+            began = timed(waited, began)
             time.sleep(step_s)
+            began = timed(trained, began)
     else:
 
         async def run() -> None:
+            nonlocal began
             async for _ in loader:
+                began = timed(waited, began)
                 await asyncio.sleep(step_s)
+                began = timed(trained, began)
 
         asyncio.run(run())
-    return loader.stats()
+    return loader.stats(), sum(waited[1:]), sum(trained[:-1])
 
 
 @pytest.mark.parametrize("face", ["for", "async for"])
@@ -53,21 +72,20 @@ def run_through(loader: DataLoader[Any], face: str, step_s: float = 0.0) -> Load
 def test_figures_of_a_run(num_workers: int, face: str) -> None:
     """Batches, samples, bytes and the time of each stage are those of the load, and go into JSON."""
     loader = DataLoader(Load(158, 0.002), 8, num_workers=num_workers)
-    stats = run_through(loader, face, 0.003)
+    stats, waited_s, trained_s = measured(loader, face, 0.003)
     assert (stats.batches, stats.samples, stats.epoch, stats.num_workers) == (20, 158, 0, num_workers)
     assert stats.waited.count == stats.ready.count == 19
     assert stats.work.count == stats.stages.fetch.count == 20
-    assert 0.015 < stats.stages.fetch.mean_s < 0.03
+    assert 0.015 < stats.stages.fetch.p50_s < 0.03
     assert stats.stages.fetch.mean_s + stats.stages.collate.mean_s <= stats.work.mean_s * 1.001
     assert stats.waited.p50_s <= stats.waited.p99_s <= stats.waited.longest_s
-    assert stats.training_s == pytest.approx(19 * 0.003, rel=0.5)
-    expected = 0.016 / max(num_workers, 1) - 0.003 * bool(num_workers)
-    assert stats.waited.mean_s == pytest.approx(expected, rel=0.5)
-    assert stats.waited_share == pytest.approx(stats.waited.mean_s / (stats.waited.mean_s + 0.003), abs=0.1)
+    assert stats.training_s == pytest.approx(trained_s, rel=0.1)
+    assert stats.waited.total_s == pytest.approx(waited_s, rel=0.1)
+    assert stats.waited_share == pytest.approx(waited_s / (waited_s + trained_s), abs=0.05)
     if num_workers:
         assert stats.bytes >= 158 * 8 * 4
         assert sum(worker.batches for worker in stats.workers) == 20
-        assert all(worker.busy_share > 0.8 for worker in stats.workers)
+        assert all(worker.busy_share > 0.6 for worker in stats.workers)
         assert 1 <= stats.window_used <= stats.window + 1
     told = json.loads(json.dumps(stats.as_dict()))
     assert told["stages"]["fetch"]["count"] == 20
@@ -124,13 +142,13 @@ def test_it_can_be_asked_at_any_time() -> None:
 def test_it_costs_little() -> None:
     """Counting takes below 5 us a batch in the parent, a snapshot below 50 us: the best of some rounds."""
     meter = Meter(0, 4, 8)
-    record = Record(1, int(time.perf_counter() * 1e6), 1, 10, 20, 30, 40, 50, 8)
+    record = Record(1, int(time.perf_counter() * 1e6), 1, 10, 20, 30, 40, 50, 0, 8)
     counting, taking = [], []
     for _ in range(20):
         began = time.perf_counter()
         for _ in range(256):
-            made_at = meter.came(1, record, time.perf_counter(), time.perf_counter(), 1000)
-            meter.took(0.0, [made_at, time.perf_counter()], 4, 2)
+            passage = meter.came(1, record, time.perf_counter(), time.perf_counter(), 1000)
+            meter.took(0.0, passage, 4, 2)
         counting.append((time.perf_counter() - began) / 256)
         began = time.perf_counter()
         meter.stats()

@@ -6,6 +6,9 @@ Each test runs a load, reads the verdict, does what it says, runs again, and com
 from __future__ import annotations
 
 import random
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -186,17 +189,33 @@ class Spins(Load):
         return self.sample
 
 
+def gain_of_processes(count: int) -> float:
+    """Return how much more so many processes compute than one, on this machine and now."""
+    spin = "import time\nwhile time.thread_time() < 0.5: pass"
+    seconds = []
+    for processes in (1, count):
+        began = time.perf_counter()
+        running = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(processes)]
+        for process in running:
+            process.wait()
+        seconds.append(time.perf_counter() - began)
+    return count * seconds[0] / seconds[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_workers_that_compute(num_workers: int) -> None:
     """As long as there are cores more workers are advised; when all are full that is said, and a cheaper fetch."""
     loader = DataLoader(Spins(BATCH * 60, 0.004), BATCH, num_workers=num_workers)
-    before_s, stats = judged(loader, 0.0)
+    _, stats = judged(loader, 0.0)
     verdict = stats.verdict
     assert verdict.limit == "fetch", str(stats)
     if num_workers < stats.cores:
         assert verdict.advice == {"num_workers": stats.cores}
-        assert_gain(before_s, judged(follow(loader, verdict.advice), 0.0)[0], verdict.gain)
+        advised = follow(loader, verdict.advice)
+        gains = [train(loader, 0.0) / train(advised, 0.0) for _ in range(5)]
+        possible = gain_of_processes(stats.cores)  # less than promised where others use the cores as well
+        assert statistics.median(gains) > 0.7 * min(verdict.gain, possible)
     else:
         assert f"all {stats.cores} cores are full" in verdict.text
         assert verdict.gain == 1.0

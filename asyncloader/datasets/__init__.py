@@ -17,7 +17,6 @@ from asyncloader.datasets.http import HTTPDataset
 from asyncloader.datasets.objects import ObjectStoreDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
-from asyncloader.datasets.shards import TarShards
 from asyncloader.datasets.sql import SQLDataset
 
 __all__ = [
@@ -30,5 +29,4 @@ __all__ = [
     "ObjectStoreDataset",
     "Retries",
     "SQLDataset",
-    "TarShards",
 ]

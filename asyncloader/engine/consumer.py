@@ -75,9 +75,9 @@ class Consumer:
                 raise
             if item.error is not None:
                 run.meter.failed()
-            elif item.times is not None:
+            elif item.passage is not None:
                 used = self._planned - self.taken - run.void_count
-                run.meter.took(asked_at, item.times, used, len(run.handoff.ready))
+                run.meter.took(asked_at, item.passage, used, len(run.handoff.ready))
             if item.seq >= 0:
                 self.progress.done(item.seq)
             if self._plan_error is not None:

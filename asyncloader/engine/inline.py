@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from asyncloader.checkpoint import Beginning
 from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.meter import Meter
+from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.plan import Done
 from asyncloader.engine.portal import EXIT_GRACE_S
 from asyncloader.engine.session import Item
@@ -89,6 +89,7 @@ class TimedFetcher:
     """
 
     fetcher: Any  # set once it was made, with our `collate`
+    passage: Passage  # of the last batch
 
     def __init__(self, meter: Meter, collate_fn: Any, auto_collation: bool) -> None:
         self._meter = meter
@@ -102,7 +103,7 @@ class TimedFetcher:
         began = time.perf_counter()
         batch = self.fetcher.fetch(keys)
         if batch is not LEFT_OUT:
-            self._meter.made_here(time.perf_counter() - began - self._collate_s, self._collate_s, self._count)
+            self.passage = self._meter.made_here(began, self._collate_s, self._count)
         return batch
 
     def collate(self, samples: Any) -> Any:
@@ -149,7 +150,8 @@ class FetchThread:
         while (request := self._requests.get()) is not None:
             try:
                 batch = self._fetcher.fetch(request.pop())
-                item = Item(None, left_out=True) if batch is LEFT_OUT else Item(batch, times=[time.perf_counter()] * 2)
+                left_out = batch is LEFT_OUT
+                item = Item(None, left_out=True) if left_out else Item(batch, passage=self._fetcher.passage)
                 del batch
             except asyncio.CancelledError as error:
                 item = Item(None, _cancelled(error))
@@ -194,7 +196,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._open_plan(loader, beginning)
         beginning.end()
         faults = make_faults(loader)
-        self._meter = loader._meter = Meter(self._record.epoch, 0, 0, faults)
+        self._meter = loader._meter = Meter(self._record.epoch, 0, 0, faults, loader._open_trace())
         self._dataset_fetcher = self._make_fetcher(loader, faults)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
@@ -247,7 +249,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             except Exception:
                 self._meter.failed()
                 raise
-            self._meter.took(asked_at, [time.perf_counter()] * 2, 0, 0)
+            self._meter.took(asked_at, self._dataset_fetcher.passage, 0, 0)
             return batch
 
     def _next_here(self) -> Any:
@@ -303,8 +305,8 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                     return item
 
     def _count(self, item: Item, asked_at: float) -> None:
-        if item.times is not None:
-            self._meter.took(asked_at, item.times, 0, len(self._fetching.handoff.ready))
+        if item.passage is not None:
+            self._meter.took(asked_at, item.passage, 0, len(self._fetching.handoff.ready))
         else:
             self._meter.failed()
 

@@ -19,12 +19,24 @@ from asyncloader.cores import usable_cores
 from asyncloader.engine.faults import Faults
 from asyncloader.stats import LoaderStats, Stages, WorkerStats
 from asyncloader.tally import Tally, Timing
+from asyncloader.trace import Trace
 from asyncloader.workers.messages import Record
 
 log = logging.getLogger("asyncloader")
 
 _MADE: Final = ("queue", "fetch", "collate", "encode", "transfer", "decode", "work")
 _TAKEN: Final = ("waited", "ready", "order")
+
+
+class Passage:
+    """The way of one batch through this process: its number, when it was there, when it was its turn."""
+
+    __slots__ = ("made_at", "ready_at", "seq")
+
+    def __init__(self, seq: int, made_at: float) -> None:
+        self.seq = seq
+        self.made_at = made_at
+        self.ready_at = made_at
 
 
 class Meter:
@@ -35,15 +47,27 @@ class Meter:
         num_workers: 0 if the consumer's process makes the batches.
         window: Batches being made or waiting at a time.
         faults: What was mended in this run.
+        trace: Where a timeline is written.
         options: What the verdict wants to know of the loader's options.
     """
 
-    def __init__(self, epoch: int, num_workers: int, window: int, faults: Faults | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        num_workers: int,
+        window: int,
+        faults: Faults | None = None,
+        trace: Trace | None = None,
+        **options: Any,
+    ) -> None:
         self.faults = faults
         self._epoch = epoch
         self._num_workers = num_workers
         self._window = window
         self._options = options
+        self._trace = trace
+        if trace is not None:
+            trace.epoch(epoch)
         self._began = perf_counter()
         self._is_told = False
         # Written by the loop thread.
@@ -53,9 +77,11 @@ class Meter:
         self._busy_s = [0.0] * num_workers
         self._idle_s = [0.0] * num_workers
         self._cpu_us = 0
+        self._stalled_us = 0
         self._samples = 0
         self._bytes = 0
         self._errors = 0
+        self._made_here = 0
         # Written by consumers, one at a time.
         self._taken = Tally(len(_TAKEN))
         self._taken_count = 0
@@ -69,8 +95,8 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------- loop thread
 
-    def came(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int) -> float:
-        """Count a batch that a worker made; return the time, for it is needed again.
+    def came(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int) -> Passage:
+        """Count a batch that a worker made, and has just been read.
 
         Args:
             worker: Who made it.
@@ -91,18 +117,31 @@ class Meter:
         self._batches[worker] += 1
         self._busy_s[worker] += work
         self._cpu_us += record.cpu_us
+        self._stalled_us += record.stalled_us
         self._samples += record.samples
         self._bytes += nbytes
-        return now
+        if self._trace is not None:
+            stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
+            self._trace.batch(record.seq, worker, sent_at, began, stages, arrived_at)
+        return Passage(record.seq, now)
 
-    def made_here(self, fetch_s: float, collate_s: float, samples: int) -> None:
-        """Count a batch that this process made itself."""
-        self._made.add((0.0, fetch_s, collate_s, 0.0, 0.0, 0.0, fetch_s + collate_s))
+    def made_here(self, began: float, collate_s: float, samples: int) -> Passage:
+        """Count a batch that this process has just made itself."""
+        now = perf_counter()
+        work = now - began
+        seq, self._made_here = self._made_here, self._made_here + 1
+        self._made.add((0.0, work - collate_s, collate_s, 0.0, 0.0, 0.0, work))
         self._samples += samples
+        if self._trace is not None:
+            self._trace.batch(seq, -1, 0.0, began, (("fetch", work - collate_s), ("collate", collate_s)), 0.0)
+        return Passage(seq, now)
 
-    def pinned(self, seconds: float) -> None:
-        """Count a copy into page-locked memory."""
+    def pinned(self, passage: Passage, seconds: float) -> None:
+        """Count a copy into page-locked memory, which has just been made."""
         self._pinned.add((seconds,))
+        passage.made_at = passage.ready_at = perf_counter()
+        if self._trace is not None:
+            self._trace.pinned(passage.seq, seconds)
 
     def failed(self) -> None:
         """Count an exception that is handed over in place of a batch."""
@@ -110,25 +149,28 @@ class Meter:
 
     # --------------------------------------------------------------------------------------------- consumers
 
-    def took(self, asked_at: float, times: list[float], used: int, ready: int) -> None:
+    def took(self, asked_at: float, passage: Passage, used: int, ready: int) -> None:
         """Count a batch that a consumer takes.
 
         Args:
             asked_at: Since when the consumer waited for it, 0.0 if it did not.
-            times: When the batch was there, and when it was its turn.
+            passage: Of the batch.
             used: Batches being made or waiting.
             ready: Batches that lay ready.
         """
         now = perf_counter()
-        made_at, ready_at = times
         waited = now - asked_at if asked_at else 0.0
         if self._taken_count:
-            self._taken.add((waited, now - ready_at, ready_at - made_at))
+            self._taken.add((waited, now - passage.ready_at, passage.ready_at - passage.made_at))
             self._training_s += max(0.0, now - self._last_at - waited)
             self._last_cpu_s = process_time()
         else:
             self._first_at = now
             self._first_cpu_s = self._last_cpu_s = process_time()
+        if self._trace is not None:
+            self._trace.taken(passage.seq, self._last_at if self._taken_count else 0.0, asked_at, now, ready)
+            if self._trace.is_due:
+                self._trace.write()
         self._last_at = now
         self._taken_count += 1
         self._used_sum += used
@@ -139,6 +181,7 @@ class Meter:
         if self._is_told:
             return
         self._is_told = True
+        self.write_trace()
         if log.isEnabledFor(logging.INFO):
             stats = self.stats()
             log.info(
@@ -152,6 +195,11 @@ class Meter:
             )
 
     # -------------------------------------------------------------------------------------------- any thread
+
+    def write_trace(self) -> None:
+        """See that the timeline is in its file so far."""
+        if self._trace is not None:
+            self._trace.write()
 
     def stats(self) -> LoaderStats:
         """Return the figures so far."""
@@ -177,6 +225,7 @@ class Meter:
                 for worker in range(self._num_workers)
             ),
             worker_cpu_s=self._cpu_us * 1e-6,
+            worker_stalled_s=self._stalled_us * 1e-6,
             main_cpu_s=self._last_cpu_s - self._first_cpu_s,
             window=self._window,
             window_used=self._used_sum / count if count else 0.0,

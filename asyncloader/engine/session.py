@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.meter import Meter
+from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.scheduler import (
@@ -87,8 +87,7 @@ class Item(NamedTuple):
 
     ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
     the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
-    ``times`` are those at which a batch was made and, once it was its turn, at which it was handed over.
-    ``seq`` is its number in the plan; -1 beside the order.
+    ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order.
     """
 
     batch: Any
@@ -96,7 +95,7 @@ class Item(NamedTuple):
     counts: bool = True
     bad: Sequence[BadSample] = ()
     left_out: bool = False
-    times: list[float] | None = None
+    passage: Passage | None = None
     seq: int = -1
 
     def open(self) -> Any:
@@ -242,6 +241,7 @@ class Session:
         self._run.handoff.wake_all()
         self._read_inbox()
         self._stop_resting()
+        self._run.meter.write_trace()
         if self._pinner is not None:
             self._pinner.stop()
         self.pool.end(grace_s)
@@ -302,23 +302,22 @@ class Session:
         scheduler = self._run.scheduler
         self._storm = 0
         sent_at = scheduler.in_flight[worker][record.seq].sent_at
-        times = [self._run.meter.came(worker, record, sent_at, arrived_at, nbytes)]
+        passage = self._run.meter.came(worker, record, sent_at, arrived_at, nbytes)
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         bad = self._run.bad.pop(record.seq, ()) if self._run.bad else ()
         if self._pinner is None:
-            actions += scheduler.ready(record.seq, Item(batch, bad=bad, seq=record.seq, times=times), nbytes)
+            actions += scheduler.ready(record.seq, Item(batch, bad=bad, seq=record.seq, passage=passage), nbytes)
         else:
-            item = Item(None, bad=bad, seq=record.seq)
-            self._pinner.pin(batch, partial(self._on_pinned, self._run, nbytes, item))
+            item = Item(None, bad=bad, seq=record.seq, passage=passage)
+            self._pinner.pin(batch, partial(self._on_pinned, self._run, passage, nbytes, item))
         self._apply(actions)
 
     def _on_pinned(
-        self, run: Run, nbytes: int, item: Item, batch: Any, error: Exception | None, seconds: float
+        self, run: Run, passage: Passage, nbytes: int, item: Item, batch: Any, error: Exception | None, seconds: float
     ) -> None:
         if run is self._run and self.state is State.OPEN:
-            run.meter.pinned(seconds)
-            item = item._replace(batch=batch, error=error, times=[perf_counter()])
-            self._apply(run.scheduler.ready(item.seq, item, nbytes))
+            run.meter.pinned(passage, seconds)
+            self._apply(run.scheduler.ready(item.seq, item._replace(batch=batch, error=error), nbytes))
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""
@@ -437,8 +436,8 @@ class Session:
         self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:
-        if (times := action.outcome.times) is not None:
-            times.append(perf_counter())
+        if (passage := action.outcome.passage) is not None:
+            passage.ready_at = perf_counter()
         self._run.handoff.put(action.outcome)
 
     def _read_on(self, action: Read) -> None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from asyncloader.options import OnError
 
 HEADER = struct.Struct("<QB7x")
-RECORD = struct.Struct("<QQIIIIIII4x")  # 48 bytes, so that the payload behind it stays aligned
+RECORD = struct.Struct("<QQIIIIIIII")  # 48 bytes, so that the payload behind it stays aligned
 MAX_FRAME_BYTES = 1 << 40
 
 
@@ -61,7 +61,7 @@ class Record(NamedTuple):
     """What a worker tells about a ticket, beside its outcome. Times in microseconds.
 
     ``began_us`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``cpu_us`` is
-    what the process used since the ticket before.
+    what the process used since the ticket before, ``stalled_us`` what it could have used but got no core for.
     """
 
     seq: int
@@ -72,6 +72,7 @@ class Record(NamedTuple):
     collate_us: int
     encode_us: int
     cpu_us: int
+    stalled_us: int
     samples: int
 
     @property

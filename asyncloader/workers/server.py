@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from asyncloader.cores import Stalls
 from asyncloader.workers import place
 from asyncloader.workers.fetch import BadSample, Fetcher, NoGoodSample, make_fetcher
 from asyncloader.workers.line import Line, micros
@@ -47,6 +48,7 @@ class Server:
         self._ended = False
         self._idle_since = perf_counter()
         self._cpu_s = process_time()
+        self._stalls = Stalls()
         self._looked_at = 0.0
 
     # -------------------------------------------------------------------------------------------------- opening
@@ -183,6 +185,7 @@ class Server:
             collate_us=micros(now - fetched),
             encode_us=0,
             cpu_us=micros(self._cpu_s - cpu_before),
+            stalled_us=micros(self._stalls.since_last()),
             samples=samples,
         )
 

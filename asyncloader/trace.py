@@ -1,0 +1,254 @@
+"""Write a timeline of what happened: for Perfetto (https://ui.perfetto.dev), Chrome's about:tracing, or our own page.
+
+    loop thread, consumers ── note ──> events in hand ── every 512, in a consumer's thread ──> file
+
+A track for each worker, for the channel (sending tickets and reading answers), the pin thread and the consumer; arrows
+from a ticket through its worker to the consumer. The file is whole JSON after each writing, and open during writing
+only, so a run that is killed leaves a timeline up to then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+log = logging.getLogger("asyncloader")
+
+_WRITE_AT = 512
+_END = b"\n]\n"
+_INSTANT_S = 1e-6
+_CONSUMER, _CHANNEL, _PIN, _WORKER = 1, 2, 3, 100  # the numbers of the tracks; workers count on
+_LANES = 64  # tracks of a worker at most: one for each of the batches that it fetches at once
+
+
+class Trace:
+    """One file with the timeline of one or several runs. Any thread may note; writing takes a lock.
+
+    Args:
+        path: The file; what is there is replaced.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._began = perf_counter()
+        self._events: list[tuple[Any, ...]] = []
+        self._named: set[int] = set()
+        self._lanes: dict[int, list[float]] = {}  # of each worker, until when its lanes are taken
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._pid = os.getpid()  # a fork of this process leaves the file alone
+        self._end_at = 1
+        self.path.write_bytes(b"[" + _END)
+
+    # ------------------------------------------------------------------------------------------------ noting
+
+    def epoch(self, number: int) -> None:
+        """Note that a run begins."""
+        self._events.append((_epoch, perf_counter(), number))
+
+    def batch(self, seq: int, worker: int, sent_at: float, began: float, stages: Any, arrived_at: float) -> None:
+        """Note a batch that has come, from a worker or from this process (-1).
+
+        Args:
+            seq: Of its ticket.
+            worker: Who made it.
+            sent_at: When its ticket was sent, 0.0 for never.
+            began: When the work began.
+            stages: Names and seconds of what the worker did, one after the other.
+            arrived_at: When it arrived, 0.0 for never; it has been read by now.
+        """
+        self._events.append((_batch, seq, worker, sent_at, began, stages, arrived_at, perf_counter()))
+
+    def pinned(self, seq: int, seconds: float) -> None:
+        """Note that a copy into page-locked memory has just been made."""
+        self._events.append((_pinned, seq, perf_counter(), seconds))
+
+    def taken(self, seq: int, last_at: float, asked_at: float, now: float, ready: int) -> None:
+        """Note that a consumer took a batch, for which it waited if ``asked_at`` is not 0, after its last one."""
+        self._events.append((_taken, seq, last_at, asked_at, now, ready))
+
+    # ----------------------------------------------------------------------------------------------- writing
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is so much that it should be written."""
+        return len(self._events) >= _WRITE_AT
+
+    def write(self, *, wait: bool = True) -> None:
+        """Write what was noted. If the file does not take it, say so once; the training goes on.
+
+        Finalizers do not wait for a thread that is writing, which may be the one they interrupt.
+        """
+        if self._pid != os.getpid() or not self._lock.acquire(blocking=wait):
+            return
+        try:
+            count = len(self._events)
+            events, self._events[:count] = self._events[:count], []
+            if not events or not self._is_open:
+                return
+            text = b",\n".join(json.dumps(event).encode() for noted in events for event in self._expand(noted))
+            text = (b",\n" if self._end_at > 1 else b"\n") + text
+            try:
+                self._append(text)
+            except OSError as error:
+                self._is_open = False
+                log.warning("The timeline in %s ends here, the training goes on: %s", self.path, error)
+        finally:
+            self._lock.release()
+
+    def _append(self, text: bytes) -> None:
+        with self.path.open("r+b", buffering=0) as file:
+            try:
+                file.seek(self._end_at)
+                whole = memoryview(text + _END)
+                while whole:
+                    whole = whole[file.write(whole) :]
+            except OSError:
+                file.truncate(self._end_at)  # what was written before stays whole, if three bytes find room
+                file.seek(self._end_at)
+                file.write(_END)
+                raise
+        self._end_at += len(text)
+
+    def close(self) -> None:
+        """Write what is left. What is noted later is dropped."""
+        self.write()
+        self._is_open = False
+
+    # --------------------------------------------------------------------------------------------- expanding
+
+    def _expand(self, noted: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+        make, *values = noted
+        if make is _batch:
+            _, worker, _, began, stages, *_ = values
+            values[1] = self._track(worker, began, began + sum(seconds for _, seconds in stages))
+        for event in make(*values):
+            if (track := event["tid"]) not in self._named:
+                self._named.add(track)
+                yield from _names(track)
+            for key in ("ts", "dur"):
+                if key in event:
+                    event[key] = round((event[key] - self._began * (key == "ts")) * 1e6, 1)
+            yield {"pid": 1, **event}
+
+    def _track(self, worker: int, began: float, ended: float) -> int:
+        """Return the first track of the worker on which nothing overlaps this."""
+        lanes = self._lanes.setdefault(worker, [])
+        lane = next((lane for lane, taken in enumerate(lanes) if taken <= began + _INSTANT_S), len(lanes))
+        lane = min(lane, _LANES - 1)
+        lanes[lane : lane + 1] = [ended]
+        return _WORKER + worker * _LANES + lane
+
+
+def _names(track: int) -> Iterator[dict[str, Any]]:
+    worker, lane = divmod(track - _WORKER, _LANES)
+    fixed = {_CONSUMER: "consumer", _CHANNEL: "channel", _PIN: "pin thread"}
+    name = fixed.get(track) or ("this process" if worker < 0 else f"worker {worker}") + f" ({lane + 1})" * bool(lane)
+    yield {"pid": 1, "ph": "M", "tid": track, "name": "thread_name", "args": {"name": name}}
+    yield {"pid": 1, "ph": "M", "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}
+
+
+def _slice(track: int, name: str, began: float, seconds: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "tid": track, "name": name, "ts": began, "dur": max(seconds, _INSTANT_S), "args": args}
+
+
+def _flow(phase: str, track: int, seq: int, at: float) -> dict[str, Any]:
+    """A point of the arrow of a ticket: "s" where it starts, "t" where it passes, "f" where it ends."""
+    event = {"ph": phase, "tid": track, "name": "ticket", "cat": "ticket", "id": seq, "ts": at}
+    return {**event, "bp": "e"} if phase == "f" else event
+
+
+def _epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"epoch {number}", "ts": at}
+
+
+def _batch(
+    seq: int, track: int, sent_at: float, began: float, stages: Any, arrived_at: float, now: float
+) -> Iterator[dict[str, Any]]:
+    if sent_at:
+        yield _slice(_CHANNEL, "send", sent_at, 0.0, batch=seq)
+        yield _flow("s", _CHANNEL, seq, sent_at)
+    yield _slice(track, f"batch {seq}", began, sum(seconds for _, seconds in stages), batch=seq)
+    if sent_at:
+        yield _flow("t", track, seq, began)
+    for name, seconds in stages:
+        yield _slice(track, name, began, seconds, batch=seq)
+        began += seconds
+    if arrived_at:
+        yield _slice(_CHANNEL, "receive", arrived_at, now - arrived_at, batch=seq)
+        yield _flow("t", _CHANNEL, seq, arrived_at)
+
+
+def _pinned(seq: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
+    yield _slice(_PIN, "pin", now - seconds, seconds, batch=seq)
+    yield _flow("t", _PIN, seq, now - seconds)
+
+
+def _taken(seq: int, last_at: float, asked_at: float, now: float, ready: int) -> Iterator[dict[str, Any]]:
+    if last_at:
+        began = last_at + _INSTANT_S  # after the slice in which the last one was taken
+        yield _slice(_CONSUMER, "train", began, (asked_at or now) - began)
+    if asked_at:
+        yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=seq)
+    yield _slice(_CONSUMER, "take", now, 0.0, batch=seq)
+    yield _flow("f", _CONSUMER, seq, now)
+    yield {"ph": "C", "tid": _CONSUMER, "name": "ready", "ts": now, "args": {"batches": ready}}
+
+
+# ------------------------------------------------------------------------------------------------------- faces
+
+_active: list[Trace] = []
+
+
+@contextlib.contextmanager
+def tracing(path: str | os.PathLike[str]) -> Iterator[Trace]:
+    """Write a timeline of all runs of all loaders that begin inside, as the option ``trace`` does for one loader.
+
+    Args:
+        path: The file; what is there is replaced. Processes (ranks) need a file each.
+    """
+    trace = Trace(path)
+    _active.append(trace)
+    try:
+        yield trace
+    finally:
+        _active.remove(trace)
+        trace.close()
+
+
+def active_trace() -> Trace | None:
+    """Return the trace of the innermost `tracing` that is open."""
+    return _active[-1] if _active else None
+
+
+def to_html(source: str | os.PathLike[str], target: str | os.PathLike[str] | None = None) -> Path:
+    """Make a page of a timeline, which shows it in any browser, without the network.
+
+    Args:
+        source: What the option ``trace``, or `tracing`, wrote.
+        target: The page; by default beside the timeline, with ".html".
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: if the source is no timeline.
+    """
+    text = Path(source).read_text()
+    if not isinstance(events := json.loads(text), list) or not all("ph" in event for event in events):
+        raise ValueError(f"{source} is no timeline: a list of trace events is expected")
+    page = files("asyncloader").joinpath("viewer.html").read_text()
+    target = Path(target) if target is not None else Path(source).with_suffix(".html")
+    target.write_text(page.replace("/*EVENTS*/[]", text.replace("</", "<\\/").strip()).replace("TITLE", target.stem))
+    return target

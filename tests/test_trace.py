@@ -1,0 +1,170 @@
+"""Timelines: what is in the file, and that it is whole whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader, tracing
+from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.portal import Portal
+from asyncloader.iterators import WorkerIterator
+from asyncloader.trace import to_html
+from tests.loads import Load
+from tests.programs import run_python
+
+
+def read(path: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Return the slices of each track by its name, and all events."""
+    events = json.loads(path.read_text())
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[names[event["tid"]]].append(event)
+    return tracks, events
+
+
+def ends(slice_: dict[str, Any]) -> float:
+    return slice_["ts"] + slice_["dur"]
+
+
+@pytest.mark.parametrize("face", ["for", "async for"])
+def test_timeline_of_a_run(tmp_path: Path, face: str) -> None:
+    """Each batch is sent, made by its worker, received and taken, in this order, with arrows; slices nest or follow."""
+    path = tmp_path / "run.json"
+    loader = DataLoader(Load(8 * 200, 0.0002), 8, num_workers=2, trace=str(path))
+
+    async def run() -> None:
+        async for _ in loader:
+            await asyncio.sleep(0.0005)
+
+    if face == "for":
+        for _ in loader:
+            time.sleep(0.0005)
+    else:
+        asyncio.run(run())
+    tracks, events = read(path)
+    assert set(tracks) == {"consumer", "channel", "worker 0", "worker 1"}
+    place = {(slice_["name"], slice_["args"].get("batch")): slice_ for track in tracks.values() for slice_ in track}
+    for seq in range(200):
+        sent, received, taken = (place[name, seq] for name in ("send", "receive", "take"))
+        made = place[f"batch {seq}", seq]
+        assert made in tracks[f"worker {seq % 2}"]
+        assert sent["ts"] <= made["ts"] < ends(made) <= ends(received) <= taken["ts"]
+        arrow = [event for event in events if event["ph"] in "stf" and event["id"] == seq]
+        assert [event["ph"] for event in sorted(arrow, key=lambda event: event["ts"])] == ["s", "t", "t", "f"]
+        parts = [place[name, seq] for name in ("fetch", "collate", "encode")]
+        assert sum(part["dur"] for part in parts) == pytest.approx(made["dur"], abs=4)
+    for name in ("consumer", "worker 0", "worker 1"):
+        outer = [slice_ for slice_ in tracks[name] if slice_["name"] not in ("fetch", "collate", "encode")]
+        outer.sort(key=lambda slice_: slice_["ts"])
+        assert all(ends(one) <= other["ts"] + 0.3 for one, other in itertools.pairwise(outer))
+    training = sum(slice_["dur"] for slice_ in tracks["consumer"] if slice_["name"] == "train")
+    assert training * 1e-6 == pytest.approx(loader.stats().training_s, rel=0.02)
+
+
+def test_all_runs_of_a_loader_are_in_one_file(tmp_path: Path) -> None:
+    """Epochs follow one another, and a run that is broken off is there as far as it went."""
+    path = tmp_path / "run.json"
+    loader = DataLoader(Load(80), 8, num_workers=1, trace=path)
+    for _ in range(2):
+        for _ in loader:
+            pass
+    with iter(loader) as batches:
+        next(batches)
+    tracks, events = read(path)
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert sum(slice_["name"] == "take" for slice_ in tracks["consumer"]) == 21
+
+
+def test_tracing_a_part_of_a_program(tmp_path: Path) -> None:
+    """Runs that begin inside are in the file, of any loader, also without workers; others are not."""
+    path = tmp_path / "part.json"
+    loader = DataLoader(Load(80), 8)
+    assert len(list(loader)) == 10
+    with tracing(path):
+        assert len(list(loader)) == 10
+        assert len(list(DataLoader(Load(40), 8, num_workers=1))) == 5
+    assert len(list(loader)) == 10
+    tracks, _ = read(path)
+    assert set(tracks) == {"consumer", "channel", "this process", "worker 0"}
+    assert sum(slice_["name"] == "take" for slice_ in tracks["consumer"]) == 15
+    assert to_html(path).read_text().count('"take"') == 15
+
+
+class Awaits(Load):
+    """Samples that are awaited."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.sleep(0.001 * (1 + index % 7))
+        return self.sample
+
+
+def test_batches_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path) -> None:
+    """A worker that fetches several batches at once has a track for each, on which nothing overlaps."""
+    for _ in DataLoader(Awaits(160), 4, num_workers=1, concurrency=16, trace=tmp_path / "run.json"):
+        pass
+    tracks, _ = read(tmp_path / "run.json")
+    lanes = [name for name in tracks if name.startswith("worker 0")]
+    assert len(lanes) >= 3
+    for name in lanes:
+        batches = sorted(
+            (slice_ for slice_ in tracks[name] if slice_["name"].startswith("batch")), key=lambda slice_: slice_["ts"]
+        )
+        assert all(ends(one) <= other["ts"] + 0.3 for one, other in itertools.pairwise(batches))
+    assert sum(slice_["name"] == "fetch" for name in lanes for slice_ in tracks[name]) == 40
+
+
+class Pinning(WorkerIterator[Any]):
+    """Batches that are copied as pinning does."""
+
+    def _make_pinner(self, portal: Portal) -> Pinner:
+        return Pinner(portal, "cuda", copy=lambda batch: batch.clone())
+
+
+def test_the_pin_thread_has_a_track(tmp_path: Path) -> None:
+    """Copies into page-locked memory are on a track of their own, and the arrow passes there."""
+    loader = DataLoader(Load(80), 8, num_workers=1, trace=tmp_path / "run.json")
+    with Pinning(loader, wait_for_start=True) as batches:
+        assert len(list(batches)) == 10
+    tracks, events = read(tmp_path / "run.json")
+    assert [slice_["args"]["batch"] for slice_ in tracks["pin thread"]] == list(range(10))
+    assert sum(event["ph"] == "t" for event in events) == 30
+
+
+FULL = """
+import json, logging, resource, signal, sys
+from pathlib import Path
+from asyncloader import DataLoader
+from tests.loads import Load
+logging.basicConfig()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # the kernel then refuses as a full disk does
+print(sum(1 for _ in DataLoader(Load(4000), 1, num_workers=2, trace=sys.argv[1])))
+print(len(json.loads(Path(sys.argv[1]).read_text())) > 500)
+"""
+
+
+def test_a_file_that_cannot_grow_does_not_stop_training(tmp_path: Path) -> None:
+    """All batches come; one warning says where the timeline ends; what was written before is whole."""
+    done = run_python("-c", f"import sys; sys.path.insert(0, {str(Path.cwd())!r}){FULL}", tmp_path / "run.json")
+    assert done.stdout == "4000\nTrue\n", done.stderr
+    assert done.stderr.count("ends here, the training goes on: [Errno 27]") == 1
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    """At the beginning it is more likely a misspelling than a full disk."""
+    with pytest.raises(FileNotFoundError):
+        iter(DataLoader(Load(8), 8, trace=tmp_path / "nowhere" / "run.json"))
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="is no timeline"):
+        to_html(tmp_path / "other.json")
