@@ -10,6 +10,7 @@ is in :mod:`asyncloader.workers.threads`.
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -131,6 +132,7 @@ class ProcessLine:
         """Watch the socket."""
         self._loop, self._ready = loop, ready
         loop.add_reader(self._channel.fileno(), ready)
+        os.set_blocking(self._channel.fileno(), True)  # which libuv has ended; `_ask` and sending rely on it
         loop.call_soon(ready)  # what was read from the socket before
 
     def unlisten(self) -> None:

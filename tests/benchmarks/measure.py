@@ -30,6 +30,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 
+HELPERS = ("multiprocessing.forkserver", "resource_tracker", "tests.services.")
 OUR_OPTIONS = {"run_ahead_bytes", "scheduling", "seeding", "concurrency"}
 
 
@@ -163,11 +164,11 @@ def settle() -> None:
 
 
 def _stays(child: psutil.Process) -> bool:
-    """Tell whether this is no worker: multiprocessing's own helpers are direct children and outlive the runs."""
+    """Tell whether this is no worker: helpers of multiprocessing, and servers, are direct children and outlive runs."""
     try:
         if child.status() == psutil.STATUS_ZOMBIE:
             return True
-        helper = any(name in " ".join(child.cmdline()) for name in ("multiprocessing.forkserver", "resource_tracker"))
+        helper = any(name in " ".join(child.cmdline()) for name in HELPERS)
         return helper and child.ppid() == os.getpid()
     except psutil.Error:
         return True

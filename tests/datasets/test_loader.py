@@ -138,6 +138,18 @@ def test_a_server_killed_in_the_middle_costs_nothing(num_workers: int) -> None:
     assert found == LENGTHS * 3
 
 
+def picture(data: bytes, key: object) -> torch.Tensor:
+    return torch.full((3, 100, 100), len(data), dtype=torch.float32)
+
+
+def test_large_batches_arrive_whole(fault_server: FaultServer) -> None:
+    """Those for which a worker has to ask for shared memory, in a loop that watches the same socket."""
+    urls = [fault_server.url(name) for name in OBJECTS]
+    for _ in range(3):
+        loader = DataLoader(HTTPDataset(urls, picture), batch_size=20, num_workers=2)
+        assert [batch[:, 1, 2, 3].tolist() for batch in loader] == [LENGTHS[b : b + 20] for b in range(0, 200, 20)]
+
+
 @pytest.mark.parametrize("num_workers", [2])
 def test_leaving_early_closes_everything(fault_server: FaultServer, num_workers: int) -> None:
     """A loop that is broken off while requests hang leaves no thread, process or connection (see conftest.py)."""
