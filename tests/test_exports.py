@@ -45,6 +45,7 @@ def test_public_names_of_the_datasets() -> None:
         "ObjectStoreDataset",
         "Retries",
         "SQLDataset",
+        "TarShards",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
     script = """

@@ -17,6 +17,7 @@ from asyncloader.datasets.http import HTTPDataset
 from asyncloader.datasets.objects import ObjectStoreDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
+from asyncloader.datasets.shards import TarShards
 from asyncloader.datasets.sql import SQLDataset
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "ObjectStoreDataset",
     "Retries",
     "SQLDataset",
+    "TarShards",
 ]

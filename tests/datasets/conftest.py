@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from asyncloader.datasets import ObjectStoreDataset
 from tests.services.fault_server import FaultServer
 from tests.services.nginx import nginx
 from tests.services.postgres import PostgreSQL
@@ -61,6 +63,19 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
         server.execute("CREATE TABLE numbers (id int PRIMARY KEY, square int, word text)")
         server.execute("INSERT INTO numbers SELECT n, n * n, 'word ' || n FROM generate_series(0, 999) n")
         yield server
+
+
+@pytest.fixture(scope="session")
+def threads_of_obstore(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Bring to life what stays once obstore has been used: its threads, with their descriptors."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "file").touch()
+
+    async def use() -> None:
+        async with ObjectStoreDataset(folder.as_uri(), ["file"]) as dataset:
+            await asyncio.gather(*[dataset[0] for _ in range(20)])
+
+    asyncio.run(use())
 
 
 @pytest.fixture

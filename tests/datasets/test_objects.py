@@ -16,21 +16,10 @@ from tests.programs import run_python
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS
 
+pytestmark = pytest.mark.usefixtures("threads_of_obstore")
+
 PLAIN = {"allow_http": True}
 BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_of_obstore(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Bring to life what stays once obstore has been used: its threads, with their descriptors."""
-    folder = tmp_path_factory.mktemp("folder")
-    (folder / "file").touch()
-
-    async def first() -> None:
-        async with ObjectStoreDataset(folder.as_uri()) as dataset:
-            await asyncio.gather(*[dataset[0] for _ in range(20)])
-
-    asyncio.run(first())
 
 
 def from_s3(s3: str, *arguments: Any, **options: Any) -> ObjectStoreDataset[Any]:

@@ -6,7 +6,8 @@
 
 Faults: a status such as ``503`` (``after=1``: with Retry-After), ``reset`` (the connection breaks), ``cut`` (it breaks
 in the middle of the body), ``short`` (it ends in the middle), ``stall`` (silence in the middle), ``drip`` (a byte at a
-time, but all of it in the end), ``whole`` (a range is asked for, the whole object comes).
+time, but all of it in the end), ``whole`` (a range is asked for, the whole object comes). With ``etag="changes"`` each
+answer says that the object is another one than before.
 """
 
 from __future__ import annotations
@@ -152,7 +153,11 @@ class Connection(asyncio.Protocol):
         else:
             fault = ""
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-        status, more = "200", {}
+        tag = f'"{self.shelf.failed[target] if "etag" in faults else 0}"'
+        status, more = "200", {"ETag": tag}
+        if headers.get("if-match", tag) != tag:
+            self.send("412", b"")
+            return
         if "range" in headers and fault != "whole":
             first, _, last = headers["range"].removeprefix("bytes=").partition("-")
             start, stop = int(first), int(last) + 1 if last else len(data)

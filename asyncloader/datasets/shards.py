@@ -1,0 +1,283 @@
+"""Samples of tar files, split over ranks and workers.
+
+shards ── the epoch's order, this reader's share ──> read ahead ──> samples ──> shuffle buffer ──> decode
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch.distributed
+from torch.utils.data import get_worker_info
+
+from asyncloader.datasets.extras import require
+from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.retry import Retries
+from asyncloader.datasets.streams import Sources, kind_of
+from asyncloader.datasets.tar import RawSample, read_samples
+from asyncloader.errors import ConfigurationError
+
+T_co = TypeVar("T_co", covariant=True)
+
+_CHUNKS_AHEAD = 4
+
+
+class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
+    """Read samples from tar files, one after the other: an async iterable dataset.
+
+    The layout is `WebDataset <https://github.com/webdataset/webdataset>`_'s: ``shard-0003.tar`` holds ``a/17.jpg``,
+    ``a/17.cls``, ``a/18.jpg``, ... The files of a sample have the same name up to the first dot after the last slash,
+    and follow each other.
+
+    Each shard is read by one worker of one rank, as a stream. If there are fewer shards than workers of all ranks
+    together, several read the same shard and each takes its share of the samples; so no sample comes twice, and none is
+    left out. Ranks may get different numbers of samples; where each step needs all ranks, take as many batches on each
+    as there are on all.
+
+    The order depends on ``seed``, the epoch, and the numbers of ranks and workers. Call :meth:`set_epoch` before each
+    epoch, as with torch's DistributedSampler. Where one object is read several times (without workers, or by persistent
+    ones, which a call in the main process does not reach) it counts the epochs on by itself.
+
+    Args:
+        shards: Paths and urls: ``file``, ``http``, ``https``, and those of object stores (``s3``, ``gs``, ``az``).
+            What ends with ``.gz`` or ``.tgz`` is decompressed.
+        decode: Makes a sample of a dict with the content of each file by its extension, in lower case, the common name
+            under ``"__key__"`` and the shard under ``"__url__"``; without it the dict is the sample. Runs on a thread.
+        shuffle_shards: Whether to read the shards in another order in each epoch.
+        shuffle_buffer: How many samples wait, not decoded, for one of them to be drawn at random; 0 keeps their order.
+        seed: Of both.
+        rank, world_size: Which part of the data this process gets; by default as torch.distributed says if it is
+            initialised when an epoch starts, else everything.
+        headers: For HTTP.
+        config, client_options, credential_provider: For object stores, as
+            :class:`~asyncloader.datasets.ObjectStoreDataset` takes them.
+        retries: How transient failures are retried, for each piece of a shard. A stream that broke goes on where it
+            broke; if the shard was changed meanwhile, that is an error.
+        decode_threads: 0 decodes on the event loop.
+
+    Raises:
+        ImportError: There are shards on HTTP (``asyncloader[http]``) or in an object store (``asyncloader[objects]``),
+            and the client for them is not installed.
+
+    A shard raises FileNotFoundError if it is not there, and FetchError if it is damaged or does not come.
+
+    Example:
+        >>> import asyncio, io, pathlib, tarfile, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "shard.tar"
+        >>> with tarfile.open(path, "w") as shard:
+        ...     for name, data in (("0.txt", b"zero"), ("0.cls", b"7"), ("1.txt", b"one"), ("1.cls", b"8")):
+        ...         info = tarfile.TarInfo(name)
+        ...         info.size = len(data)
+        ...         shard.addfile(info, io.BytesIO(data))
+        >>> dataset = TarShards([path], lambda sample: (sample["txt"].decode(), int(sample["cls"])))
+        >>> async def main():
+        ...     async with dataset:
+        ...         return [sample async for sample in dataset]
+        >>> asyncio.run(main())
+        [('zero', 7), ('one', 8)]
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[str | os.PathLike[str]],
+        decode: Callable[[RawSample], T_co] | None = None,
+        *,
+        shuffle_shards: bool = False,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        client_options: Mapping[str, Any] | None = None,
+        credential_provider: Any = None,
+        retries: Retries | None = None,
+        decode_threads: int = 1,
+    ) -> None:
+        super().__init__()
+        self.shards = [os.fspath(shard) for shard in shards]
+        if not self.shards:
+            raise ConfigurationError("there are no shards")
+        if (rank is None) != (world_size is None) or (
+            rank is not None and world_size is not None and not 0 <= rank < world_size
+        ):
+            raise ConfigurationError(f"rank {rank} of world_size {world_size} is none; give both, or none of them")
+        for client, extra, kind in (("aiohttp", "http", "http"), ("obstore", "objects", "store")):
+            if any(kind_of(shard) == kind for shard in self.shards):
+                require(client, extra, "TarShards")
+        self.decode = decode
+        self.shuffle_shards = shuffle_shards
+        self.shuffle_buffer = shuffle_buffer
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.headers = dict(headers or {})
+        self.store_options = {
+            "config": config,
+            "client_options": client_options,
+            "credential_provider": credential_provider,
+        }
+        self.retries = retries or Retries()
+        self.decode_threads = decode_threads
+        self._epoch = 0
+        # By worker, for workers on threads share this object.
+        self._epochs_begun: dict[int, int] = {}  # since `set_epoch`
+        self._taken: dict[int, int] = {}  # samples of the running epoch
+        self._to_skip: dict[int, int] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next."""
+        self._epoch = epoch
+        self._epochs_begun.clear()
+        self._to_skip.clear()
+
+    async def __aiter__(self) -> AsyncIterator[T_co]:
+        sources, threads = self._client
+        reader = self._reader()
+        epoch = self._epoch + self._epochs_begun.get(reader.worker, 0)
+        self._epochs_begun[reader.worker] = self._epochs_begun.get(reader.worker, 0) + 1
+        to_skip = self._to_skip.pop(reader.worker, 0)
+        self._taken[reader.worker] = 0
+        async with contextlib.aclosing(self._shuffled(sources, reader, epoch)) as samples:
+            async for sample in samples:
+                self._taken[reader.worker] += 1
+                if self._taken[reader.worker] <= to_skip:
+                    continue
+                yield sample if self.decode is None else await threads.run(self.decode, sample)  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, int]:
+        """Tell how far this worker's share of the epoch has been read."""
+        worker = _worker()
+        begun = self._epochs_begun.get(worker, 0)
+        return {"epoch": self._epoch + max(begun - 1, 0), "samples": self._taken.get(worker, 0) if begun else 0}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next epoch of this worker be the one that was saved, without the samples that had been taken.
+
+        They are read again, and not decoded.
+        """
+        worker = _worker()
+        self._epoch = state["epoch"]
+        self._epochs_begun.pop(worker, None)
+        self._to_skip[worker] = state["samples"]
+
+    def _reader(self) -> _Reader:
+        rank, world_size = self.rank, self.world_size
+        if rank is None or world_size is None:
+            rank, world_size = _rank_and_world_size()
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        return _Reader(worker, rank * num_workers + worker, world_size * num_workers)
+
+    async def _shuffled(self, sources: Sources, reader: _Reader, epoch: int) -> AsyncGenerator[RawSample, None]:
+        """Draw from a buffer that is filled up again after each sample."""
+        rng = random.Random(f"{self.seed} {epoch} {reader.number}")
+        buffer: list[RawSample] = []
+        async with contextlib.aclosing(self._share(sources, reader, epoch)) as samples:
+            async for sample in samples:
+                if len(buffer) < self.shuffle_buffer:
+                    buffer.append(sample)
+                elif buffer:
+                    place = rng.randrange(len(buffer))
+                    buffer[place], sample = sample, buffer[place]
+                    yield sample
+                else:
+                    yield sample
+        rng.shuffle(buffer)
+        for sample in buffer:
+            yield sample
+
+    async def _share(self, sources: Sources, reader: _Reader, epoch: int) -> AsyncGenerator[RawSample, None]:
+        """Yield the samples that are this reader's, in the order of the shards."""
+        order = list(self.shards)
+        if self.shuffle_shards:
+            random.Random(f"{self.seed} {epoch}").shuffle(order)  # the same for all ranks and workers
+        mine, part, parts = reader.share(order)
+        async with contextlib.aclosing(_read_ahead(sources, mine)) as shards:
+            async for url, chunks in shards:
+                number = 0
+                async with contextlib.aclosing(read_samples(chunks, url)) as samples:
+                    async for sample in samples:
+                        if number % parts == part:
+                            yield sample
+                        number += 1
+
+    async def _open(self) -> tuple[Sources, Threads]:
+        sources = Sources(self.retries, self.headers, self.store_options)
+        return sources, Threads(self.decode_threads if self.decode else 0, "decode")
+
+    async def _close(self, client: tuple[Sources, Threads]) -> None:
+        sources, threads = client
+        threads.close()
+        await sources.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self.rank is None and _is_distributed():  # which a spawned worker is not
+            state["rank"], state["world_size"] = _rank_and_world_size()
+        return state
+
+
+class _Reader(NamedTuple):
+    """One of those who read the data: `number` out of `readers`, workers of all ranks together."""
+
+    worker: int
+    number: int
+    readers: int
+
+    def share(self, shards: list[str]) -> tuple[list[str], int, int]:
+        """Return the shards to read, and which of their samples are mine: part i of n."""
+        if len(shards) >= self.readers:
+            return shards[self.number :: self.readers], 0, 1
+        place = self.number % len(shards)
+        return [shards[place]], self.number // len(shards), len(range(place, self.readers, len(shards)))
+
+
+def _worker() -> int:
+    info = get_worker_info()
+    return info.id if info else 0
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_distributed() else (0, 1)
+
+
+async def _read_ahead(sources: Sources, urls: list[str]) -> AsyncGenerator[tuple[str, AsyncIterator[bytes]], None]:
+    """Yield each file with its chunks, which are read some way ahead, the beginning of the next file included."""
+    queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_CHUNKS_AHEAD)
+
+    async def fill() -> None:
+        try:
+            for url in urls:
+                async with contextlib.aclosing(sources.read(url)) as chunks:
+                    async for chunk in chunks:
+                        await queue.put(chunk)
+                await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    async def chunks_of_one() -> AsyncIterator[bytes]:
+        while (chunk := await queue.get()) is not None:
+            if isinstance(chunk, BaseException):
+                raise chunk
+            yield chunk
+
+    filling = asyncio.create_task(fill())
+    try:
+        for url in urls:
+            chunks = chunks_of_one()
+            yield url, chunks
+            async for _ in chunks:  # padding behind the end of the archive
+                pass
+    finally:
+        filling.cancel()
+        await asyncio.wait({filling})
