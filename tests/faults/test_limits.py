@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from tests.faults.nursery import Program
 from tests.faults.programs import FACES, NUMBERS
+from tests.leftovers import descendants
 
 Run = Callable[..., Program]
 
@@ -133,19 +137,44 @@ class Range(Dataset[int]):
         return index
 
 
-def growth(times: int, use: Callable[[], Any]) -> tuple[int, int]:
-    """Return how many descriptors and threads more there are after so many uses than after the first few."""
-    for _ in range(3):
+class Held(NamedTuple):
+    """What the process holds: counts, and bytes of memory."""
+
+    descriptors: int
+    threads: int
+    children: int
+    mappings: int
+    resident_bytes: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """Look at the process as it is."""
+        gc.collect()
+        return cls(
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            len(descendants(os.getpid())),
+            Path("/proc/self/maps").read_text().count("\n"),
+            psutil.Process().memory_info().rss,
+        )
+
+
+def growth(times: int, use: Callable[[], Any]) -> Held:
+    """Return what more there is after so many uses than after the first few."""
+    for _ in range(20):
         use()
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = Held.now()
     for _ in range(times):
         use()
-    return len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]
+    return Held._make(now - then for now, then in zip(Held.now(), before, strict=True))
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
+TIMES = [20, pytest.param(200, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
+
+
+@pytest.mark.parametrize("times", TIMES)
 def test_early_breaks_leave_nothing(times: int) -> None:
-    """No descriptor, thread or child more after many loops that were left early and closed."""
+    """No descriptor, thread, child, mapping or memory more after many loops that were left early and closed."""
 
     def break_early() -> None:
         iterator = iter(DataLoader(Range(), batch_size=4, num_workers=2))
@@ -154,10 +183,13 @@ def test_early_breaks_leave_nothing(times: int) -> None:
                 break
         iterator.close()
 
-    assert growth(times, break_early) == (0, 0)
+    more = growth(times, break_early)
+    assert (more.descriptors, more.threads, more.children) == (0, 0, 0)
+    assert more.mappings < 20
+    assert more.resident_bytes < 20e6
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", TIMES)
 def test_dropped_iterators_leave_nothing(times: int) -> None:
     """The same where nobody waits for workers: they go as fast as they come, and none is left in the end."""
 
@@ -165,6 +197,85 @@ def test_dropped_iterators_leave_nothing(times: int) -> None:
         for _ in DataLoader(Range(), batch_size=4, num_workers=1):
             break
 
-    descriptors, threads = growth(times, drop)
-    assert descriptors < 60  # a few are still on their way out
-    assert threads < 10
+    more = growth(times, drop)
+    assert more.descriptors < 60  # a few are still on their way out
+    assert more.threads < 10
+    assert more.children < 5
+    assert more.resident_bytes < 20e6
+
+
+def test_an_address_space_limit_is_slower_or_one_clear_error(run: Run) -> None:
+    """RLIMIT_AS: what cannot be mapped travels inline; what cannot be had at all is a MemoryError or the like."""
+    main = """
+import resource
+class Large(Numbers):
+    def __getitem__(self, index):
+        return torch.full((500_000,), float(index))
+def vm_bytes():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (vm_bytes() + (int(sys.argv[1]) << 20),) * 2)
+try:
+    sums = [float(batch.mean()) for batch in DataLoader(Large(), batch_size=4, num_workers=2)]
+    print(sums == [4 * i + 1.5 for i in range(10)])
+except (RuntimeError, MemoryError) as error:
+    print("error", type(error).__name__, str(error)[:60].replace(chr(10), " "))
+"""
+    for room_mb in (20, 2000):
+        program = run(NUMBERS + main, room_mb)
+        assert program.returncode == 0, program.explain("failed")
+        assert program.out == "True\n" if room_mb == 2000 else program.out.startswith(("True", "error")), program.out
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of this test's own, in whichever version is mounted."""
+    version_1 = Path("/sys/fs/cgroup/memory")
+    folder = (version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")) / f"test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    if not any((folder / name).exists() for name in ("memory.limit_in_bytes", "memory.max")):
+        folder.rmdir()
+        pytest.skip("the memory controller is not delegated to this cgroup")
+    yield folder
+    folder.rmdir()
+
+
+INTO_CGROUP = """
+def enter(folder, room_mb):
+    version_1 = os.path.exists(folder + "/memory.limit_in_bytes")
+    limit = "memory.limit_in_bytes" if version_1 else "memory.max"
+    with open(f"{folder}/{limit}", "w") as file:
+        file.write(str(int(room_mb) << 20))
+    with open(f"{folder}/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+
+class Images(Numbers):
+    def __getitem__(self, index):
+        if index == 17 and not os.path.exists(sys.argv[2]):
+            open(sys.argv[2], "w").close()
+            self.waste = bytearray(os.urandom(1 << 20) * 700)
+        return torch.full((1_000_000,), float(index))
+"""
+
+
+@pytest.mark.parametrize("wasteful", [False, True], ids=["batches only", "a worker that takes too much"])
+def test_a_cgroup_at_its_limit(run: Run, cgroup: Path, tmp_path: Path, wasteful: bool) -> None:
+    """Slabs keep within it, however many batches are wanted; a worker that the kernel kills for memory is replaced."""
+    flag = tmp_path / "wasted"
+    if not wasteful:
+        flag.touch()
+    main = """
+enter(sys.argv[1], 500)
+loader = DataLoader(Images(80), batch_size=4, num_workers=2, prefetch_factor=16)  # 32 batches of 16 MB wanted
+means, pids = [], set()
+iterator = iter(loader)
+for batch in iterator:
+    pids |= {worker.pid for worker in iterator._workers}
+    means.append(float(batch.mean()))
+print(means == [4 * i + 1.5 for i in range(20)], len(pids))
+"""
+    program = run(NUMBERS + INTO_CGROUP + main, cgroup, flag)
+    assert program.returncode == 0, program.explain("failed")
+    assert program.out == ("True 3\n" if wasteful else "True 2\n")
