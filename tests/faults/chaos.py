@@ -47,7 +47,7 @@ from tests.faults.datasets import DEATHS
 from tests.leftovers import Holdings
 
 TIMEOUT_S = 0.5
-HANG_S = 60.0
+HANG_S = 120.0  # a worker that is stopped while it opens the dataset is given 60 s
 PATIENCE_S = 3 * END_GRACE_S  # a worker that was stopped for good is killed after that grace
 OWN_FAULTS = (*(f"dies: {death}" for death in DEATHS), "hangs", "is slow")
 OUTER_FAULTS = ("killed", "stopped for good", "stopped for a while")
@@ -334,6 +334,7 @@ def soak(first_seed: int, runs: int | None, seconds: float) -> Iterator[tuple[in
         if (runs is not None and seed - first_seed >= runs) or time.monotonic() - begun > seconds:
             return
         plan = Plan.draw(seed)
+        print(f"seed {seed} ", end="\r", file=sys.stderr)  # the last words, should it hang
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         try:
             yield seed, check(plan)
