@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 Sample = tuple[Tensor, int]  # an image of shape (1, 8, 8), values 0 to 1, and its class
 
@@ -117,3 +118,12 @@ class Trainer:
         """Count the images that the network classifies rightly."""
         self.model.eval()
         return int((self.model(images).argmax(1) == labels).sum())
+
+
+def make_loader() -> tuple[DataLoader[Sample], Callable[[list[Tensor]], float]]:
+    """Make a loader and a step, for `asyncloader bench examples/digits.py:make_loader`."""
+    write_digits(FOLDER)
+    torch.manual_seed(0)
+    training, _ = train_and_test_sets(FOLDER)
+    trainer = Trainer(steps=100_000)
+    return DataLoader(training, batch_size=64, shuffle=True, num_workers=1), lambda batch: trainer.step(*batch)

@@ -1,0 +1,16 @@
+"""The command ``asyncloader``: bench, tune, trace, doctor."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line. Without the packages it needs it says which extra has them."""
+    try:
+        from asyncloader.cli.app import app
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
+            raise
+        sys.exit(f"The command line needs {missing.name}: pip install 'asyncloader[cli]'")
+    app()

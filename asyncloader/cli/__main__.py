@@ -1,0 +1,5 @@
+"""``python -m asyncloader.cli``."""
+
+from asyncloader.cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""The user's loader, by the name of the function that makes it, and the same loader made anew with other options."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.utils.data
+
+from asyncloader.loader import DataLoader
+from asyncloader.options import Options
+
+_TORCH = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+class Source(NamedTuple):
+    """What a user's function made: a loader of torch's or of ours, and the step that uses a batch, if it gave one."""
+
+    loader: torch.utils.data.DataLoader[Any]
+    step: Callable[[Any], object] | None
+
+    def make(self, kind: type[torch.utils.data.DataLoader[Any]], **changes: Any) -> Any:
+        """Make the loader anew as this class, with these options changed."""
+        loader = self.loader
+        options = {name: getattr(loader, name) for name in _TORCH}
+        if issubclass(kind, DataLoader):
+            ours = Options.__dataclass_fields__
+            options |= {name: getattr(loader, name) for name in ours if hasattr(loader, name)}
+        options |= changes
+        if not options["num_workers"]:
+            options |= {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
+            options |= {"timeout": 0}
+        return kind(loader.dataset, **self._batching(), **options)
+
+    def _batching(self) -> dict[str, Any]:
+        loader = self.loader
+        if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        if loader.batch_sampler is None:
+            return {"batch_size": None, "sampler": loader.sampler}
+        if type(loader.batch_sampler) is not torch.utils.data.BatchSampler or loader.batch_size is None:
+            return {"batch_sampler": loader.batch_sampler}
+        return {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
+
+
+def find(name: str) -> Source:
+    """Call the function that ``module:function`` names; a file's path may stand for the module.
+
+    Raises:
+        ValueError: if there is no such function, or it makes no loader.
+    """
+    module_name, colon, function_name = name.rpartition(":")
+    if not colon:
+        raise ValueError(f"{name!r} should be module:function, such as train:make_loader")
+    path = Path(module_name)
+    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    try:
+        module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"cannot import {module_name!r}: {error}") from error
+    made = getattr(module, function_name, None)
+    if made is None:
+        raise ValueError(f"{module_name!r} has no {function_name!r}")
+    made = made() if callable(made) and not isinstance(made, torch.utils.data.DataLoader) else made
+    loader, step = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        raise ValueError(
+            f"{name} made {type(loader).__name__}, not a DataLoader (or a pair of a DataLoader and a step)"
+        )
+    if step is not None and (not callable(step) or inspect.iscoroutinefunction(step)):
+        raise ValueError(f"the step that {name} gave is not a function")
+    return Source(loader, step)

@@ -1,0 +1,170 @@
+"""The command line, with real runs on the digits example."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from asyncloader.cli.app import app
+from asyncloader.cli.source import find
+from asyncloader.loader import DataLoader
+from tests.programs import run_python
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGITS = f"{ROOT / 'examples' / 'digits.py'}:make_loader"
+LIMITS = ("unknown", "training", "fetch", "collate", "transfer", "pin", "order", "overhead")
+
+
+def call(*arguments: str | Path) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def called_json(*arguments: str | Path) -> dict[str, Any]:
+    done = call(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def clean_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command puts the folder of the user's module first."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+
+def test_bench_compares_both_loaders() -> None:
+    """Both sides ran, with figures that can be; ours is judged."""
+    found = called_json("bench", DIGITS, "--seconds", "0.3", "--rounds", "1")
+    torchs, ours = found["sides"]
+    assert (torchs[""], ours[""]) == ("torch", "asyncloader")
+    for side in found["sides"]:
+        assert side["batches/s"] > 0
+        assert 0 <= side["waited %"] <= 100
+        assert side["first batch ms"] > 1
+        assert side["MB"] > 100
+    assert ours["ratio"] == pytest.approx(ours["batches/s"] / torchs["batches/s"])
+    assert found["verdict"]["limit"] in LIMITS
+
+
+@pytest.mark.leaks("matplotlib keeps its fonts open")
+def test_tune_prints_the_line_to_paste(tmp_path: Path) -> None:
+    """What was tried, which is best, the line, what limits it, a picture; as plain text, for this is no terminal."""
+    picture = tmp_path / "tune.png"
+    done = call("tune", DIGITS, "--seconds", "0.3", "--max-workers", "1", "--picture", picture)
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 0, done.output
+    assert lines[0] == "runs of 0.3 s; * is the best so far"
+    assert re.match(r"  options +batches/s +waited % +first batch ms +MB", lines[1])
+    assert re.match(r"  num_workers=0 +[\d.]+ .* \*$", lines[2])
+    (line,) = [line for line in lines if line.startswith("DataLoader(")]
+    assert re.fullmatch(r"DataLoader\(\.\.\., num_workers=[01](, prefetch_factor=\d)?\)", line)
+    assert any(line.startswith("What limits it now: ") for line in lines)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "\x1b" not in done.stdout
+
+
+def test_tune_keeps_to_its_memory() -> None:
+    """Where nothing fits it says so."""
+    found = called_json("tune", DIGITS, "--seconds", "0.1", "--max-workers", "0", "--memory-gb", "0.01")
+    assert [row[""] for row in found["tried"]] == ["too much memory"]
+    assert found["line"] == {}
+
+
+def test_trace_of_a_loader(tmp_path: Path) -> None:
+    """A run of the user's loader as a timeline and as a page; of a timeline that is there, the page alone."""
+    path = tmp_path / "run.json"
+    found = called_json("trace", DIGITS, "--batches", "5", "-o", path)
+    assert found["trace"] == str(path)
+    assert "<!doctype html>" in Path(found["page"]).read_text()
+    names = [event["name"] for event in json.loads(path.read_text())]
+    assert names.count("take") == 6
+    assert called_json("trace", path) == {"page": str(tmp_path / "run.html")}
+
+
+def test_doctor_looks_at_this_machine() -> None:
+    """Each check has a finding; workers could be started."""
+    done = call("doctor", "--json")
+    findings = {row["what"]: row for row in json.loads(done.stdout)["findings"]}
+    assert list(findings) == [
+        *("versions", "cores", "torch threads", "memory", "/dev/shm", "descriptors", "processes", "start method"),
+        *("pinned memory", "workers"),
+    ]
+    assert findings["workers"]["found"].startswith("2 started and delivered")
+    assert done.exit_code == any(row[""] == "bad" for row in findings.values())
+    assert "workers" in call("doctor").stdout
+
+
+DOCTOR_IN_NEED = """
+import resource, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+torch.set_num_threads(64)
+from asyncloader.cli import main
+main()
+"""
+
+
+def test_doctor_finds_what_is_wrong() -> None:
+    """Too few descriptors and too many threads are found, with what to do about them, and the exit code says so."""
+    done = run_python("-c", DOCTOR_IN_NEED, "doctor")
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"bad +torch threads +64", done.stdout)
+    assert re.search(r"bad +descriptors +100 at most", done.stdout)
+    assert "descriptors: ulimit -n 100" in done.stdout or "descriptors: ulimit -n 4096" in done.stdout
+    assert "Set OMP_NUM_THREADS=" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("digits", "should be module:function"),
+        ("no_such_module:make", "cannot import"),
+        (f"{ROOT / 'examples' / 'digits.py'}:nothing", "has no 'nothing'"),
+        (f"{ROOT / 'examples' / 'digits.py'}:small_cnn", "made Sequential, not a DataLoader"),
+    ],
+)
+def test_a_target_that_cannot_be(target: str, words: str) -> None:
+    """A misspelled target is an error of the command line's, in one sentence."""
+    done = call("bench", target)
+    assert done.exit_code == 2
+    assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
+
+
+def test_loaders_of_all_kinds_are_made_anew() -> None:
+    """Samplers, batch samplers, no batching, iterable datasets and our options come through."""
+    import torch.utils.data as data
+
+    numbers: Any = list(range(20))
+
+    class Stream(data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(numbers)
+
+    sampler = data.BatchSampler(range(20), 7, False)
+    for loader, first in (
+        (DataLoader(numbers, 4, drop_last=True, run_ahead_bytes=0), [0, 1, 2, 3]),
+        (data.DataLoader(numbers, batch_sampler=type("Mine", (data.BatchSampler,), {})(range(20), 3, True)), [0, 1, 2]),
+        (data.DataLoader(numbers, batch_sampler=sampler), [0, 1, 2, 3, 4, 5, 6]),
+        (data.DataLoader(numbers, None), 0),
+        (data.DataLoader(Stream(), 5), [0, 1, 2, 3, 4]),
+    ):
+        numbered = type("Made", (), {"loader": loader})
+        sys.modules["made_for_test"] = numbered  # type: ignore[assignment]
+        made = find("made_for_test:loader").make(DataLoader, num_workers=0)
+        batch = next(iter(made))
+        assert (batch if isinstance(batch, int) else batch.tolist()) == first
+        assert made.run_ahead_bytes == getattr(loader, "run_ahead_bytes", made.run_ahead_bytes)
+    del sys.modules["made_for_test"]
+
+
+def test_without_the_extra_it_says_so() -> None:
+    """The command is installed with the package; what it needs is not."""
+    script = "import sys; sys.modules['typer'] = None; from asyncloader.cli import main; main()"
+    done = run_python("-c", script)
+    assert (done.returncode, done.stderr) == (1, "The command line needs typer: pip install 'asyncloader[cli]'\n")
