@@ -6,7 +6,7 @@
      "draws": what the random generators were when the order began to be drawn (JSON), "check": what they are now,
      "inline": whether the base seed was drawn after that, "shared_seed": of data pipes,
      "set_epochs": what `set_epoch` of samplers had been called with, "samplers": their states,
-     "workers": states of the workers of a dataset that has one of its own,
+     "workers": where each worker is in a dataset that it has a place in, "next_worker": whose turn it is,
      "fits": what of the loader must be the same}
 
 Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
@@ -19,9 +19,7 @@ first, or after the end of one), where ``base_seed`` is None unless persistent w
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -34,9 +32,12 @@ from asyncloader.engine.plan import Plan, load_samplers, own_states, samplers_wi
 from asyncloader.engine.progress import Progress
 from asyncloader.errors import StateMismatchError
 from asyncloader.samplers import ElasticSampler
+from asyncloader.workers.snapshot import Start, as_plain, from_plain, is_stateful, plain, unplain
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
+
+log = logging.getLogger("asyncloader")
 
 VERSION = 1
 
@@ -105,7 +106,7 @@ def check(state: dict[str, Any], loader: DataLoader[Any]) -> None:
         _same(name, state["fits"].get(name), now)
     if state["workers"] is not None:
         advice = "A dataset with a state of its own in each worker can only go on with as many workers."
-        _same("num_workers", max(1, len(state["workers"])), max(1, loader.num_workers), advice)
+        _same("num_workers", len(from_plain(state["workers"])), max(1, loader.num_workers), advice)
 
 
 def _same(name: str, saved: Any, now: Any, advice: str = "") -> None:
@@ -114,24 +115,6 @@ def _same(name: str, saved: Any, now: Any, advice: str = "") -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- record
-
-
-def plain(state: Any) -> Any:
-    """Write a user's state down as JSON where that says all of it; else return a copy of it."""
-    if state is None:
-        return None
-    try:
-        text = json.dumps(state)
-        if json.loads(text) == state:
-            return text
-    except (TypeError, ValueError, RecursionError):
-        pass
-    return copy.deepcopy(state)
-
-
-def unplain(state: Any) -> Any:
-    """Turn what `plain` returned into the user's state, a new one each time."""
-    return json.loads(state) if isinstance(state, str) else copy.deepcopy(state)
 
 
 @dataclass
@@ -149,7 +132,7 @@ class Record:
         keeps_seed: The next run has the same base seed: persistent workers.
         kind: "map" or "iterable".
         fits: Describes the loader.
-        workers: Tells the states of workers, if the dataset has some.
+        starts: Where workers have come to, for datasets that they have a place in: ahead of what was yielded.
     """
 
     progress: Progress
@@ -162,7 +145,7 @@ class Record:
     keeps_seed: bool
     kind: str
     fits: Fits
-    workers: Callable[[bool], list[Any] | None] | None = None
+    starts: dict[int, Start] | None
     _begun_text: str = ""
     _described: dict[str, Any] = field(default_factory=dict)
 
@@ -170,7 +153,6 @@ class Record:
         """Return the state as of what was yielded so far."""
         progress = self.progress
         self._described = self._described or self.fits.describe()
-        workers = self.workers and self.workers(progress.finished)
         if progress.finished:
             return _state(
                 self.kind,
@@ -179,7 +161,6 @@ class Record:
                 self.draws.as_text(self.draws.capture()),
                 base_seed=self.base_seed if self.keeps_seed else None,
                 shared_seed=self.shared_seed if self.keeps_seed else None,
-                workers=workers,
             )
         self._begun_text = self._begun_text or self.draws.as_text(self.begun)
         position = progress.position
@@ -196,7 +177,8 @@ class Record:
             check=self.draws.check() if position else [],
             set_epochs=list(progress.set_epochs),
             samplers=plain(progress.sampler_states.get(position)),
-            workers=workers,
+            workers=None if progress.workers is None else as_plain(progress.workers),
+            next_worker=progress.next_worker,
         )
 
 
@@ -238,11 +220,18 @@ class Beginning:
         state, loader = self.state, self._loader
         index_sampler = loader._index_sampler
         is_iterable = isinstance(loader.dataset, IterableDataset)
-        progress = Progress(in_order=loader.in_order)
+        starts = self._starts(is_iterable)
+        progress = Progress(in_order=loader.in_order, workers=starts and dict(starts))
         sampler_iterator, samplers = iterator._sampler_iter, None
         if state is not None:
             if self.goes_on:
-                progress = Progress(state["position"], set(state["ahead"]), in_order=loader.in_order)
+                progress = Progress(
+                    state["position"],
+                    set(state["ahead"]),
+                    in_order=loader.in_order,
+                    workers=starts and dict(starts),
+                    next_worker=state["next_worker"],
+                )
                 iterator._base_seed = state["base_seed"]
                 iterator._shared_seed = state["shared_seed"]
                 self._inline = state["inline"]
@@ -269,8 +258,26 @@ class Beginning:
             keeps_seed,
             "iterable" if is_iterable else "map",
             Fits.of(loader),
+            starts,
         )
         return plan, record
+
+    def _starts(self, is_iterable: bool) -> dict[int, Start] | None:
+        """Return where workers begin, if the dataset is one that they have a place in."""
+        loader, state = self._loader, self.state
+        if not is_iterable and not is_stateful(loader.dataset):
+            return None
+        if state is None or state["workers"] is None:
+            return {worker: Start() for worker in range(max(1, loader.num_workers))}
+        starts = from_plain(state["workers"])
+        again = sum(start.batches for start in starts.values() if start.snapshot is None)
+        if is_iterable and again:
+            log.warning(
+                "Neither the dataset nor its iterator has state_dict and load_state_dict: to go on, %d batches are "
+                "read again and dropped.",
+                again,
+            )
+        return starts
 
     def end(self) -> None:
         """The run has begun: its first batches of keys were read, if that happens before the first is taken."""
@@ -301,5 +308,6 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any)
         "set_epochs": [],
         "samplers": None,
         "workers": None,
+        "next_worker": None,
     }
     return {**state, **more, "fits": dict(fits)}

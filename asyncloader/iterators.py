@@ -37,6 +37,7 @@ from asyncloader.stats import LoaderStats
 from asyncloader.workers.handle import WorkerHandle
 from asyncloader.workers.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.pool import Pool
+from asyncloader.workers.snapshot import is_stateful
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
@@ -162,17 +163,33 @@ class WorkerIterator(Faces[T_co]):
             portal,
             pool,
             run,
-            replaceable=not self._is_iterable,
+            **self._replaceability(loader),
             on_timeout=self._options.on_timeout,
             pinner=self._make_pinner(portal),
         )
+
+    def _replaceability(self, loader: DataLoader[T_co]) -> dict[str, bool]:
+        """Say how the session is to find out whether a worker that died can be replaced.
+
+        Not in a stream several of whose batches are in work at once: what came of them is not all that was before one
+        place. And to leave a batch of a stream out would be to read on from before it.
+        """
+        if not self._is_iterable:
+            return {"replaceable": True}
+        dataset = loader.dataset
+        tells_place = not self._concurrency.overlaps and self._options.on_crash != "skip"
+        told = is_stateful(dataset) or getattr(dataset, "deterministic", False) is True
+        return {"replaceable": tells_place and told, "is_stream": True, "tells_place": tells_place}
 
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
 
     def _prepare(self, loader: DataLoader[T_co], beginning: Beginning, *, first_iter: bool) -> Run:
         beginning.mark()
+        shared_seed = self._shared_seed
         super()._reset(loader, first_iter)
+        if first_iter:
+            self._shared_seed = shared_seed  # workers that are started get the first one, as torch's do
         self._open_plan(loader, beginning, keeps_seed=self._persistent_workers)
         return self._make_run(loader)
 
@@ -190,6 +207,7 @@ class WorkerIterator(Faces[T_co]):
             max_retries=options.max_retries,
             overlapping=self._concurrency.batches,
             first=self._record.progress.position,
+            next_worker=self._record.progress.next_worker,
         )
         epoch = self._record.epoch
         key = (int(self._base_seed), epoch, self._rank)
@@ -206,7 +224,7 @@ class WorkerIterator(Faces[T_co]):
             persistent_workers=loader.persistent_workers,
             concurrency=self._concurrency.samples,
         )
-        return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed), faults, self._meter)
+        return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed, self._record.starts), faults, self._meter)
 
     def _worker_spec(self, loader: DataLoader[T_co]) -> WorkerSpec:
         return WorkerSpec(
@@ -225,6 +243,7 @@ class WorkerIterator(Faces[T_co]):
             on_error=self._options.on_error,
             concurrency=self._concurrency.samples,
             is_async=self._concurrency.is_async,
+            snapshot_every=self._options.snapshot_every_n_steps if self._is_iterable else 1,
         )
 
     def _init_fn(self, loader: DataLoader[T_co]) -> Any:

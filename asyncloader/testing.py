@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -113,10 +114,12 @@ def _set_epoch(loader: DataLoader[Any], epoch: int) -> None:
 
 
 def _through_json(state: Any) -> Any:
+    """Return what a state is after JSON, if that can say all of it; else a copy."""
     try:
-        return json.loads(json.dumps(state))
+        read = json.loads(json.dumps(state))
+        return read if read == state else copy.deepcopy(state)
     except TypeError:
-        return state
+        return copy.deepcopy(state)
 
 
 # --------------------------------------------------------------------------------------------------------- generators

@@ -80,6 +80,8 @@ class Consumer:
                 run.meter.took(asked_at, item.passage, used, len(run.handoff.ready))
             if item.seq >= 0:
                 self.progress.done(item.seq)
+                if item.worker >= 0:
+                    self.progress.answered(item.worker, item.snapshot)
             if self._plan_error is not None:
                 run.handoff.wake()  # what the sampler raised may be due now, and we may not come again
             if item.bad:

@@ -25,6 +25,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from asyncloader.workers.snapshot import is_stateful
+
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 
@@ -159,11 +161,6 @@ class Draws:
     def from_text(self, text: str) -> list[Any]:
         """Read what `as_text` has written."""
         return [source.decode(plain) for source, plain in zip(self._sources, json.loads(text), strict=False)]
-
-
-def is_stateful(thing: Any) -> bool:
-    """Whether it can tell its state and take it back."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def _packed(numbers: Any) -> str:

@@ -29,7 +29,8 @@ from asyncloader.engine.session import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iterators import Faces, check_owner, make_faults
 from asyncloader.transport.collate import recycling_collate
-from asyncloader.workers.fetch import Fetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.fetch import Fetcher, IterableFetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.snapshot import Keeper
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
@@ -86,13 +87,17 @@ class TimedFetcher:
         meter: Where that is counted.
         collate_fn: What the fetcher is to collate with, through `collate`.
         auto_collation: Whether a batch is made of several samples.
+        keeper: Keeps the state of the dataset, if it has one.
     """
 
     fetcher: Any  # set once it was made, with our `collate`
     passage: Passage  # of the last batch
+    snapshot: Any = None  # of the dataset, after the last batch
 
-    def __init__(self, meter: Meter, collate_fn: Any, auto_collation: bool) -> None:
+    def __init__(self, meter: Meter, collate_fn: Any, auto_collation: bool, keeper: Keeper | None) -> None:
         self._meter = meter
+        self._keeper = keeper
+        self._fetch: Any = None
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
         self._collate_s = 0.0
@@ -101,10 +106,23 @@ class TimedFetcher:
     def fetch(self, keys: Any) -> Any:
         """Make the batch of these keys."""
         began = time.perf_counter()
+        keeper, self.snapshot = self._keeper, None
+        if keeper is not None and keeper.to_leave_out:
+            keeper.leave_out(self._fetch, keys)
         batch = self.fetcher.fetch(keys)
+        if keeper is not None:
+            self.snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
         if batch is not LEFT_OUT:
             self.passage = self._meter.made_here(began, self._collate_s, self._count)
         return batch
+
+    def attach(self, fetch: Fetcher | None) -> None:
+        """Have the state kept of the iterator that the samples come from, if they do."""
+        self._fetch = fetch
+        if self._keeper is not None:
+            ended = self._keeper.attach(getattr(fetch, "iterator", None))
+            if isinstance(fetch, IterableFetcher):
+                fetch.ended = ended
 
     def collate(self, samples: Any) -> Any:
         """Make a batch of samples."""
@@ -151,12 +169,16 @@ class FetchThread:
             try:
                 batch = self._fetcher.fetch(request.pop())
                 left_out = batch is LEFT_OUT
-                item = Item(None, left_out=True) if left_out else Item(batch, passage=self._fetcher.passage)
-                del batch
+                passage = None if left_out else self._fetcher.passage
+                made = None if left_out else batch
+                item = Item(made, left_out=left_out, passage=passage, worker=0, snapshot=self._fetcher.snapshot)
+                del batch, made
             except asyncio.CancelledError as error:
-                item = Item(None, _cancelled(error))
-            except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
+                item = Item(None, _cancelled(error), worker=0)
+            except StopIteration as error:
                 item = Item(None, error)
+            except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
+                item = Item(None, error, worker=0)
             self.handoff.put(item)
             del item
 
@@ -210,27 +232,46 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
 
     def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults) -> TimedFetcher:
         """Return torch's own fetcher, or one that mends batches with bad samples, with a clock around it."""
-        timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation)
+        is_iterable = self._dataset_kind != 0
+        iterator = self._dataset_fetcher.dataset_iter if is_iterable else None
+        keeper = None
+        if (starts := self._record.starts) is not None:
+            keeper = Keeper(self._dataset, loader.snapshot_every_n_steps if is_iterable else 1, starts[0])
+            if starts[0].snapshot is not None:
+                iterator = None  # that was made before the dataset was in its state
+        timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper)
         timed.fetcher = self._dataset_fetcher
         timed.fetcher.collate_fn = timed.collate
         options = loader._options()
-        if options.on_error == "raise":
+        if options.on_error == "raise" and not is_iterable:
+            timed.attach(None)
             return timed
         fetch = make_fetcher(
             self._dataset,
-            is_iterable=self._dataset_kind != 0,
+            is_iterable=is_iterable,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             on_error=options.on_error,
             where="in the main process",
+            iterator=iterator,
         )
+        timed.attach(fetch)
         timed.fetcher = MendingFetcher(fetch, timed.collate, options.on_error == "skip", faults)
         return timed
 
     def _next_data(self) -> Any:
-        while (batch := super()._next_data()) is LEFT_OUT:  # type: ignore[no-untyped-call]
-            pass
-        return batch
+        while True:
+            try:
+                batch = super()._next_data()  # type: ignore[no-untyped-call]
+            except StopIteration:
+                self._record.progress.finished |= self._dataset_kind != 0
+                raise
+            except Exception:
+                self._record.progress.answered(0, None)
+                raise
+            self._record.progress.answered(0, self._dataset_fetcher.snapshot)
+            if batch is not LEFT_OUT:
+                return batch
 
     def __next__(self) -> Any:
         self._check_usable()
@@ -299,7 +340,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                         self._request()
                     return None
                 fetching.unserved -= 1
-                self._count_one()
+                self._count_one(item)
                 if not item.left_out:
                     self._count(item, asked_at)
                     return item
@@ -317,7 +358,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             with self._asking, contextlib.suppress(IndexError):
                 item = handoff.ready.popleft()
                 self._fetching.unserved -= 1
-                self._count_one()
+                self._count_one(item)
                 if not item.left_out:
                     self._count(item, 0.0)
                     return item
@@ -351,10 +392,14 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             self._record.progress.finished = not self._fetching.unserved
             raise
 
-    def _count_one(self) -> None:
+    def _count_one(self, item: Item | None = None) -> None:
         """Count a batch that is handed over, left out or raises now."""
         progress = self._record.progress
         progress.done(progress.position)
+        if item is not None and item.worker >= 0:
+            progress.answered(item.worker, item.snapshot)
+        elif item is not None and self._dataset_kind != 0:
+            progress.finished = True
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self.close()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from asyncloader.engine.draws import is_stateful
+from asyncloader.workers.snapshot import is_stateful
 
 if TYPE_CHECKING:
     from asyncloader.engine.progress import Progress

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncloader.workers.snapshot import Start
+
 
 class Progress:
     """What was read and taken of one run.
@@ -18,16 +20,34 @@ class Progress:
     Args:
         position: Where the run begins.
         ahead: What is done with beyond that.
+        workers: Where workers begin, for datasets that they have a place in. Kept up to date with what is done with.
+        next_worker: Who gets the first batch.
     """
 
-    def __init__(self, position: int = 0, ahead: set[int] | None = None, *, in_order: bool = True) -> None:
+    def __init__(
+        self,
+        position: int = 0,
+        ahead: set[int] | None = None,
+        *,
+        in_order: bool = True,
+        workers: dict[int, Start] | None = None,
+        next_worker: int | None = None,
+    ) -> None:
         self.position = position
         self.ahead = ahead or set()
         self.read = position  # batches of keys that were read from the sampler
         self.sampler_states: dict[int, Any] = {}  # by the number of batches that had been read
         self.set_epochs: list[int | None] = []  # what `set_epoch` of samplers had been called with
         self.finished = False
+        self.workers = workers
+        self.next_worker = next_worker
         self._in_order = in_order
+
+    def answered(self, worker: int, snapshot: Any) -> None:
+        """What is done with came from this worker, whose dataset has told this state."""
+        if self.workers is not None:
+            self.workers[worker] = self.workers[worker].after(snapshot)
+            self.next_worker = worker + 1
 
     def done(self, seq: int) -> None:
         """A batch was yielded, or left out, or its error raised."""

@@ -108,6 +108,7 @@ class Scheduler:
         max_retries: How often a ticket is sent again before it is given up.
         overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
         first: Sequence number of the first ticket; more than 0 in a run that goes on with an earlier one.
+        next_worker: Who gets the first ticket, under static scheduling; by default worker first % num_workers.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Scheduler:
         max_retries: int = 2,
         overlapping: int = 0,
         first: int = 0,
+        next_worker: int | None = None,
     ) -> None:
         self.window = num_workers * prefetch_factor
         self.num_workers = num_workers
@@ -142,7 +144,7 @@ class Scheduler:
         # blame. Until the last of them has returned the worker gets nothing else.
         self._suspects: dict[int, deque[Ticket]] = {}
         self._parked: dict[int, Any] = {}
-        self._next_worker = first % num_workers
+        self._next_worker = (first if next_worker is None else next_worker) % num_workers
 
         self.planned_count = first
         self.gone_count = first  # delivered or void; in order it is the sequence number that is awaited

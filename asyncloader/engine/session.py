@@ -73,6 +73,13 @@ _LONGEST_REST_S = 1.0
 """From then on a worker waits for its next process: at first this long, each time twice as long, at most so long."""
 
 
+_NOT_REPLACED = (
+    "The worker was not replaced: nobody knows where it was in its iterable dataset. Give the dataset state_dict() and "
+    "load_state_dict(); or, if it yields the same samples each time it is iterated over, the attribute "
+    "deterministic = True."
+)
+
+
 class State(enum.Enum):
     """Where a session is in its life."""
 
@@ -87,7 +94,8 @@ class Item(NamedTuple):
 
     ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
     the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
-    ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order.
+    ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order. ``worker`` has
+    answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then.
     """
 
     batch: Any
@@ -97,6 +105,8 @@ class Item(NamedTuple):
     left_out: bool = False
     passage: Passage | None = None
     seq: int = -1
+    worker: int = -1
+    snapshot: Any = None
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
@@ -124,6 +134,7 @@ class Run:
         void_count: Tickets that made no batch; each frees a place in the window.
         faults: What went wrong and was mended.
         bad: By sequence number, the bad samples of batches that are on their way.
+        snapshots: By sequence number, states of the dataset after batches that are on their way.
     """
 
     def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults, meter: Meter) -> None:
@@ -132,6 +143,7 @@ class Run:
         self.epoch = epoch
         self.faults = faults
         self.bad: dict[int, Sequence[BadSample]] = {}
+        self.snapshots: dict[int, Any] = {}
         self.handoff: Handoff[Item] = Handoff()
         self.ended = False
         self.read_until = 0
@@ -145,8 +157,10 @@ class Session:
         portal: Where it lives.
         pool: The workers, not started yet.
         run: The first run.
-        replaceable: Whether another process can take the place of a worker that died; not so with iterable datasets,
-            whose workers hold a position in the data.
+        replaceable: Whether another process can take the place of a worker that died: not so with iterable datasets,
+            whose workers hold a position in the data, unless they tell it or can be read again.
+        is_stream: The dataset is iterable.
+        tells_place: A worker of a stream can be replaced as soon as its iterator has told a state.
         on_timeout: What to do about a batch that does not come in time.
         pinner: Copies batches into page-locked memory, or None.
     """
@@ -158,6 +172,8 @@ class Session:
         run: Run,
         *,
         replaceable: bool,
+        is_stream: bool = False,
+        tells_place: bool = False,
         on_timeout: OnTimeout = "raise",
         pinner: Pinner | None = None,
     ) -> None:
@@ -168,6 +184,8 @@ class Session:
         self._run = run
         self._pinner = pinner
         self._replaceable = replaceable
+        self._is_stream = is_stream
+        self._tells_place = tells_place
         self._inbox: deque[Any] = deque()
         self._wake_posted = False
         self._closed = threading.Event()
@@ -305,10 +323,18 @@ class Session:
         passage = self._run.meter.came(worker, record, sent_at, arrived_at, nbytes)
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         bad = self._run.bad.pop(record.seq, ()) if self._run.bad else ()
+        snapshot = self._note_place(worker, record.seq)
+        item = Item(
+            None if self._pinner else batch,
+            bad=bad,
+            passage=passage,
+            seq=record.seq,
+            worker=worker,
+            snapshot=snapshot,
+        )
         if self._pinner is None:
-            actions += scheduler.ready(record.seq, Item(batch, bad=bad, seq=record.seq, passage=passage), nbytes)
+            actions += scheduler.ready(record.seq, item, nbytes)
         else:
-            item = Item(None, bad=bad, seq=record.seq, passage=passage)
             self._pinner.pin(batch, partial(self._on_pinned, self._run, passage, nbytes, item))
         self._apply(actions)
 
@@ -318,6 +344,19 @@ class Session:
         if run is self._run and self.state is State.OPEN:
             run.meter.pinned(passage, seconds)
             self._apply(run.scheduler.ready(item.seq, item._replace(batch=batch, error=error), nbytes))
+
+    def _note_place(self, worker: int, seq: int) -> Any:
+        """Note that the worker has answered a ticket: there a replacement would begin. Return the dataset's state."""
+        starts = self._run.epoch.starts
+        if starts is None:
+            return None
+        snapshot = self._run.snapshots.pop(seq, None)
+        starts[worker] = starts[worker].after(snapshot)
+        return snapshot
+
+    def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
+        """The state of the dataset after this ticket, whose outcome follows."""
+        self._run.snapshots[record.seq] = snapshot
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""
@@ -332,7 +371,9 @@ class Session:
         ticket = scheduler.in_flight[worker].get(record.seq)
         self._run.faults.leave_out(ticket and ticket.keys, "all its samples raised")
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        self._apply(actions + scheduler.ready(record.seq, Item(None, bad=bad, left_out=True, seq=record.seq)))
+        place = {"worker": worker, "snapshot": self._note_place(worker, record.seq)}
+        item = Item(None, bad=bad, left_out=True, seq=record.seq, **place)
+        self._apply(actions + scheduler.ready(record.seq, item))
 
     def on_failure(self, worker: int, record: Record, error: RemoteError | Exception) -> None:
         """An exception has come in place of a batch."""
@@ -340,13 +381,15 @@ class Session:
             return
         scheduler = self._run.scheduler
         ticket = scheduler.in_flight[worker].get(record.seq)
-        keys = ticket.keys if ticket is not None and self._replaceable else None  # a stream has no indices
+        keys = ticket.keys if ticket is not None and not self._is_stream else None  # a stream has no indices
         if isinstance(error, RemoteError):
             error = error.rebuild(keys)
         self._storm = 0
         bad = self._run.bad.pop(record.seq, ())
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        self._apply(actions + scheduler.ready(record.seq, Item(None, error, bad=bad, seq=record.seq)))
+        place = {"worker": worker, "snapshot": self._note_place(worker, record.seq)}
+        item = Item(None, error, bad=bad, seq=record.seq, **place)
+        self._apply(actions + scheduler.ready(record.seq, item))
 
     def on_exhausted(self, worker: int, record: Record) -> None:
         """The worker's iterable dataset ended before this ticket."""
@@ -368,8 +411,14 @@ class Session:
             self._give_up(WorkerStartError(self._start_failure(process)))
             return
         scheduler = self._run.scheduler
-        rests = self._replaceable and self._rest(worker)
-        self._apply(scheduler.died(worker, replaceable=self._replaceable, was_ready=process.is_ready, rests=rests))
+        replaceable = self._can_replace(worker)
+        rests = replaceable and self._rest(worker)
+        self._apply(scheduler.died(worker, replaceable=replaceable, was_ready=process.is_ready, rests=rests))
+
+    def _can_replace(self, worker: int) -> bool:
+        """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
+        starts = self._run.epoch.starts
+        return self._replaceable or (self._tells_place and starts is not None and starts[worker].snapshot is not None)
 
     def _rest(self, worker: int) -> bool:
         """Let the worker wait for its next process if one dies after the other; whether it does."""
@@ -456,6 +505,8 @@ class Session:
     def _fail(self, action: Fail) -> None:
         error = self._explain(action.tickets)
         if action.at_once:
+            if self._is_stream:
+                error.add_note(_NOT_REPLACED)
             self._run.handoff.ready.appendleft(Item(None, error, counts=False))
             self._run.handoff.wake()
             return
@@ -517,9 +568,9 @@ class Session:
         explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
         if self._on_timeout == "raise" or not self._takes_outcomes():
             return explain()
-        if not self._replaceable:
+        if not self._can_replace(ticket.worker):
             error = explain()
-            error.add_note("The worker was not replaced: it holds a position in an iterable dataset.")
+            error.add_note(_NOT_REPLACED)
             return error
         if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
             return None  # killed for being slow to start, the next one would be as slow

@@ -79,31 +79,36 @@ class MapFetcher:
 
 
 class IterableFetcher:
-    """Fetches from an iterator over an iterable dataset. Raises StopIteration when there is nothing more."""
+    """Fetches from an iterator over an iterable dataset. Raises StopIteration when there is nothing more.
+
+    Attributes:
+        iterator: The iterator.
+        ended: It has come to its end, and is not asked again.
+    """
 
     bad: Sequence[BadSample] = ()
 
-    def __init__(self, dataset: Any, auto_collation: bool, drop_last: bool, run: Run) -> None:
-        self._iterator = iter(dataset)
+    def __init__(self, dataset: Any, auto_collation: bool, drop_last: bool, run: Run, iterator: Any = None) -> None:
+        self.iterator = iter(dataset) if iterator is None else iterator
         self._auto_collation = auto_collation
         self._drop_last = drop_last
         self._run = run
-        self._ended = False
+        self.ended = False
 
     def __call__(self, keys: Any) -> Any:
         """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
-        if self._ended:
+        if self.ended:
             raise StopIteration
         here = place.here()
         if not self._auto_collation:
             here.position = 0
-            return _settled([next(self._iterator)], self._run)[0]
+            return _settled([next(self.iterator)], self._run)[0]
         samples = []
         for here.position, _ in enumerate(keys):
             try:
-                samples.append(next(self._iterator))
+                samples.append(next(self.iterator))
             except StopIteration:
-                self._ended = True
+                self.ended = True
                 break
         here.position = place.BATCH
         if not samples or (self._drop_last and len(samples) < len(keys)):
@@ -198,31 +203,38 @@ class TolerantIterableFetcher(IterableFetcher):
     """
 
     def __init__(
-        self, dataset: Any, auto_collation: bool, drop_last: bool, run: Run, on_error: OnError, where: str
+        self,
+        dataset: Any,
+        auto_collation: bool,
+        drop_last: bool,
+        run: Run,
+        iterator: Any,
+        on_error: OnError,
+        where: str,
     ) -> None:
-        super().__init__(dataset, auto_collation, drop_last, run)
+        super().__init__(dataset, auto_collation, drop_last, run, iterator)
         self._on_error = on_error
         self._where = where
 
     def __call__(self, keys: Any) -> Any:
         """Return the good ones of as many samples as there are keys, or of what is left."""
         self.bad = ()
-        if self._ended:
+        if self.ended:
             raise StopIteration
         mender = Mender(self._on_error, self._where)
         self.bad = mender.bad
         wanted = len(keys) if self._auto_collation else 1
         position = 0
         here = place.here()
-        while position < wanted and not self._ended:
+        while position < wanted and not self.ended:
             here.position = position
             try:
-                mender.good(position, _settled([next(self._iterator)], self._run)[0])
+                mender.good(position, _settled([next(self.iterator)], self._run)[0])
             except StopIteration:
-                self._ended = True
+                self.ended = True
                 break
             except Exception as error:
-                if _is_over(self._iterator):
+                if _is_over(self.iterator):
                     raise
                 mender.failed(position, None, error)
             position += 1
@@ -263,12 +275,13 @@ def make_fetcher(
     run: Run = asyncio.run,
     on_error: OnError = "raise",
     where: str = "",
+    iterator: Any = None,
 ) -> Fetcher:
-    """Return the fetcher for a dataset."""
+    """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already."""
     if on_error == "raise":
         if is_iterable:
-            return IterableFetcher(dataset, auto_collation, drop_last, run)
+            return IterableFetcher(dataset, auto_collation, drop_last, run, iterator)
         return MapFetcher(dataset, auto_collation, run)
     if is_iterable:
-        return TolerantIterableFetcher(dataset, auto_collation, drop_last, run, on_error, where)
+        return TolerantIterableFetcher(dataset, auto_collation, drop_last, run, iterator, on_error, where)
     return TolerantMapFetcher(dataset, auto_collation, run, on_error, where)

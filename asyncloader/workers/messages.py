@@ -17,6 +17,7 @@
                        EXHAUSTED record                       the iterable dataset ended before this ticket
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
                        AWAITS   text                          answer to WHERE
+                       STATE    record, snapshot              of the dataset; the outcome of the ticket follows
 
 Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
 """
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncloader.options import OnError
+from asyncloader.workers.snapshot import Start
 
 HEADER = struct.Struct("<QB7x")
 RECORD = struct.Struct("<QQIIIIIIII")  # 48 bytes, so that the payload behind it stays aligned
@@ -52,6 +54,7 @@ class Kind(enum.IntEnum):
     BAD = 21
     LEFT_OUT = 22
     AWAITS = 23
+    STATE = 24
 
 
 KINDS = frozenset(int(kind) for kind in Kind)
@@ -94,11 +97,14 @@ class EpochSpec:
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
         key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
         shared_seed: For IterDataPipe.
+        starts: Where each worker begins, for datasets that workers have a place in; None for others. In the main
+            process it is kept up to date with what has come, so that a replacement begins there.
     """
 
     number: int
     key: tuple[int, int, int]
     shared_seed: int | None = None
+    starts: dict[int, Start] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,7 @@ class WorkerSpec:
 
     Attributes:
         concurrency: Samples that one worker fetches at once.
+        snapshot_every: Batches from one snapshot of the dataset's state to the next.
         is_async: The dataset is async; else its samples are fetched on threads where there are several at once.
     """
 
@@ -122,6 +129,7 @@ class WorkerSpec:
     on_error: OnError = "raise"
     concurrency: int = 1
     is_async: bool = False
+    snapshot_every: int = 1
 
     @property
     def overlaps(self) -> bool:

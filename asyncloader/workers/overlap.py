@@ -46,6 +46,7 @@ class Job:
         is_over: It is finished, or was dropped: what still comes of it is for nobody.
         tasks: What fetches its samples, by position, or as a whole under `place.BATCH`.
         begun_at: When the first sample was asked for; on `time.perf_counter`, seconds.
+        snapshot: State of the stream when the last sample had been read, or None.
     """
 
     __slots__ = (
@@ -58,6 +59,7 @@ class Job:
         "missing",
         "samples",
         "seq",
+        "snapshot",
         "started",
         "tasks",
     )
@@ -74,6 +76,7 @@ class Job:
         self.is_over = False
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.begun_at = perf_counter()
+        self.snapshot: Any = None
 
 
 class Overlap(Protocol):

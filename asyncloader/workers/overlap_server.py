@@ -105,7 +105,8 @@ class OverlapServer(Server):
             task.cancel()
         common = (self._epoch.key, spec.auto_collation, spec.concurrency, spec.on_error != "raise", self._on_finished)
         if spec.is_iterable:
-            self._overlap = Stream(dataset, spec.drop_last, self._on_exhausted, closing, *common)
+            keeper = self._make_keeper(dataset)
+            self._overlap = Stream(dataset, spec.drop_last, self._on_exhausted, closing, keeper, *common)
         else:
             self._overlap = Coroutines(dataset, *common)
 
@@ -230,7 +231,11 @@ class OverlapServer(Server):
 
     def _times(self, job: Job, fetched: float) -> Record:
         record = self._record(job.seq, job.begun_at, fetched, job.count)
-        return record._replace(wait_us=micros(self._waited_s.pop(job.seq, 0.0)))
+        record = record._replace(wait_us=micros(self._waited_s.pop(job.seq, 0.0)))
+        if job.snapshot is not None:
+            self._line.send(Kind.STATE, record, job.snapshot)
+            job.snapshot = None
+        return record
 
     # --------------------------------------------------------------------------------------------------- ending
 

@@ -40,6 +40,9 @@ class Listener(Protocol):
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""
 
+    def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
+        """The state of the dataset after this ticket, whose outcome follows."""
+
     def on_left_out(self, worker: int, record: Record) -> None:
         """No sample of this ticket was good: there is no batch."""
 
@@ -222,6 +225,9 @@ class Pool:
             return
         if kind == Kind.BAD:
             listener.on_bad_samples(worker, record, pickle.loads(payload))
+            return
+        if kind == Kind.STATE:
+            listener.on_state(worker, record, pickle.loads(payload))
             return
         self._outstanding[worker] -= 1
         if kind == Kind.RESULT and error is None:

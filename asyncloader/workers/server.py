@@ -6,17 +6,20 @@ import asyncio
 import gc
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from time import perf_counter, process_time
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from asyncloader.cores import Stalls
 from asyncloader.workers import place
-from asyncloader.workers.fetch import BadSample, Fetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.fetch import BadSample, Fetcher, IterableFetcher, NoGoodSample, make_fetcher
 from asyncloader.workers.line import Line, micros
 from asyncloader.workers.messages import EpochSpec, Kind, Record, WorkerSpec
-from asyncloader.workers.seeding import BatchSeeder
+from asyncloader.workers.seeding import BatchSeeder, mix
+from asyncloader.workers.snapshot import Keeper, Start
 
 _LOOK_EVERY_S = 0.001
 
@@ -43,6 +46,7 @@ class Server:
         else:
             self._failure = line.capture(spec)
         self._fetch: Fetcher | None = None
+        self._keeper: Keeper | None = None
         self._seed: BatchSeeder | None = None
         self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
         self._ended = False
@@ -63,6 +67,10 @@ class Server:
         if self._failure is not None:
             return
         spec = self._spec
+        starts = self._epoch.starts or {}
+        if (snapshot := starts.get(self._id, Start()).snapshot) is not None:
+            # Streams of random numbers begin anew with the process; those from the beginning of the run were used.
+            spec = replace(spec, base_seed=mix(spec.base_seed, crc32(repr(snapshot).encode())) >> 2)
         try:
             self._line.enter(self._id, spec, self._reseed_pipe(spec.dataset))
             if spec.worker_init_fn is not None:
@@ -81,7 +89,7 @@ class Server:
         self._ended = False
 
     def _make_fetcher(self, dataset: Any) -> None:
-        spec = self._spec
+        spec, keeper = self._spec, self._make_keeper(dataset)
         self._fetch = make_fetcher(
             dataset,
             is_iterable=spec.is_iterable,
@@ -91,7 +99,15 @@ class Server:
             on_error=spec.on_error,
             where=self._line.where,
         )
+        if keeper is not None and isinstance(self._fetch, IterableFetcher):
+            self._fetch.ended = keeper.attach(self._fetch.iterator)
         self._seed = BatchSeeder(self._epoch.key) if spec.seed_each_batch else None
+
+    def _make_keeper(self, dataset: Any) -> Keeper | None:
+        """Bring the dataset into the state that the run begins with; return what tells its state from now on."""
+        starts = self._epoch.starts
+        self._keeper = None if starts is None else Keeper(dataset, self._spec.snapshot_every, starts[self._id])
+        return self._keeper
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:
@@ -148,12 +164,20 @@ class Server:
             if self._seed is not None:
                 self._seed(seq)
             place.enter(self._epoch.key, seq)
+            keeper, snapshot = self._keeper, None
+            if keeper is not None and keeper.to_leave_out:
+                keeper.leave_out(self._fetch, keys)
             samples = self._fetch(keys)
+            if keeper is not None:
+                snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
             fetched = perf_counter()
             count = len(samples) if self._spec.auto_collation and hasattr(samples, "__len__") else 1
             batch = [self._line.collate(self._spec.collate_fn, samples)]
             del samples
-            self._line.send_batch(self._record(seq, started, fetched, count), batch, self._fetch.bad)
+            record = self._record(seq, started, fetched, count)
+            if snapshot is not None:
+                self._line.send(Kind.STATE, record, snapshot)
+            self._line.send_batch(record, batch, self._fetch.bad)
         except (Exception, asyncio.CancelledError) as error:  # a cancelled task of the dataset's is no reason to end
             self._fail(self._record(seq, started), error, () if self._fetch is None else self._fetch.bad)
 

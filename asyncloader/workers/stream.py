@@ -17,6 +17,7 @@ from torch.utils.data import ChainDataset
 from asyncloader.protocols import is_async
 from asyncloader.workers import place
 from asyncloader.workers.overlap import Base, Job, settle
+from asyncloader.workers.snapshot import Keeper
 from asyncloader.workers.stacks import generator_stack, task_stack
 
 
@@ -31,6 +32,7 @@ class Stream(Base):
         drop_last: Leave out an incomplete last batch.
         exhausted: Called once with the first ticket that there are no samples for, after all before it are finished.
         after: The end of the run before: the dataset is not read twice at a time.
+        keeper: Keeps the state of the dataset, if that is to be kept.
         arguments: Those of `Base`.
     """
 
@@ -40,12 +42,16 @@ class Stream(Base):
         drop_last: bool,
         exhausted: Callable[[int], None],
         after: asyncio.Task[None] | None,
+        keeper: Keeper | None,
         *arguments: Any,
     ) -> None:
         super().__init__(*arguments)
         self._drop_last = drop_last
         self._exhausted = exhausted
         self._iterator = open_stream(dataset)
+        self._keeper = keeper
+        if keeper is not None:
+            keeper.attach(self._iterator)
         self._is_async = hasattr(type(self._iterator), "__anext__")
         self._has_ended = False
         self._too_late: list[int] = []  # tickets after the end of the data
@@ -94,8 +100,24 @@ class Stream(Base):
                 self._work.clear()
                 await self._work.wait()
             self._reading = self._waiting[0]
+            if self._keeper is not None and self._keeper.to_leave_out:
+                await self._leave_out(self._keeper, self._reading)
             await self._read_sample(self._reading)
             self._reading = None
+
+    async def _leave_out(self, keeper: Keeper, job: Job) -> None:
+        """Read what batches before this run had, and drop it."""
+        for position in range(keeper.to_leave_out * job.count):
+            place.enter(self._key, job.seq, position % job.count)
+            try:
+                sample = await anext(self._iterator) if self._is_async else next(self._iterator)
+            except (StopIteration, StopAsyncIteration):
+                break
+            except Exception:  # it was raised in its time
+                continue
+            if inspect.iscoroutine(sample):
+                sample.close()
+        keeper.to_leave_out = 0
 
     async def _read_sample(self, job: Job) -> None:
         position = job.started
@@ -126,6 +148,12 @@ class Stream(Base):
         job.started += 1
         if job.started == job.count:
             self._waiting.popleft()
+            self._keep(job)
+
+    def _keep(self, job: Job) -> None:
+        """Take the state of the dataset: exactly the samples up to those of this job have been read."""
+        if self._keeper is not None:
+            job.snapshot = self._keeper.take()
 
     async def _await(self, job: Job, position: int, sample: Any) -> None:
         place.enter(self._key, job.seq, position)
@@ -177,6 +205,7 @@ class Stream(Base):
         job.count = count
         del job.samples[count:]
         self._waiting.popleft()
+        self._keep(job)
         if not job.missing or job.fatal is not None:
             self._conclude(job)
 

@@ -1,0 +1,117 @@
+"""The state of a dataset in one worker: taken after its batches, brought back at the beginning of a run.
+
+    Start      where a worker begins, or has come to: the last snapshot, and the batches since
+    Keeper     takes snapshots of the dataset and its iterator, loads one, and leaves out what came after it
+
+A snapshot is {"dataset", "iterator", "ended"}: the states of those that tell theirs. A dataset that is its own iterator
+tells it once. Without any there are no snapshots, and a worker begins with leaving out as many batches as were made.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether it can tell its state and take it back."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def plain(state: Any) -> Any:
+    """Write a user's state down as JSON where that says all of it; else return a copy of it."""
+    if state is None:
+        return None
+    try:
+        text = json.dumps(state)
+        if json.loads(text) == state:
+            return text
+    except (TypeError, ValueError, RecursionError, RuntimeError):  # RuntimeError: tensors do not like being compared
+        pass
+    return copy.deepcopy(state)
+
+
+def unplain(state: Any) -> Any:
+    """Turn what `plain` returned into the user's state, a new one each time."""
+    return json.loads(state) if isinstance(state, str) else copy.deepcopy(state)
+
+
+class Start(NamedTuple):
+    """Where a worker is: so many batches after a snapshot, or after the beginning if there is none."""
+
+    batches: int = 0
+    snapshot: Any = None
+
+    def after(self, snapshot: Any) -> Start:
+        """Return where it is one batch later."""
+        return Start(self.batches + 1, self.snapshot) if snapshot is None else Start(0, snapshot)
+
+
+def as_plain(starts: dict[int, Start]) -> Any:
+    """Write down where workers are: as JSON if that says all of it."""
+    written = [(start.batches, plain_snapshot(start.snapshot)) for _, start in sorted(starts.items())]
+    if all(isinstance(snapshot, str) for _, snapshot in written):
+        return f"[{', '.join(f'[{batches}, {snapshot}]' for batches, snapshot in written)}]"
+    return [[start.batches, unplain(start.snapshot)] for _, start in sorted(starts.items())]
+
+
+def plain_snapshot(snapshot: Any) -> Any:
+    """Write down a snapshot, which a worker may have written down already."""
+    return snapshot if isinstance(snapshot, str) else "null" if snapshot is None else plain(snapshot)
+
+
+def from_plain(plain: Any) -> dict[int, Start]:
+    """Read what `as_plain` has written."""
+    return {worker: Start(*start) for worker, start in enumerate(unplain(plain))}
+
+
+class Keeper:
+    """Keeps the state of a dataset in one worker, through one run.
+
+    Args:
+        dataset: As the worker has it.
+        every: Take a snapshot after each so many batches.
+        start: Where the run begins.
+    """
+
+    def __init__(self, dataset: Any, every: int, start: Start) -> None:
+        self.to_leave_out = start.batches
+        self._dataset = dataset
+        self._every = every
+        self._start = start
+        self._snapshot = unplain(start.snapshot) or {}
+        self._things: dict[str, Any] = {}
+        self._made = 0
+        if self._snapshot.get("dataset") is not None and is_stateful(dataset):
+            dataset.load_state_dict(self._snapshot["dataset"])
+
+    def attach(self, iterator: Any) -> bool:
+        """Bring back the state of the dataset's iterator, which was made after the dataset's; whether it had ended."""
+        things = {"iterator": iterator, "dataset": self._dataset}
+        if iterator is self._dataset:
+            del things["dataset"]
+        self._things = {name: thing for name, thing in things.items() if is_stateful(thing)}
+        if self._snapshot.get("iterator") is not None and "iterator" in self._things:
+            iterator.load_state_dict(self._snapshot["iterator"])
+        return bool(self._snapshot.get("ended"))
+
+    def leave_out(self, fetch: Callable[[Any], Any], keys: Any) -> None:
+        """Fetch what was made after the snapshot, or since the beginning, and drop it."""
+        while self.to_leave_out:
+            self.to_leave_out -= 1
+            try:
+                fetch(keys)
+            except StopIteration:
+                self.to_leave_out = 0
+            except Exception:  # it was raised in its time
+                pass
+
+    def take(self, *, ended: bool = False) -> Any:
+        """Count a batch; return a snapshot if it is time for one."""
+        self._made += 1
+        if not self._things or self._made % self._every:
+            return None
+        states = {name: thing.state_dict() for name, thing in self._things.items()}
+        return plain({"dataset": None, "iterator": None, "ended": ended, **states})

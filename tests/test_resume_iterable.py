@@ -1,0 +1,332 @@
+"""Going on in the middle of a stream, and with the stream of a worker that died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from asyncloader import DataLoader, StateMismatchError, WorkerDiedError
+from asyncloader.testing import assert_resumable, assert_resumable_async
+
+LENGTH = 23
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def share() -> tuple[int, int]:
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+class Stream(IterableDataset[int]):
+    """The numbers of which a worker has every n-th, and some workers have fewer."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, workers = share()
+        return iter([number for number in range(self.length - 4 * worker) if number % workers == worker])
+
+
+class Noisy(Stream):
+    """With random numbers of the worker's stream: read again from the beginning, they are the same."""
+
+    deterministic = True
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield number, random.random()
+
+
+class OfDataset(Stream):
+    """The dataset tells where it is."""
+
+    at = -1
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number > self.at:
+                self.at = number
+                yield number
+        self.at = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Reader:
+    """An iterator that tells where it is, and counts how often it was asked."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+        self.at = 0
+        self.asked = 0
+
+    def __iter__(self) -> Reader:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        self.asked += 1
+        if self.at == len(self.numbers):
+            raise StopIteration
+        self.at += 1
+        return self.numbers[self.at - 1], self.asked
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class OfIterator(Stream):
+    """Its iterators tell where they are."""
+
+    def __iter__(self) -> Any:
+        return Reader(list(super().__iter__()))
+
+
+class OwnIterator(Stream):
+    """A dataset that is its own iterator; its state does not go through JSON, which has no numbers as keys."""
+
+    at = 0
+
+    def __iter__(self) -> OwnIterator:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        worker, workers = share()
+        if self.at > self.length // workers:
+            raise StopIteration
+        return self.at * workers + worker
+
+    def state_dict(self) -> dict[int, Any]:
+        return {0: self.at}
+
+    def load_state_dict(self, state: dict[int, Any]) -> None:
+        self.at = state[0]
+
+
+class Asynchronous(OfDataset):
+    """An async stream that tells where it is; its samples take their time."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for number in super().__iter__():
+            await asyncio.sleep(0)
+            yield self.later(number)
+
+    async def later(self, number: int) -> int:
+        await asyncio.sleep(0.001 * (number % 3))
+        return number
+
+
+class Forgetful(Stream):
+    """An async stream that does not tell."""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for number in super().__iter__():
+            await asyncio.sleep(0)
+            yield number
+
+
+class Counting(Dataset[Any]):
+    """A map-style dataset with a state of its own: how many samples it has given."""
+
+    given = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.given += 1
+        return index, self.given
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
+    "no state": (Stream, [0, 3], {}),
+    "no state, random": (Noisy, [2], {}),
+    "no state, short batches dropped": (Stream, [2], {"drop_last": True}),
+    "no state, no batching": (lambda: Stream(7), [2], {"batch_size": None}),
+    "of the dataset": (OfDataset, [0, 2], {}),
+    "of the dataset, persistent workers": (OfDataset, [2], {"persistent_workers": True}),
+    "of iterators": (OfIterator, [0, 2], {}),
+    "of the dataset that is its own iterator": (OwnIterator, [0, 2], {"batch_size": 4}),
+    "every third batch": (OfDataset, [2], {"snapshot_every_n_steps": 3, "batch_size": 1, "length": 15}),
+    "async": (Asynchronous, [2], {}),
+    "async, no state": (Forgetful, [2], {"concurrency": 5}),
+}
+
+
+def maker(dataset: Callable[[], Any], num_workers: int, **options: Any) -> Callable[[], DataLoader[Any]]:
+    """Return a function that makes loaders over new datasets."""
+
+    def make() -> DataLoader[Any]:
+        made = dataset()
+        given = {"batch_size": 3, **options}
+        if "length" in given:
+            made.length = given.pop("length")
+        return DataLoader(made, num_workers=num_workers, **given)
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stream_goes_on_from_every_batch(case: str) -> None:
+    """The rest of the epoch and the next one are the same, whoever tells the state, or nobody."""
+    dataset, workers, options = CASES[case]
+    for num_workers in workers:
+        assert_resumable(maker(dataset, num_workers, **options), restore_generators=num_workers == 0)
+
+
+@pytest.mark.parametrize(("dataset", "num_workers"), [(OfIterator, 0), (Noisy, 2)])
+async def test_a_stream_goes_on_in_async_for(dataset: Any, num_workers: int) -> None:
+    """The same by the other face."""
+    await assert_resumable_async(maker(dataset, num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_map_style_dataset_with_a_state(num_workers: int) -> None:
+    """Each worker's copy goes on with its own state, within the epoch."""
+    loader = maker(Counting, num_workers)()
+    states, found = [], []
+    for batch in loader:
+        found.append([part.tolist() for part in batch])
+        states.append(loader.state_dict())
+    for at, state in enumerate(states, 1):
+        resumed = maker(Counting, num_workers)()
+        resumed.load_state_dict(state)
+        assert [[part.tolist() for part in batch] for batch in resumed] == found[at:]
+    other = maker(Counting, num_workers + 1 + (num_workers == 0))()
+    with pytest.raises(StateMismatchError, match="num_workers was"):
+        other.load_state_dict(states[0])
+
+
+def test_what_is_read_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Going on without a state reads the stream again, and says so; with one it does not."""
+    for dataset, told in ((Stream, True), (OfIterator, False)):
+        loader = maker(dataset, 2)()
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        resumed = maker(dataset, 2)()
+        resumed.load_state_dict(loader.state_dict())
+        iterator.close()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "asyncloader"):
+            rest = list(resumed)
+        assert len(rest) == 4
+        assert ("3 batches are read again and dropped" in caplog.text) == told
+    with pytest.raises(StateMismatchError, match="num_workers was 2 when it was taken, and is 3 now"):
+        maker(Stream, 3)().load_state_dict(maker_state())
+
+
+def maker_state() -> dict[str, Any]:
+    loader = maker(Stream, 2)()
+    with iter(loader) as iterator:
+        next(iterator)
+        return loader.state_dict()
+
+
+# ------------------------------------------------------------------------------------------------------------- deaths
+
+
+def deadly(dataset: type[Stream], folder: Path) -> Any:
+    """Let a stream kill its worker at some numbers, once for each marker that it finds."""
+
+    class Deadly(dataset):  # type: ignore[valid-type, misc]
+        def __iter__(self) -> Any:
+            return Dying(super().__iter__(), folder)
+
+    return Deadly()
+
+
+class Dying:
+    """An iterator that kills its process."""
+
+    def __init__(self, numbers: Any, folder: Path) -> None:
+        self.numbers = numbers
+        self.folder = folder
+        if hasattr(numbers, "state_dict"):
+            self.state_dict = numbers.state_dict
+            self.load_state_dict = numbers.load_state_dict
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        sample = next(self.numbers)
+        number = sample[0] if isinstance(sample, tuple) else sample
+        if (marker := self.folder / str(number)).exists():
+            marker.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+
+@pytest.mark.parametrize("dataset", [Noisy, OfDataset, OfIterator])
+def test_a_stream_goes_on_after_deaths(dataset: Any, tmp_path: Path) -> None:
+    """With a state, or declared to be the same each time: no sample is lost or comes twice, bit for bit."""
+
+    def run(deaths: list[int], **options: Any) -> list[str]:
+        for number in deaths:
+            (tmp_path / str(number)).touch()
+        loader = DataLoader(deadly(dataset, tmp_path), batch_size=3, num_workers=2, **options)
+        torch.manual_seed(5)
+        return [repr([part.tolist() for part in batch] if isinstance(batch, list) else batch) for batch in loader]
+
+    expected = run([])
+    for deaths, options in (([8, 13, 20], {}), ([10], {"prefetch_factor": 5}), ([8, 9, 12], {"on_timeout": "retry"})):
+        assert run(deaths, **options) == expected
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_stream_that_nobody_knows_the_place_in_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Its samples would be lost, or come twice: an error that says what would help, and the other workers go on."""
+    (tmp_path / "8").touch()
+    iterator = iter(DataLoader(deadly(Stream, tmp_path), batch_size=3, num_workers=2))
+    found = []
+    with pytest.raises(WorkerDiedError) as caught:
+        while True:
+            found += next(iterator).tolist()
+    assert "deterministic = True" in "".join(caught.value.__notes__)
+    found += [number for batch in iterator for number in batch.tolist()]
+    assert set(range(1, LENGTH - 4, 2)) <= set(found)
+
+
+def test_a_stream_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
+    """After max_retries the error is raised; what follows is tried again, and is an error again."""
+
+    class Fatal(Noisy):
+        def __iter__(self) -> Iterator[Any]:
+            for sample in super().__iter__():
+                if sample[0] == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield sample
+
+    with iter(DataLoader(Fatal(), batch_size=2, num_workers=1, max_retries=1)) as iterator:
+        assert next(iterator)[0].tolist() == [0, 1]
+        assert next(iterator)[0].tolist() == [2, 3]
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError, match="tried 2 times"):
+                next(iterator)
