@@ -43,6 +43,26 @@ def accuracy(trainer: Trainer, loader: DataLoader[Sample]) -> float:
     return right / images_seen
 
 
+def train_and_report(
+    train_loader: DataLoader[Sample], test_loader: DataLoader[Sample], epochs: int, min_accuracy: float
+) -> None:
+    """Train, print how it went, and exit with 1 if the test accuracy is below what is asked for."""
+    trainer = Trainer(steps=epochs * len(train_loader))
+    trained_s = waited_s = 0.0
+    for epoch in range(1, epochs + 1):
+        started = time.perf_counter()
+        loss, waited_in_epoch_s = train_epoch(trainer, train_loader, epoch)
+        trained_s += time.perf_counter() - started
+        waited_s += waited_in_epoch_s
+        reached = accuracy(trainer, test_loader)
+        print(f"epoch {epoch:2}: loss {loss:.3f}, test accuracy {reached:.1%}")
+
+    print(f"test accuracy {reached:.1%} after {epochs} epochs")
+    print(f"training took {trained_s:.1f} s, {waited_s:.2f} s of it ({waited_s / trained_s:.0%}) waiting for data")
+    if reached < min_accuracy:
+        sys.exit(f"test accuracy is below {min_accuracy:.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=15)
@@ -59,20 +79,7 @@ def main() -> None:
     test_loader = DataLoader(test_set, batch_size=128, num_workers=args.workers)
     print(f"{len(train_set)} images to train on and {len(test_set)} to test with, in {args.data}")
 
-    trainer = Trainer(steps=args.epochs * len(train_loader))
-    trained_s = waited_s = 0.0
-    for epoch in range(1, args.epochs + 1):
-        started = time.perf_counter()
-        loss, waited_in_epoch_s = train_epoch(trainer, train_loader, epoch)
-        trained_s += time.perf_counter() - started
-        waited_s += waited_in_epoch_s
-        reached = accuracy(trainer, test_loader)
-        print(f"epoch {epoch:2}: loss {loss:.3f}, test accuracy {reached:.1%}")
-
-    print(f"test accuracy {reached:.1%} after {args.epochs} epochs")
-    print(f"training took {trained_s:.1f} s, {waited_s:.2f} s of it ({waited_s / trained_s:.0%}) waiting for data")
-    if reached < args.min_accuracy:
-        sys.exit(f"test accuracy is below {args.min_accuracy:.0%}")
+    train_and_report(train_loader, test_loader, args.epochs, args.min_accuracy)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run_python
+from tests.services.postgres import PLACES
+from tests.services.process import program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +66,27 @@ def test_train_async_answers_while_it_trains(digits: Path) -> None:
     requests, steps, slowest_ms = map(int, seen.groups())
     assert requests >= steps >= 5
     assert slowest_ms < 1000
+
+
+@pytest.mark.services
+def test_train_from_object_store_compares_and_trains(digits: Path) -> None:
+    """With 20 ms for each object ours reads ten times as many at the least, and trains on them."""
+    done = run_example("train_from_object_store.py", "--epochs", "2", "--min-accuracy", "0.5", "--data", digits)
+    _, compared, *_ = closing_lines(done, 6)
+    found = re.fullmatch(r"torch's DataLoader reads \d+ images/s, ours \d+ \((\d+) times as many\)", compared)
+    assert found is not None
+    assert int(found[1]) >= 10
+
+
+@pytest.mark.services
+def test_train_from_postgres_compares_and_trains(digits: Path) -> None:
+    """A query for each batch: the comparison is printed, the network trains, the server is gone at the end."""
+    program("postgres", *PLACES)
+    done = run_example("train_from_postgres.py", "--epochs", "2", "--min-accuracy", "0.5", "--data", digits)
+    _, compared, *_ = closing_lines(done, 6)
+    assert re.fullmatch(
+        r"torch's DataLoader reads \d+ images/s row by row, ours \d+ \(\d+\.\d times as many\)", compared
+    )
 
 
 def test_tinyloader_experiment_draws_a_picture(tmp_path: Path) -> None:

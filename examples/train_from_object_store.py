@@ -1,0 +1,118 @@
+"""Train a small CNN on images in an object store that takes 20 ms for each of them.
+
+    python examples/train_from_object_store.py [--epochs 15] [--workers 2] [--latency-ms 20]
+
+The store is a server of its own on this machine (local_bucket.py); with --endpoint, --bucket and the usual variables
+(AWS_ACCESS_KEY_ID, ...) it can be any. First the same images are read with torch's DataLoader and with ours, for
+comparison; then the network is trained with ours. Ends with the test accuracy and with the share of the training time
+that was spent waiting for data; exits with 1 if the accuracy is below 97 %.
+"""
+
+import argparse
+import contextlib
+import http.client
+import io
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+import torch.utils.data
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from asyncloader import DataLoader, sample_rng
+from asyncloader.datasets import ObjectStoreDataset
+from digits import FOLDER, Sample, write_digits
+from local_bucket import local_bucket
+from train_digits import train_and_report
+
+
+def decode(data: bytes, key: str) -> Sample:
+    """Make an image of shape (1, 8, 8) of a PNG file; its class is the name of its folder."""
+    with Image.open(io.BytesIO(data)) as image:
+        return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)[None], int(key.split("/")[-2])
+
+
+def decode_and_shift(data: bytes, key: str) -> Sample:
+    """Shift the image as well, by up to one pixel: the same shifts for the same seed, however samples overlap."""
+    image, label = decode(data, key)
+    top, left = sample_rng().integers(0, 3, 2)
+    return nn.functional.pad(image, (1, 1, 1, 1))[:, top : top + 8, left : left + 8], label
+
+
+class BlockingImages(Dataset[Sample]):
+    """The same images for torch's DataLoader: one request at a time in each worker, over a connection that is kept."""
+
+    def __init__(self, endpoint: str, bucket: str, keys: list[str]) -> None:
+        self.host, self.bucket, self.keys = urlsplit(endpoint).netloc, bucket, keys
+        self.connection: http.client.HTTPConnection | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> Sample:
+        self.connection = self.connection or http.client.HTTPConnection(self.host)
+        self.connection.request("GET", f"/{self.bucket}/{self.keys[index]}")
+        return decode(self.connection.getresponse().read(), self.keys[index])
+
+
+def images_per_second(loader: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Read once, and count from the first batch on: how long workers take to start is another matter."""
+    batches = iter(loader)
+    next(batches)
+    began = time.perf_counter()
+    images = sum(len(labels) for _, labels in batches)
+    return images / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
+    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
+    parser.add_argument("--latency-ms", type=float, default=20, help="of the local store (default: 20)")
+    parser.add_argument("--endpoint", help="url of another store; its images have to lie as CLASS/NAME.png")
+    parser.add_argument("--bucket", default="digits")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the network is too small for more, and the workers want the other cores
+    with contextlib.ExitStack() as stack:
+        endpoint, config = args.endpoint, {}
+        if endpoint is None:
+            write_digits(args.data)
+            endpoint = stack.enter_context(local_bucket(args.data, args.latency_ms))
+            config = {"access_key_id": "example", "secret_access_key": "example", "region": "us-east-1"}
+        run(args, endpoint, {"config": {**config, "endpoint": endpoint}, "client_options": {"allow_http": True}})
+
+
+def run(args: argparse.Namespace, endpoint: str, store: dict[str, Any]) -> None:
+    """List the images, compare, train."""
+    url = f"s3://{args.bucket}/"
+    keys = [str(key) for key in ObjectStoreDataset(url, suffix=".png", **store).keys]
+    random.Random(0).shuffle(keys)
+    test_keys, train_keys = keys[: len(keys) // 5], keys[len(keys) // 5 :]
+    print(f"{len(train_keys)} images to train on and {len(test_keys)} to test with, at {endpoint}")
+
+    blocking = BlockingImages(endpoint, args.bucket, test_keys)
+    theirs = images_per_second(torch.utils.data.DataLoader(blocking, batch_size=32, num_workers=args.workers))
+    everything = ObjectStoreDataset(url, keys * 3, decode, **store)
+    ours = images_per_second(DataLoader(everything, batch_size=32, num_workers=args.workers))
+    print(f"torch's DataLoader reads {theirs:.0f} images/s, ours {ours:.0f} ({ours / theirs:.0f} times as many)")
+
+    test_set = ObjectStoreDataset(url, test_keys, decode, **store)
+    train_set = ObjectStoreDataset(url, train_keys, decode_and_shift, **store)
+    train_loader = DataLoader(train_set, batch_size=32, shuffle=True, num_workers=args.workers)
+    test_loader = DataLoader(test_set, batch_size=128, num_workers=args.workers)
+    train_and_report(train_loader, test_loader, args.epochs, args.min_accuracy)
+
+
+if __name__ == "__main__":
+    main()
