@@ -151,3 +151,31 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
     assert first["weight"] == second["weight"]
     assert first["skipped"] == first["seen"][8:]
     assert second["skipped"] == second["seen"][8:]
+
+
+def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """A prepared loader that is registered is saved with the rest, and goes on where training was, in a new process."""
+    accelerate.data_loader.DataLoader = asyncloader.DataLoader
+    batches, states = [], []
+    prepared = Accelerator().prepare(make_loader(40, shuffle=True))
+    for number, batch in enumerate(prepared, 1):
+        batches.append(batch)
+        states.append(prepared.state_dict())
+        if number == 4:
+            accelerator = Accelerator()
+            accelerator.register_for_checkpointing(prepared)
+            accelerator.save_state(tmp_path)
+    second = indices(prepared)
+
+    torch.manual_seed(123)
+    accelerator = Accelerator()
+    resumed = accelerator.prepare(make_loader(40, shuffle=True))
+    accelerator.register_for_checkpointing(resumed)
+    accelerator.load_state(tmp_path)
+    rest = list(resumed)
+    assert indices(rest) == indices(batches[4:])
+    assert_made_by_us(rest, num_workers=2)
+    assert states[-1]["_iterator_finished"]
+    last = accelerator.prepare(make_loader(40, shuffle=True))
+    last.load_state_dict(states[-1])
+    assert indices(last) == second

@@ -209,3 +209,31 @@ def test_fabric_iterates_over_our_loader() -> None:
     assert indices(batches) == list(range(20))
     assert_made_by_us(batches, num_workers=2)
     assert options_of(loader) == OPTIONS
+
+
+def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Lightning saves the state of our loader; a run of two epochs goes on from the middle of either, shuffled.
+
+    A checkpoint that is taken in the step with the last batch of an epoch goes on with what is left of it, nothing,
+    which Lightning counts as the next epoch; with torchdata's StatefulDataLoader it does the same.
+    """
+
+    def fit(folder: Path, checkpoint: Path | None = None) -> LineModel:
+        torch.manual_seed(3)
+        model = LineModel()
+        loader = DataLoader(Line(24), batch_size=4, shuffle=True, num_workers=2)
+        torch.manual_seed(4 if checkpoint is None else 5)
+        saving = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=2)
+        make_trainer(max_epochs=2, enable_checkpointing=True, callbacks=[saving]).fit(
+            model, loader, ckpt_path=checkpoint, weights_only=False
+        )
+        return model
+
+    whole = fit(tmp_path / "whole")
+    order = indices(whole.trained)
+    for step in (2, 4, 8):
+        resumed = fit(tmp_path / f"resumed {step}", tmp_path / "whole" / f"step={step}.ckpt")
+        assert indices(resumed.trained) == order[4 * step :], step
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+        assert_made_by_us(resumed.trained, num_workers=2)
+    assert fit(tmp_path / "at the end", tmp_path / "whole" / "step=6.ckpt").trained == []
