@@ -193,6 +193,16 @@ def timed_out(
     return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)
 
 
+def loop_blocked(timeout_s: float, stack: str) -> BatchTimeoutError:
+    """Build the error for a batch that did not come because something blocks the loop of the background thread."""
+    words = (
+        f"DataLoader timed out after {timeout_s} seconds. The event loop of the background thread is blocked, and with "
+        "it every loader of this process. With num_workers=0 the code of an async dataset runs there: what takes long "
+        "without an await belongs on a thread (asyncio.to_thread), or in workers. "
+    )
+    return BatchTimeoutError(f"{words}It is at:\n{stack}", timeout_s=timeout_s, stack=stack)
+
+
 def _signal_name(number: int) -> str:
     try:
         return f"{signal.strsignal(number) or number} ({signal.Signals(number).name})"

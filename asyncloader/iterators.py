@@ -32,11 +32,14 @@ from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Item, Run, Session, State
-from asyncloader.errors import BatchTimeoutError, LoaderClosedError
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.stats import LoaderStats
+from asyncloader.workers.backend import Backend
 from asyncloader.workers.handle import WorkerHandle
+from asyncloader.workers.local import LocalPool
 from asyncloader.workers.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.pool import Pool
+from asyncloader.workers.process import WorkerProcess
 from asyncloader.workers.snapshot import is_stateful
 
 if TYPE_CHECKING:
@@ -46,6 +49,15 @@ T_co = TypeVar("T_co", covariant=True)
 
 LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
+
+
+_ANSWER_S = 3.0
+
+_REPLICAS = (
+    "For multiprocessing data-loading, this could be caused by not properly configuring the "
+    "IterableDataset replica at each worker. Please see "
+    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+)
 
 
 class Faces(_BaseDataLoaderIter, Generic[T_co]):
@@ -134,8 +146,9 @@ class WorkerIterator(Faces[T_co]):
     def __init__(self, loader: DataLoader[T_co], *, wait_for_start: bool, state: dict[str, Any] | None = None) -> None:
         beginning = Beginning(loader, state)
         super().__init__(loader)
-        if not loader.prefetch_factor:
+        if loader.num_workers and not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be positive")
+        self._num_places = max(1, loader.num_workers)  # one on the portal's loop if there are no workers
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         self._options = loader._options()
         self._concurrency = concurrency_of(loader)
@@ -153,15 +166,13 @@ class WorkerIterator(Faces[T_co]):
 
     def _window_of(self, loader: DataLoader[T_co]) -> int:
         """Return how many batches are in flight or waiting: torch's number, or what `concurrency` needs."""
-        return max(loader.prefetch_factor or 1, self._concurrency.batches) * self._num_workers
+        return max(loader.prefetch_factor or 1, self._concurrency.batches) * self._num_places
 
     def _make_session(self, loader: DataLoader[T_co], run: Run) -> Session:
         portal = get_portal()
-        pool = Pool(portal.loop, loader._start_context(), self._worker_spec(loader))
-        pool.pack()
         return Session(
             portal,
-            pool,
+            self._make_pool(loader, portal),
             run,
             **self._replaceability(loader),
             on_timeout=self._options.on_timeout,
@@ -180,6 +191,14 @@ class WorkerIterator(Faces[T_co]):
         tells_place = not self._concurrency.overlaps and self._options.on_crash != "skip"
         told = is_stateful(dataset) or getattr(dataset, "deterministic", False) is True
         return {"replaceable": tells_place and told, "is_stream": True, "tells_place": tells_place}
+    def _make_pool(self, loader: DataLoader[T_co], portal: Portal) -> Backend:
+        """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes."""
+        spec = self._worker_spec(loader)
+        if loader.num_workers == 0 or self._options.worker_backend == "thread":
+            return LocalPool(portal.loop, spec, on_threads=loader.num_workers > 0)
+        pool = Pool(portal.loop, loader._start_context(), spec)
+        pool.pack()
+        return pool
 
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
@@ -197,8 +216,8 @@ class WorkerIterator(Faces[T_co]):
         options = self._options
         self._runs += 1
         scheduler = Scheduler(
-            num_workers=self._num_workers,
-            prefetch_factor=self._window // self._num_workers,
+            num_workers=self._num_places,
+            prefetch_factor=self._window // self._num_places,
             scheduling="static" if self._is_iterable else options.scheduling,
             in_order=loader.in_order,
             run_ahead_bytes=options.run_ahead_bytes,
@@ -214,7 +233,7 @@ class WorkerIterator(Faces[T_co]):
         faults = make_faults(loader)
         self._meter = loader._meter = Meter(
             epoch,
-            self._num_workers,
+            self._num_places,
             self._window,
             faults,
             loader._open_trace(),
@@ -236,18 +255,26 @@ class WorkerIterator(Faces[T_co]):
             worker_init_fn=self._init_fn(loader),
             num_workers=loader.num_workers,
             base_seed=int(self._base_seed),
-            # Samples of several batches that are fetched at once share the generators: a seed would be nobody's.
-            seed_each_batch=(
-                self._options.seeding == "batch" and not self._is_iterable and not self._concurrency.overlaps
-            ),
+            seed_each_batch=self._seeds_each_batch(),
             on_error=self._options.on_error,
             concurrency=self._concurrency.samples,
             is_async=self._concurrency.is_async,
             snapshot_every=self._options.snapshot_every_n_steps if self._is_iterable else 1,
         )
 
+    def _seeds_each_batch(self) -> bool:
+        """Whether workers seed for each batch.
+
+        Samples of several batches that are fetched at once share the generators: a seed would be nobody's. And workers
+        in this process would seed those of the trainer.
+        """
+        is_alone = self._options.worker_backend == "process" and not self._concurrency.overlaps
+        return self._options.seeding == "batch" and not self._is_iterable and is_alone
+
     def _init_fn(self, loader: DataLoader[T_co]) -> Any:
         """Return the user's function, with torch's sharding of data pipes before it."""
+        if not loader.num_workers:
+            return None
         if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             return loader.worker_init_fn
         return partial(_sharding_worker_init_fn, loader.worker_init_fn, self._world_size, self._rank)
@@ -298,7 +325,7 @@ class WorkerIterator(Faces[T_co]):
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
         while (item := self._take_or_read_on(asked_at)) is None:
             if not consumer.run.handoff.wait(consumer.has_news, deadline) and not consumer.has_news():
-                error = self._report_overdue().result()
+                error = self._wait_report(self._report_overdue())
                 if error is not None and not consumer.has_news():  # it may have come in the last moment
                     try:
                         raise error
@@ -354,7 +381,7 @@ class WorkerIterator(Faces[T_co]):
             if item is not None:
                 return item
             if not await handoff.wait_async(consumer.has_news, deadline) and not consumer.has_news():
-                error = await asyncio.wrap_future(self._report_overdue())
+                error = await self._wait_report_async(self._report_overdue())
                 if error is not None and not consumer.has_news():
                     try:
                         raise error
@@ -394,9 +421,7 @@ class WorkerIterator(Faces[T_co]):
         warnings.warn(
             f"Length of IterableDataset {self._dataset} was reported to be {length}"
             f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
-            "For multiprocessing data-loading, this could be caused by not properly configuring the "
-            "IterableDataset replica at each worker. Please see "
-            "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples.",
+            + (_REPLICAS if self._num_workers else ""),
             stacklevel=5,
         )
 
@@ -420,6 +445,19 @@ class WorkerIterator(Faces[T_co]):
         self._session.portal.post(self._session.overdue, self._timeout, tell)
         return future
 
+    def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
+        """Wait for the session's answer, which comes within a second, unless something blocks its loop."""
+        try:
+            return report.result(_ANSWER_S)
+        except TimeoutError:
+            return loop_blocked(self._timeout, self._session.portal.where())
+
+    async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
+        except TimeoutError:
+            return loop_blocked(self._timeout, self._session.portal.where())
+
     # --------------------------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
@@ -438,8 +476,9 @@ class WorkerIterator(Faces[T_co]):
 
     @property
     def _workers(self) -> list[WorkerHandle]:
-        """The worker processes, as torch's iterator shows them."""
-        return [WorkerHandle(process) for process in self._session.pool.processes]
+        """The worker processes, as torch's iterator shows them; none if the workers are in this one."""
+        workers = self._session.pool.processes
+        return [WorkerHandle(worker) for worker in workers if isinstance(worker, WorkerProcess)]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._consumer.taken} {self._session!r}>"

@@ -19,6 +19,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader.checkpoint import Record, check, initial_state
+from asyncloader.engine.concurrency import concurrency_of
 from asyncloader.engine.inline import InlineIterator
 from asyncloader.engine.meter import Meter
 from asyncloader.iterators import WorkerIterator
@@ -242,7 +243,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         iterator: Any
         if (state := self._loaded) is not None:
             check(state, self)
-        if self.num_workers == 0:
+        if self.num_workers == 0 and not concurrency_of(self).overlaps:
             iterator = InlineIterator(self, state)
         else:
             self.check_worker_number_rationality()

@@ -24,7 +24,6 @@ class Options:
 
     Raises:
         ConfigurationError: for a value that cannot work.
-        NotImplementedError: for a value that is documented but not built yet; it is never ignored.
     """
 
     concurrency: int | None = None
@@ -53,7 +52,6 @@ class Options:
         _count("max_retries", self.max_retries, least=0)
         _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=1)
         self._check_max_errors()
-        self._refuse_unbuilt()
 
     def _check_max_errors(self) -> None:
         limit = self.max_errors
@@ -65,16 +63,6 @@ class Options:
             )
         if limit is not None and self.on_error == "raise":
             raise ConfigurationError('max_errors is for on_error="skip" and "replace"; with "raise" it has no effect')
-
-    def _refuse_unbuilt(self) -> None:
-        unbuilt = {
-            "worker_backend": self.worker_backend != "process",
-        }
-        for name, asked in unbuilt.items():
-            if asked:
-                raise NotImplementedError(
-                    f"{name}={getattr(self, name)!r} is planned but not built yet; leave {name} at its default"
-                )
 
 
 def _one_of(name: str, value: object, kind: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,11 @@ from torch.utils.data import (
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
-PLACES = [pytest.param(WORKERS, id="processes")]
+PLACES = [
+    pytest.param(WORKERS, id="processes"),
+    pytest.param({"num_workers": 0}, id="here"),
+    pytest.param({"num_workers": 2, "worker_backend": "thread"}, id="threads"),
+]
 places = pytest.mark.parametrize("place", PLACES)
 
 
@@ -142,7 +147,7 @@ def test_samples_come_in_order(place: dict[str, Any], concurrency: int | None) -
         Subset(squares, range(20)),
         Subset(BatchSquares(), range(20)),  # type: ignore[arg-type]
         ConcatDataset([Subset(squares, range(5)), Subset(squares, range(5, 20))]),
-        *([Late()] if concurrency != 3 else []),
+        Late(),
     ):
         loader: Any = DataLoader(dataset, batch_size=3, concurrency=concurrency, **place)
         assert [len(batch) for batch in loader] == [3] * 6 + [2], dataset
@@ -347,6 +352,42 @@ async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> N
         gate.path.unlink()
 
 
+async def test_without_workers_a_timeout_cancels_the_coroutine(gate: Gate, tmp_path: Path) -> None:
+    """And begins it again, for the next call; what blocks the loop for all is named as well."""
+
+    class Cancelled(Gated):
+        async def wait_for_the_gate(self) -> None:
+            try:
+                await super().wait_for_the_gate()
+            except asyncio.CancelledError:
+                (tmp_path / "cancelled").touch()
+                raise
+
+    iterator: Any = iter(DataLoader(Cancelled(gate), batch_size=4, timeout=0.2))  # type: ignore[arg-type]
+    with pytest.raises(BatchTimeoutError):
+        await anext(iterator)
+    for _ in range(1000):
+        if (tmp_path / "cancelled").exists():
+            break
+        await asyncio.sleep(0.005)
+    else:
+        pytest.fail("nothing was cancelled")
+    gate.open()
+    assert flat(iterator) == SQUARES
+
+    release = threading.Event()
+    blocking: Any = DataLoader(Gated(gate, act=release.wait), batch_size=4, timeout=0.2)  # type: ignore[arg-type]
+    iterator = iter(blocking)
+    with pytest.raises(BatchTimeoutError, match="is blocked") as caught:
+        next(iterator)
+    assert "release.wait" in caught.value.stack or "self.act()" in caught.value.stack
+    release.set()
+    del caught
+    assert flat(iterator) == SQUARES
+    with pytest.raises(AssertionError, match="timeout == 0"):
+        iter(DataLoader(range(4), timeout=1))  # type: ignore[arg-type]
+
+
 def test_a_timeout_names_where_an_async_generator_is(gate: Gate) -> None:
     """Which no task of asyncio's shows."""
 
@@ -397,6 +438,21 @@ def test_only_the_batch_that_kills_is_given_up(gate: Gate) -> None:
     assert errors == [[[8, 9]]]
     skipping: Any = DataLoader(dataset, batch_size=2, num_workers=2, on_crash="skip")
     assert flat(skipping) == seen
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_a_hung_worker_of_this_process_is_abandoned(place: dict[str, Any], gate: Gate) -> None:
+    """Another takes its place; a thread that hangs ends when what it waits for comes."""
+    hangs = threading.Event()
+
+    async def hang(self: Gated) -> None:
+        if not hangs.is_set():
+            hangs.set()
+            await asyncio.sleep(3600)
+
+    dataset: Any = type("Hanging", (Gated,), {"wait_for_the_gate": hang})(gate, 8)
+    loader: Any = DataLoader(dataset, batch_size=2, timeout=0.3, on_timeout="retry", **place)
+    assert flat(loader) == SQUARES
 
 
 @places
@@ -482,6 +538,7 @@ def test_ten_thousand_awaits_in_one_worker(gate: Gate, tmp_path: Path) -> None:
     assert int((tmp_path / "bytes").read_text()) < 10_000 * 20_000
 
 
+@pytest.mark.leaks("the portal's loop keeps the threads of asyncio.to_thread for the next time")
 @places
 def test_decoding_on_a_thread_starves_nobody(place: dict[str, Any]) -> None:
     """A sample that computes in ``asyncio.to_thread`` lets the others of its worker go on meanwhile."""

@@ -39,9 +39,7 @@ def concurrency_of(loader: DataLoader[Any]) -> Concurrency:
     """Look at the loader as it is now."""
     awaits = is_async(loader.dataset)
     samples = loader.concurrency or (ASYNC_DEFAULT if awaits else 1)
-    if not awaits:
-        if samples > 1:
-            raise NotImplementedError("concurrency for datasets that are not async is planned but not built yet")
+    if not awaits and samples == 1:
         return Concurrency(False, 1, 0)
     # One more to begin with when the first is finished, and one on its way through the channel.
     return Concurrency(awaits, samples, math.ceil(samples / _batch_size(loader)) + 2)

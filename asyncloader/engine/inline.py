@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,11 +25,12 @@ from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.plan import Done
-from asyncloader.engine.portal import EXIT_GRACE_S
+from asyncloader.engine.portal import EXIT_GRACE_S, get_portal
 from asyncloader.engine.session import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iterators import Faces, check_owner, make_faults
 from asyncloader.transport.collate import recycling_collate
+from asyncloader.workers import place
 from asyncloader.workers.fetch import Fetcher, IterableFetcher, NoGoodSample, make_fetcher
 from asyncloader.workers.snapshot import Keeper
 
@@ -42,26 +44,40 @@ LEFT_OUT: Any = object()
 """What a fetcher returns when no sample of a batch was good, and there is none."""
 
 
-class MendingFetcher:
-    """Makes batches as torch's fetchers do, but without the samples that raise.
+class Maker:
+    """Makes batches as torch's fetchers do; if so asked without the samples that raise.
 
     Args:
+        key: Base seed, epoch, rank: for `sample_rng`.
+        first: Number of the first batch.
         fetch: Gets the samples, and catches what they raise.
         collate_fn: Makes a batch of them.
         leaves_out: A batch without a good sample is left out; else what its first sample raised is raised.
         faults: Where bad samples are counted.
     """
 
-    def __init__(self, fetch: Fetcher, collate_fn: Any, leaves_out: bool, faults: Faults) -> None:
+    def __init__(
+        self, key: tuple[int, int, int], first: int, fetch: Fetcher, collate_fn: Any, leaves_out: bool, faults: Faults
+    ) -> None:
         self.faults = faults
+        self._key = key
         self._fetch = fetch
         self._collate_fn = collate_fn
         self._leaves_out = leaves_out
         self._planned_samples = 0
+        self._seq = first - 1
 
     def fetch(self, keys: Any) -> Any:
         """Return the batch, or LEFT_OUT."""
         self._planned_samples += len(keys) if isinstance(keys, list) else 1
+        self._seq += 1
+        outside = place.current.set(place.Place(self._key, self._seq))
+        try:
+            return self._make(keys)
+        finally:
+            place.current.reset(outside)  # the caller's thread goes on with other things
+
+    def _make(self, keys: Any) -> Any:
         try:
             samples = self._fetch(keys)
         except NoGoodSample as nothing:
@@ -183,6 +199,11 @@ class FetchThread:
             del item
 
 
+def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Await samples that turn out to be awaitables, where there may be a loop already: the caller's."""
+    return asyncio.run_coroutine_threadsafe(coroutine, get_portal().loop).result()
+
+
 def _cancelled(cause: BaseException) -> RuntimeError:
     """Stand in for a CancelledError of the dataset's own: raised as it is, it would cancel the consumer's task."""
     error = RuntimeError("The dataset raised CancelledError.")
@@ -218,8 +239,9 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._open_plan(loader, beginning)
         beginning.end()
         faults = make_faults(loader)
-        self._meter = loader._meter = Meter(self._record.epoch, 0, 0, faults, loader._open_trace())
-        self._dataset_fetcher = self._make_fetcher(loader, faults)
+        epoch = self._record.epoch
+        self._meter = loader._meter = Meter(epoch, 0, 0, faults, loader._open_trace())
+        self._dataset_fetcher = self._make_fetcher(loader, faults, (int(self._base_seed), epoch, self._rank))
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
         self._finalizer = weakref.finalize(self, self._fetching.stop)
@@ -230,9 +252,10 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._asking = threading.Lock()  # held to read the sampler, and to change the two numbers
         self._wanting = 0  # consumers in `__anext__`
 
-    def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults) -> TimedFetcher:
-        """Return torch's own fetcher, or one that mends batches with bad samples, with a clock around it."""
+    def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults, key: tuple[int, int, int]) -> TimedFetcher:
+        """Return what makes batches, with a clock around it."""
         is_iterable = self._dataset_kind != 0
+        # torch's own fetcher has begun to iterate, which a dataset may count.
         iterator = self._dataset_fetcher.dataset_iter if is_iterable else None
         keeper = None
         if (starts := self._record.starts) is not None:
@@ -240,23 +263,21 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             if starts[0].snapshot is not None:
                 iterator = None  # that was made before the dataset was in its state
         timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper)
-        timed.fetcher = self._dataset_fetcher
-        timed.fetcher.collate_fn = timed.collate
         options = loader._options()
-        if options.on_error == "raise" and not is_iterable:
-            timed.attach(None)
-            return timed
         fetch = make_fetcher(
             self._dataset,
             is_iterable=is_iterable,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
+            run=_run_on_portal,
             on_error=options.on_error,
             where="in the main process",
             iterator=iterator,
         )
         timed.attach(fetch)
-        timed.fetcher = MendingFetcher(fetch, timed.collate, options.on_error == "skip", faults)
+        timed.fetcher = Maker(
+            key, self._record.progress.position, fetch, timed.collate, options.on_error == "skip", faults
+        )
         return timed
 
     def _next_data(self) -> Any:

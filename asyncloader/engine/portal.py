@@ -21,8 +21,10 @@ import contextlib
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -96,6 +98,11 @@ class Portal:
     def is_here(self) -> bool:
         """Whether the caller is the loop thread."""
         return threading.current_thread() is self._thread
+
+    def where(self) -> str:
+        """Return the stack of the loop thread, for somebody whom it does not answer."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def close(self) -> None:
         """End everything that lives here, then the loop. Bounded; what does not end is killed. Idempotent."""

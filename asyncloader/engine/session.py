@@ -51,11 +51,10 @@ from asyncloader.errors import (
     timed_out,
 )
 from asyncloader.options import OnTimeout
-from asyncloader.workers.failure import RemoteError
+from asyncloader.workers.backend import Backend, Worker
+from asyncloader.workers.failure import LocalError, RemoteError
 from asyncloader.workers.fetch import BadSample
 from asyncloader.workers.messages import EpochSpec, Record
-from asyncloader.workers.pool import Pool
-from asyncloader.workers.process import WorkerProcess
 
 log = logging.getLogger("asyncloader")
 
@@ -168,7 +167,7 @@ class Session:
     def __init__(
         self,
         portal: Portal,
-        pool: Pool,
+        pool: Backend,
         run: Run,
         *,
         replaceable: bool,
@@ -375,20 +374,19 @@ class Session:
         item = Item(None, bad=bad, left_out=True, seq=record.seq, **place)
         self._apply(actions + scheduler.ready(record.seq, item))
 
-    def on_failure(self, worker: int, record: Record, error: RemoteError | Exception) -> None:
+    def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:
         """An exception has come in place of a batch."""
         if not self._takes_outcomes():
             return
         scheduler = self._run.scheduler
         ticket = scheduler.in_flight[worker].get(record.seq)
         keys = ticket.keys if ticket is not None and not self._is_stream else None  # a stream has no indices
-        if isinstance(error, RemoteError):
-            error = error.rebuild(keys)
+        raised = error if isinstance(error, Exception) else error.rebuild(keys)
         self._storm = 0
         bad = self._run.bad.pop(record.seq, ())
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         place = {"worker": worker, "snapshot": self._note_place(worker, record.seq)}
-        item = Item(None, error, bad=bad, seq=record.seq, **place)
+        item = Item(None, raised, bad=bad, seq=record.seq, **place)
         self._apply(actions + scheduler.ready(record.seq, item))
 
     def on_exhausted(self, worker: int, record: Record) -> None:
@@ -400,7 +398,7 @@ class Session:
         """Whether somebody waits for what workers make: not while they end, nor after they were given up."""
         return self.state is State.OPEN and not self.gave_up
 
-    def on_died(self, worker: int, process: WorkerProcess) -> None:
+    def on_died(self, worker: int, process: Worker) -> None:
         """The worker's process ended on its own."""
         if not self._takes_outcomes():
             return
@@ -442,7 +440,7 @@ class Session:
         self._resting.clear()
         return resting
 
-    def _start_failure(self, process: WorkerProcess) -> str:
+    def _start_failure(self, process: Worker) -> str:
         output = f"\nLast words of the worker:\n{process.output.decode(errors='replace')}" if process.output else ""
         return (
             f"Workers end before they can take a batch ({self._failed_starts} in a row); the last one: "
@@ -562,7 +560,7 @@ class Session:
         process.ask_stack(ticket.seq, lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
 
     def _overdue_at(
-        self, timeout_s: float, ticket: Ticket, process: WorkerProcess, stack: str
+        self, timeout_s: float, ticket: Ticket, process: Worker, stack: str
     ) -> BatchTimeoutError | None:
         why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
         explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
@@ -579,7 +577,7 @@ class Session:
             self._replace_hung(process, explain)
         return None  # else it has come, or somebody else has waited too long for it
 
-    def _replace_hung(self, process: WorkerProcess, explain: Callable[..., BatchTimeoutError]) -> None:
+    def _replace_hung(self, process: Worker, explain: Callable[..., BatchTimeoutError]) -> None:
         error = explain()
         log.warning("%s It is killed and replaced.", error)
         self._run.faults.timeouts += 1
@@ -589,7 +587,7 @@ class Session:
         self._apply(self._run.scheduler.hung(process.worker_id, rests=rests))
 
 
-def _explain_death(process: WorkerProcess, tickets: list[Ticket]) -> Exception:
+def _explain_death(process: Worker, tickets: list[Ticket]) -> Exception:
     return died(
         process.pid,
         process.exitcode,

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from asyncio import CancelledError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
 from asyncloader.errors import describe_keys
+
+Raised = TypeVar("Raised", bound=BaseException)
 
 
 class RemoteTraceback(Exception):
@@ -70,6 +73,32 @@ class RemoteError:
         return error if isinstance(error, Exception) else None
 
 
+@dataclass(frozen=True, slots=True)
+class LocalError:
+    """An exception of a worker in this process, on its way to the consumer: as it is.
+
+    Attributes:
+        error: What was raised.
+        where: For torch's words; "" if there is no worker in the user's eyes.
+    """
+
+    error: BaseException
+    where: str
+
+    def rebuild(self, keys: Any) -> BaseException:
+        """Return the exception to raise: with notes, and one in place of what would cancel the consumer's task."""
+        error = self.error
+        if isinstance(error, CancelledError):
+            stand_in = RuntimeError("The dataset raised CancelledError.")
+            stand_in.__cause__ = error
+            error = stand_in
+        notes = [f"Caught {type(self.error).__name__} {self.where}."] if self.where else []
+        if keys is not None:
+            notes.append(f"The batch has the indices {describe_keys(keys)}.")
+        there = getattr(error, "__notes__", ())
+        return _with_notes(error, [note for note in notes if note not in there])
+
+
 def _pickled(error: BaseException) -> bytes | None:
     """Pickle the exception if it comes out again as what it was.
 
@@ -86,7 +115,7 @@ def _pickled(error: BaseException) -> bytes | None:
     return None
 
 
-def _with_notes(error: Exception, notes: list[str]) -> Exception:
+def _with_notes(error: Raised, notes: list[str]) -> Raised:
     """Add the notes, past a ``__setattr__`` of the user's: a frozen dataclass has one that refuses."""
     BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), *notes])
     return error

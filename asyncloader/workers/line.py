@@ -3,8 +3,8 @@
     parent ── tickets, epochs, END ──> receive / listen ──> Server
     parent <── outcomes ────────────── send, send_batch <── Server
 
-`ProcessLine` is that of a worker process: frames over the channel, batches encoded into slabs. That of a worker thread
-is in :mod:`asyncloader.workers.threads`.
+`ProcessLine` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in the
+trainer's own process is in :mod:`asyncloader.workers.local`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,11 @@ class Line(Protocol):
 
     where: str
 
-    def enter(self, worker_id: int, spec: WorkerSpec, dataset: Any) -> None:
+    @property
+    def cpu_clock(self) -> Callable[[], float]:
+        """Tells the CPU seconds of the worker."""
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
 
     def leave(self) -> None:
@@ -59,6 +63,9 @@ class Line(Protocol):
 
     def unlisten(self) -> None:
         """Do so no more."""
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether the worker cannot go on after this exception; else it stands for the batch."""
 
     def capture(self, error: BaseException) -> Any:
         """Make of an exception what is sent as a FAILURE."""
@@ -86,6 +93,8 @@ class ProcessLine:
         arena: Handle of the shared memory, or None.
     """
 
+    cpu_clock = staticmethod(process_time)
+
     def __init__(self, worker_id: int, channel: WorkerChannel, arena: Any) -> None:
         self.where = f"in DataLoader worker process {worker_id}"
         self._channel = channel
@@ -96,13 +105,13 @@ class ProcessLine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: Callable[[], None]
 
-    def enter(self, worker_id: int, spec: WorkerSpec, dataset: Any) -> None:
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
         torch.set_num_threads(1)
         seed = seed_worker(spec.base_seed, worker_id)
         self.send(Kind.UP)
         torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=dataset
+            id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
         )
         collate.install(self._encoder)
 
@@ -157,6 +166,10 @@ class ProcessLine:
         return pickle.loads(frame[1])
 
     # --------------------------------------------------------------------------------------------------- sending
+
+    def ends(self, error: BaseException) -> bool:
+        """As torch: SystemExit and the like end the process. A cancelled task of the dataset's own is no reason to."""
+        return not isinstance(error, (Exception, asyncio.CancelledError))
 
     def capture(self, error: BaseException) -> Any:
         """Make of an exception what crosses the channel."""

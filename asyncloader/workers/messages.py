@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from asyncloader.options import OnError
@@ -135,3 +135,7 @@ class WorkerSpec:
     def overlaps(self) -> bool:
         """Whether samples are fetched on a loop, several at once."""
         return self.is_async or self.concurrency > 1
+
+    def with_dataset(self, dataset: Any) -> WorkerSpec:
+        """Return the same with another dataset."""
+        return replace(self, dataset=dataset)

@@ -45,11 +45,13 @@ class Job:
         fatal: What was raised that no batch can be made after.
         is_over: It is finished, or was dropped: what still comes of it is for nobody.
         tasks: What fetches its samples, by position, or as a whole under `place.BATCH`.
+        arrived: Where threads fetch the samples, the positions of those that are here.
         begun_at: When the first sample was asked for; on `time.perf_counter`, seconds.
         snapshot: State of the stream when the last sample had been read, or None.
     """
 
     __slots__ = (
+        "arrived",
         "begun_at",
         "count",
         "errors",
@@ -75,6 +77,7 @@ class Job:
         self.fatal: BaseException | None = None
         self.is_over = False
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.arrived: list[int] = []
         self.begun_at = perf_counter()
         self.snapshot: Any = None
 
@@ -90,6 +93,9 @@ class Overlap(Protocol):
 
     async def aclose(self) -> None:
         """Drop everything, and wait until nothing runs any more."""
+
+    def again(self, seq: int) -> None:
+        """Cancel what is in flight of a job, and begin with it anew."""
 
     def where(self, seq: int) -> str:
         """Tell at which await the samples of a job are; "" if there is nothing to tell."""
@@ -153,6 +159,17 @@ class Base:
         for job in jobs.values():
             self._cancel(job)
 
+    def again(self, seq: int) -> None:
+        """Cancel what is in flight of a job, and begin with it anew, before all others."""
+        if (job := self._jobs.get(seq)) is None:
+            return
+        if job.started < job.count:
+            self._waiting.remove(job)
+        self._cancel(job)
+        self._jobs[seq] = anew = Job(seq, job.keys, job.count)
+        self._waiting.appendleft(anew)
+        self._fill()
+
     async def aclose(self) -> None:
         """Drop everything, and wait until nothing runs any more."""
         self.drop()
@@ -164,7 +181,7 @@ class Base:
         job = self._jobs.get(seq)
         if job is None:
             return ""
-        words = f"{job.missing} of the {job.count} samples of the batch are not here yet.\n"
+        words = f"{job.missing - len(job.arrived)} of the {job.count} samples of the batch are not here yet.\n"
         if job.started < job.count:
             words += f"{job.count - job.started} of them were not asked for: all slots are taken by earlier samples.\n"
         stacks = [stack for task in tuple(job.tasks.values()) if (stack := task_stack(task))]

@@ -16,6 +16,7 @@ from typing import Any
 from asyncloader.protocols import AsyncResource, members
 from asyncloader.workers import place
 from asyncloader.workers.fetch import BadSample, Mender
+from asyncloader.workers.lanes import Lanes
 from asyncloader.workers.line import micros
 from asyncloader.workers.messages import Kind, Record
 from asyncloader.workers.overlap import Coroutines, Job, Overlap
@@ -108,7 +109,7 @@ class OverlapServer(Server):
             keeper = self._make_keeper(dataset)
             self._overlap = Stream(dataset, spec.drop_last, self._on_exhausted, closing, keeper, *common)
         else:
-            self._overlap = Coroutines(dataset, *common)
+            self._overlap = (Coroutines if spec.is_async else Lanes)(dataset, *common)
 
     # -------------------------------------------------------------------------------------------------- serving
 
@@ -139,6 +140,11 @@ class OverlapServer(Server):
             return "The dataset is being opened (__aenter__).\n"
         return self._overlap.where(seq) if self._overlap is not None else ""
 
+    def again(self, seq: int) -> None:
+        """Cancel what is in flight of a ticket, and begin with it anew."""
+        if self._is_open and self._overlap is not None:
+            self._overlap.again(seq)
+
     def _stop(self, error: BaseException) -> None:
         """End `serve` with an error that no ticket can be answered with."""
         if not self._over.done():
@@ -162,8 +168,8 @@ class OverlapServer(Server):
         """Make a batch of the samples. What goes wrong with it must not reach the task that calls."""
         fetched = self._idle_since = perf_counter()
         try:
-            if job.fatal is not None and not isinstance(job.fatal, (Exception, asyncio.CancelledError)):
-                self._stop(job.fatal)  # SystemExit, say: as without overlapping it ends the worker
+            if job.fatal is not None and self._line.ends(job.fatal):
+                self._stop(job.fatal)
             elif (error := self._error(job)) is not None:
                 self._fail(self._times(job, fetched), error, ())
             else:
@@ -197,7 +203,9 @@ class OverlapServer(Server):
                 task.add_done_callback(self._collating.discard)
             else:
                 self._line.send_batch(self._times(job, fetched), batch, bad)
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:
+            if self._line.ends(error):
+                raise
             self._fail(self._times(job, fetched), error, bad)
 
     def _mended(self, job: Job, bad: list[BadSample]) -> list[Any]:
@@ -219,9 +227,10 @@ class OverlapServer(Server):
             try:
                 made = [await batch.pop()]
                 self._line.send_batch(self._times(job, fetched), made, bad)
-            except (Exception, asyncio.CancelledError) as error:
+            except BaseException as error:
                 task = asyncio.current_task()
-                if task is not None and task.cancelling():  # by us: nobody waits for this batch any more
+                is_cancelled = task is not None and task.cancelling()  # by us: nobody waits for this batch any more
+                if is_cancelled or self._line.ends(error):
                     raise
                 self._fail(self._times(job, fetched), error, bad)
         except asyncio.CancelledError:

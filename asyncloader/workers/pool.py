@@ -18,45 +18,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from asyncloader.transport.parcel import Parcel
 from asyncloader.transport.slab import SlabPool, slab_pool
-from asyncloader.workers.failure import RemoteError
-from asyncloader.workers.fetch import BadSample
+from asyncloader.workers.backend import Listener
 from asyncloader.workers.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.process import WorkerProcess
-
-
-class Listener(Protocol):
-    """Who gets what the workers make. All on the loop thread."""
-
-    def on_ready(self, worker: int) -> None:
-        """The worker has opened the dataset."""
-
-    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
-        """A batch has come, and began to be read at this time."""
-
-    def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
-        """Samples that raised: what follows for this ticket was made without them."""
-
-    def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
-        """The state of the dataset after this ticket, whose outcome follows."""
-
-    def on_left_out(self, worker: int, record: Record) -> None:
-        """No sample of this ticket was good: there is no batch."""
-
-    def on_failure(self, worker: int, record: Record, error: RemoteError | Exception) -> None:
-        """An exception has come in place of a batch."""
-
-    def on_exhausted(self, worker: int, record: Record) -> None:
-        """The worker's iterable dataset ended before this ticket."""
-
-    def on_died(self, worker: int, process: WorkerProcess) -> None:
-        """The worker's process ended on its own."""
-
-    def on_closed(self) -> None:
-        """All workers are gone."""
 
 
 class Pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import traceback
@@ -29,6 +30,7 @@ def serve(worker_id: int, epoch: EpochSpec) -> None:
         server.open()
         server.run()
         server.close()
+        gc.collect()  # what the dataset holds in cycles runs its cleanup too
     except ParentGone:
         pass
     except BaseException as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from time import perf_counter, process_time
+from functools import partial
+from time import perf_counter
 from typing import Any
 from zlib import crc32
 
@@ -51,7 +51,7 @@ class Server:
         self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
         self._ended = False
         self._idle_since = perf_counter()
-        self._cpu_s = process_time()
+        self._cpu_s = line.cpu_clock()
         self._stalls = Stalls()
         self._looked_at = 0.0
 
@@ -72,7 +72,7 @@ class Server:
             # Streams of random numbers begin anew with the process; those from the beginning of the run were used.
             spec = replace(spec, base_seed=mix(spec.base_seed, crc32(repr(snapshot).encode())) >> 2)
         try:
-            self._line.enter(self._id, spec, self._reseed_pipe(spec.dataset))
+            self._line.enter(self._id, spec, partial(self._reseed_pipe, spec.dataset))
             if spec.worker_init_fn is not None:
                 spec.worker_init_fn(self._id)
         except Exception as error:
@@ -178,7 +178,9 @@ class Server:
             if snapshot is not None:
                 self._line.send(Kind.STATE, record, snapshot)
             self._line.send_batch(record, batch, self._fetch.bad)
-        except (Exception, asyncio.CancelledError) as error:  # a cancelled task of the dataset's is no reason to end
+        except BaseException as error:
+            if self._line.ends(error):
+                raise
             self._fail(self._record(seq, started), error, () if self._fetch is None else self._fetch.bad)
 
     def _fail(self, record: Record, error: BaseException, bad: Sequence[BadSample]) -> None:
@@ -199,7 +201,7 @@ class Server:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the one before."""
         now = perf_counter()
         fetched = now if fetched is None else fetched
-        cpu_before, self._cpu_s = self._cpu_s, process_time()
+        cpu_before, self._cpu_s = self._cpu_s, self._line.cpu_clock()
         return Record(
             seq=seq,
             began_us=int(started * 1e6),
@@ -223,4 +225,3 @@ class Server:
             self._runner.close()
         if hasattr(self, "_spec"):
             del self._spec
-        gc.collect()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -82,6 +83,9 @@ class Stream(Base):
         if (close := getattr(self._iterator, "aclose", None)) is not None:
             await close()
 
+    def again(self, seq: int) -> None:
+        """Do nothing: to cancel a read would end most iterators, and with them the epoch."""
+
     def where(self, seq: int) -> str:
         """Tell at which await the samples of a job are, or the reader."""
         words = super().where(seq)
@@ -140,6 +144,7 @@ class Stream(Base):
         self._advance(job)
         if hasattr(type(sample), "__await__"):
             self._spawn(job, position, self._await(job, position, sample))
+            job.tasks[position].add_done_callback(partial(_close, sample))
         else:
             self._take(job, position, sample)
 
@@ -236,6 +241,12 @@ async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:
         else:
             for sample in iterator:
                 yield sample
+
+
+def _close(sample: Any, task: asyncio.Task[None]) -> None:
+    """Close a coroutine that never began, because its task was cancelled before; else Python warns of it."""
+    if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED:
+        sample.close()
 
 
 def _is_over(iterator: Any) -> bool:

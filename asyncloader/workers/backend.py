@@ -1,0 +1,110 @@
+"""Where workers run, as the session sees it: an interface with two makers, and more to come.
+
+    session ── start, send, replace, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop
+            <── on_ready, on_batch, ... ────
+
+All of it happens on the loop thread, but for `wait_dead`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from asyncloader.workers.failure import LocalError, RemoteError
+from asyncloader.workers.fetch import BadSample
+from asyncloader.workers.messages import EpochSpec, Record
+
+
+class Worker(Protocol):
+    """One worker, in whatever it runs.
+
+    Attributes:
+        worker_id: From 0; stays when another takes its place.
+        pid: Of the process that it runs in.
+        exitcode: How that ended; negative for a signal, None if it has not, or if nobody knows.
+        output: Last words.
+        is_ready: It has opened the dataset.
+        is_telling: It can be asked where it is.
+        started_at: On :func:`time.monotonic`'s clock, seconds.
+    """
+
+    worker_id: int
+    pid: int
+    exitcode: int | None
+    output: bytearray
+    is_ready: bool
+    started_at: float
+
+    @property
+    def is_telling(self) -> bool:
+        """It can be asked where it is."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is there."""
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Find out where it is, and what the samples of the ticket wait for; "" if it does not answer."""
+
+
+class Listener(Protocol):
+    """Who gets what the workers make."""
+
+    def on_ready(self, worker: int) -> None:
+        """The worker has opened the dataset."""
+
+    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
+        """A batch has come, and began to be read at this time."""
+
+    def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
+        """Samples that raised: what follows for this ticket was made without them."""
+
+    def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
+        """The state of the dataset after this ticket, whose outcome follows."""
+
+    def on_left_out(self, worker: int, record: Record) -> None:
+        """No sample of this ticket was good: there is no batch."""
+
+    def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:
+        """An exception has come in place of a batch."""
+
+    def on_exhausted(self, worker: int, record: Record) -> None:
+        """The worker's iterable dataset ended before this ticket."""
+
+    def on_died(self, worker: int, process: Worker) -> None:
+        """The worker ended on its own."""
+
+    def on_closed(self) -> None:
+        """All workers are gone."""
+
+
+class Backend(Protocol):
+    """The workers of one iterator, in their places by id."""
+
+    listener: Listener | None
+
+    @property
+    def processes(self) -> Sequence[Worker]:
+        """The workers that are there now, by id."""
+
+    def start(self, epoch: EpochSpec) -> None:
+        """Start all workers; on failure those that did start are ended."""
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
+        """Give the worker tickets."""
+
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data; tickets of the last one are forgotten."""
+
+    def discard(self, worker: int) -> None:
+        """Kill or abandon this worker, whose end then is nobody's concern: another will take its place."""
+
+    def replace(self, worker: int) -> None:
+        """Start a new worker under this id, whose last one has died or was discarded."""
+
+    def end(self, grace_s: float) -> None:
+        """Tell all workers to finish; kill or abandon what is left after ``grace_s`` seconds."""
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all workers are gone. In any thread but the loop's."""
