@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.__main__ import PAGE, page
 from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +55,11 @@ def test_code_of_a_page_runs(page: Path) -> None:
     done = run_python("-c", "\n".join(python_blocks(page)))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+def test_the_page_of_comparisons_is_that_of_the_tests() -> None:
+    """What docs/conformance.md lists is what the tests compare; `python -m tests.conformance --write` makes it so."""
+    assert PAGE.read_text() == page()
 
 
 @pytest.mark.slow

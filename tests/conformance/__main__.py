@@ -1,4 +1,4 @@
-"""Print what is compared with torch, and what differs on purpose; `--json` for programs."""
+"""Print what is compared with torch, and what differs on purpose; `--json` for programs, `--write` for docs/."""
 
 from __future__ import annotations
 
@@ -7,17 +7,41 @@ import importlib
 import json
 import pkgutil
 import sys
+from pathlib import Path
 
 import tests.conformance
 from tests.conformance import comparison, differences
 
-for module in pkgutil.iter_modules(tests.conformance.__path__):
-    if module.name.startswith("test_"):
-        importlib.import_module(f"tests.conformance.{module.name}")
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+HEAD = """# What was compared with torch
 
-if "--json" in sys.argv:
-    listed = {"same": comparison.CASES, "different": differences.DIFFERENCES}
-    print(json.dumps({name: [dataclasses.asdict(line) for line in lines] for name, lines in listed.items()}, indent=1))
-else:
-    print("## The same as torch\n", comparison.table(comparison.CASES), sep="\n")
-    print("\n## Different on purpose\n", differences.table(differences.DIFFERENCES), sep="\n")
+Each line is a test that runs on torch's DataLoader and on ours and holds the results equal; "compared on" says on which
+of ours: with torch's streams ("ours"), by `async for`, or with our defaults. `python -m tests.conformance --write` in a
+checkout writes this page from the tests. `--start-method spawn` runs them with that start method.
+"""
+
+
+def page() -> str:
+    """Write the page."""
+    for module in pkgutil.iter_modules(tests.conformance.__path__):
+        if module.name.startswith("test_"):
+            importlib.import_module(f"tests.conformance.{module.name}")
+    same, different = comparison.table(comparison.CASES), differences.table(differences.DIFFERENCES)
+    return f"{HEAD}\n## The same as torch\n\n{same}\n\n## Different on purpose\n\n{different}\n"
+
+
+def main() -> None:
+    """Print or write what is compared."""
+    text = page()
+    if "--json" in sys.argv:
+        listed = {"same": comparison.CASES, "different": differences.DIFFERENCES}
+        plain = {name: [dataclasses.asdict(line) for line in lines] for name, lines in listed.items()}
+        print(json.dumps(plain, indent=1))
+    elif "--write" in sys.argv:
+        PAGE.write_text(text)
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
