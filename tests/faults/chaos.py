@@ -39,9 +39,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, sample_rng
 from asyncloader.engine.session import END_GRACE_S
 from tests.faults.datasets import DEATHS
 from tests.leftovers import Holdings
@@ -81,11 +81,15 @@ class Chaotic(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         sample = torch.rand(self.size)
         draws = random.random() + np.random.rand()
+        self.befall(index)
+        return index, draws, sample
+
+    def befall(self, index: int) -> None:
+        """Let happen what is planned for this sample."""
         if (fault := self.faults.get(index)) and note(self.folder, fault, index):
             self._suffer(fault)
         if index in self.bad:
             raise Bad(index)
-        return index, draws, sample
 
     def _suffer(self, fault: str) -> None:
         if fault == "hangs":
@@ -94,6 +98,39 @@ class Chaotic(Dataset[Any]):
             time.sleep(0.05)
         else:
             DEATHS[fault.removeprefix("dies: ")][0]()
+
+
+class AsyncChaotic(Chaotic):
+    """The same for an async dataset: its samples overlap, so they draw from generators of their own."""
+
+    async def __getitem__(self, index: int) -> Any:
+        rng = sample_rng()
+        await asyncio.sleep(0.002 * rng.random())
+        sample = torch.from_numpy(rng.random(self.size, dtype=np.float32))
+        if self.faults.get(index) == "hangs" and note(self.folder, "hangs", index):
+            await asyncio.Event().wait()
+        self.befall(index)
+        return index, rng.random(), sample
+
+
+class ChaoticStream(IterableDataset[Any]):
+    """The samples of a Chaotic dataset in order, without the random numbers: each worker reads a share.
+
+    Args:
+        chaotic: Whose faults happen, and who has no bad samples.
+    """
+
+    deterministic = True
+
+    def __init__(self, chaotic: Chaotic) -> None:
+        self.chaotic = chaotic
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        for index in range(worker.id, self.chaotic.length, worker.num_workers):
+            self.chaotic.befall(index)
+            yield index, 0.5, torch.full((self.chaotic.size,), float(index))
 
 
 def note(folder: Path, fault: str, number: int) -> bool:
@@ -109,6 +146,7 @@ class Plan:
     """One run: how the loader is made, how it is iterated, and what befalls it."""
 
     seed: int
+    kind: str  # of the dataset: "map", "async" or "stream"
     length: int
     size: int
     loader: dict[str, Any]
@@ -125,7 +163,10 @@ class Plan:
         batch_size = chance.choice([1, 2, 4, 8])
         batches = chance.randint(50, 70)
         length = batches * batch_size - chance.randrange(batch_size)
-        bad = frozenset(chance.sample(range(length), chance.choice([0, 0, 0, 1, 3])))
+        kind = chance.choice(["map", "map", "map", "async", "stream"])
+        bad = (
+            frozenset(chance.sample(range(length), chance.choice([0, 0, 0, 1, 3]))) if kind != "stream" else frozenset()
+        )
         loader = {
             "batch_size": batch_size,
             "shuffle": chance.random() < 0.7,
@@ -145,12 +186,15 @@ class Plan:
         weights = [*[3] * len(DEATHS), 2, 6]
         own = {chance.randrange(length): chance.choices(OWN_FAULTS, weights)[0] for _ in range(kinds[0])}
         outer = {chance.randrange(1, batches - 2): chance.choices(OUTER_FAULTS, [8, 2, 4])[0] for _ in range(kinds[1])}
+        if kind == "stream":
+            loader["shuffle"] = False
         how = chance.choice(["dropped", "closed", "raises in the body", "cancelled"])
         breaks = (chance.randrange(batches - 2), how) if chance.random() < 0.3 else None
         if breaks is not None and how == "closed":
             loader["persistent_workers"] = False  # new workers draw a new base seed, as torch's: not the same data
         return cls(
             seed=seed,
+            kind=kind,
             length=length,
             size=chance.choice([3, 3, 20_000]),
             loader=loader,
@@ -162,8 +206,15 @@ class Plan:
         )
 
     def undisturbed(self) -> Plan:
-        """Return the run with the same data, one worker and no faults."""
-        loader = {**self.loader, "num_workers": 1, "timeout": 0, "on_timeout": "raise", "scheduling": "static"}
+        """Return the run with the same data, one worker (but for streams, which they divide) and no faults."""
+        num_workers = self.loader["num_workers"] if self.kind == "stream" else 1
+        loader = {
+            **self.loader,
+            "num_workers": num_workers,
+            "timeout": 0,
+            "on_timeout": "raise",
+            "scheduling": "static",
+        }
         loader["multiprocessing_context"] = "fork"
         return dataclasses.replace(self, loader=loader, own={}, outer={}, breaks=None, face="for")
 
@@ -226,8 +277,7 @@ class Left(Exception):
 def play(plan: Plan, folder: Path) -> list[list[Any]]:
     """Run two epochs; return for each the batches and, in the place of one, the error."""
     torch.manual_seed(plan.seed)
-    dataset = Chaotic(plan.length, plan.size, set(plan.bad), plan.own, folder)
-    loader: DataLoader[Any] = DataLoader(dataset, **plan.loader)
+    loader: DataLoader[Any] = DataLoader(make_dataset(plan, folder), **plan.loader)
     disturber = Disturber(plan, folder)
     epochs: list[list[Any]] = []
     try:
@@ -244,6 +294,13 @@ def play(plan: Plan, folder: Path) -> list[list[Any]]:
         disturber.close()
         loader.close()
     return epochs
+
+
+def make_dataset(plan: Plan, folder: Path) -> Any:
+    """Make the dataset of a run."""
+    kind = AsyncChaotic if plan.kind == "async" else Chaotic
+    dataset = kind(plan.length, plan.size, set(plan.bad), plan.own, folder)
+    return ChaoticStream(dataset) if plan.kind == "stream" else dataset
 
 
 def _play_for(loader: DataLoader[Any], seen: list[Any], disturber: Disturber, leave: tuple[int, str] | None) -> None:
