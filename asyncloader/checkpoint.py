@@ -192,14 +192,15 @@ class Beginning:
     Args:
         loader: What is iterated over.
         state: To begin from, or None.
+        inline: Nothing is read of the sampler before the first batch, and the base seed is drawn before that.
     """
 
-    def __init__(self, loader: DataLoader[Any], state: dict[str, Any] | None) -> None:
+    def __init__(self, loader: DataLoader[Any], state: dict[str, Any] | None, *, inline: bool = False) -> None:
         self.state = state
         self.goes_on = state is not None and state["base_seed"] is not None
         self._loader = loader
         self._draws = Draws(loader.generator, samplers_within(loader._index_sampler))
-        self._inline = loader.num_workers == 0
+        self._inline = inline
         self._begun = self._draws.capture()
         self._before = self._begun
         self._left_alone: list[bool] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -24,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from asyncloader import DataLoader, ElasticSampler, LoaderClosedError, StateMismatchError
+from asyncloader import DataLoader, ElasticSampler, LoaderClosedError, StateMismatchError, sample_rng
 from asyncloader.testing import assert_resumable, assert_resumable_async
 from tests.leftovers import descendants
 
@@ -47,6 +48,14 @@ class Noisy(Dataset[Any]):
         if not self.noise:
             return index
         return {"index": index, "noise": (random.random(), np.random.rand(), torch.rand(2))}
+
+
+class Awaited(Noisy):
+    """The same from afar; the augmentation is drawn from generators that are not shared."""
+
+    async def __getitem__(self, index: Any) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0.001 * (index % 3))
+        return {"index": index, "noise": sample_rng().random(2)}
 
 
 class Deadly(Noisy):
@@ -179,6 +188,9 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "a sampler with a state": ({"sampler": Remembering, "batch_size": 4}, 2, 1),
     "iterators with a state": ({"batch_sampler": OfIterators, "batch_size": 1}, 1, 0),
     "no batching": ({"shuffle": True, "batch_size": None, "length": 5}, 1, 2),
+    "async, another concurrency": ({"dataset": Awaited, "shuffle": True, "concurrency": 7}, 2, 1),
+    "async, in the main process": ({"dataset": Awaited, "shuffle": True}, 0, 0),
+    "on threads": ({"dataset": lambda: Noisy(False), "shuffle": True, "worker_backend": "thread"}, 2, 1),
     "bad samples left out": ({"dataset": Broken, "on_error": "skip", "batch_size": 1}, 2, 1),
 }
 

@@ -174,8 +174,9 @@ CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "of iterators": (OfIterator, [0, 2], {}),
     "of the dataset that is its own iterator": (OwnIterator, [0, 2], {"batch_size": 4}),
     "every third batch": (OfDataset, [2], {"snapshot_every_n_steps": 3, "batch_size": 1, "length": 15}),
-    "async": (Asynchronous, [2], {}),
+    "async": (Asynchronous, [0, 2], {}),
     "async, no state": (Forgetful, [2], {"concurrency": 5}),
+    "on threads": (OfDataset, [2], {"worker_backend": "thread"}),
 }
 
 

@@ -234,7 +234,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
     """Batches made in this process."""
 
     def __init__(self, loader: DataLoader[T_co], state: dict[str, Any] | None = None) -> None:
-        beginning = Beginning(loader, state)
+        beginning = Beginning(loader, state, inline=True)
         super().__init__(loader)
         self._open_plan(loader, beginning)
         beginning.end()

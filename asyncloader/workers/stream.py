@@ -51,10 +51,8 @@ class Stream(Base):
         self._exhausted = exhausted
         self._iterator = open_stream(dataset)
         self._keeper = keeper
-        if keeper is not None:
-            keeper.attach(self._iterator)
         self._is_async = hasattr(type(self._iterator), "__anext__")
-        self._has_ended = False
+        self._has_ended = keeper is not None and keeper.attach(self._iterator)
         self._too_late: list[int] = []  # tickets after the end of the data
         self._work = asyncio.Event()
         self._reading: Job | None = None
@@ -158,7 +156,7 @@ class Stream(Base):
     def _keep(self, job: Job) -> None:
         """Take the state of the dataset: exactly the samples up to those of this job have been read."""
         if self._keeper is not None:
-            job.snapshot = self._keeper.take()
+            job.snapshot = self._keeper.take(ended=self._has_ended)
 
     async def _await(self, job: Job, position: int, sample: Any) -> None:
         place.enter(self._key, job.seq, position)
