@@ -10,6 +10,7 @@ MINUTES ?= 10
 QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services and not browser
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
+BENCH_READY := $(VENV)/.ready-bench
 FASTAI := fastai==2.8.12
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -52,7 +53,7 @@ docs: $(READY) ## build the documentation into build/docs; check the links and t
 	@echo "open build/docs/index.html"
 
 # A benchmark is a module that can be run; the others in the folder are what they share.
-bench: $(READY) ## every benchmark in tests/benchmarks, one after the other (ARGS=--quick for a look)
+bench: $(BENCH_READY) ## every benchmark in tests/benchmarks, one after the other (ARGS=--quick for a look)
 	@set -e; for script in $$(grep -l '^if __name__ == "__main__"' tests/benchmarks/*.py); do \
 		name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name $(ARGS); done
 
@@ -83,4 +84,9 @@ $(FRAMEWORKS_READY): $(READY)
 	@echo "installing the training frameworks into $(VENV)"
 	@$(BIN)/pip install --quiet --editable '.[dev,frameworks]'
 	@$(BIN)/pip install --quiet --no-deps $(FASTAI) # without torchvision and spacy: see pyproject.toml
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	@echo "installing the loaders that benchmarks compare with into $(VENV)"
+	@$(BIN)/pip install --quiet --editable '.[dev,bench]'
 	@touch $@

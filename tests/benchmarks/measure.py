@@ -21,6 +21,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 HELPERS = ("multiprocessing.forkserver", "resource_tracker", "tests.services.")
+PACKAGES = ("torch", "numpy", "uvloop", "asyncloader", "torchdata", "spdl-core", "grain", "pillow")
 OUR_OPTIONS = {"run_ahead_bytes", "scheduling", "seeding", "concurrency"}
 
 
@@ -217,7 +219,7 @@ def _shared_bytes() -> int:
 
 def machine() -> dict[str, str]:
     """Describe what the figures were taken on."""
-    versions = {name: _version(name) for name in ("torch", "numpy", "uvloop", "asyncloader")}
+    versions = {name: _version(name) for name in PACKAGES}
     model = ""
     if (cpus := Path("/proc/cpuinfo")).exists():
         model = next((line.partition(":")[2] for line in cpus.read_text().splitlines() if "model name" in line), "")
@@ -226,10 +228,23 @@ def machine() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "commit": _commit(),
         "packages": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "load before": f"{os.getloadavg()[0]:.2f} runnable on average in the last minute",
         "torch threads": str(torch.get_num_threads()),
     }
+
+
+def _commit() -> str:
+    """Name what is measured, and whether it is as it was committed."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ", with changes" * bool(changed)
 
 
 def _version(package: str) -> str:
