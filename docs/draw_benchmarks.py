@@ -1,6 +1,6 @@
 """Make the picture and the table of docs/benchmarks.md of what tests/benchmarks/overview.py wrote.
 
-    python docs/draw_benchmarks.py overview.json
+python docs/draw_benchmarks.py overview.json
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ LOWER_IS_BETTER = {"ms"}
 
 
 def number(value: float) -> str:
+    """Write down a figure with three digits or so."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
@@ -90,6 +91,7 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Draw the picture, and put the tables between the marks on the page."""
     report = json.loads(Path(sys.argv[1]).read_text())
     draw(report, DOCS / "images" / "benchmarks.png")
     page = DOCS / "benchmarks.md"
