@@ -24,6 +24,7 @@ _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this doe
 _BUSY = 0.8  # workers busy for more than this share of their time are what limits
 _FULL = 0.85  # cores in use for more than this share of their time are full
 _MOST_WORKERS = 64
+_MOST_CONCURRENCY = 4096
 _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
 _RUN_AHEAD_BYTES = 64 << 20
@@ -167,18 +168,30 @@ def _workers(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     stages = stats.stages
     stage: Limit = "fetch" if stages.fetch.mean_s >= stages.collate.mean_s else "collate"
     mean_s = stages.fetch.mean_s if stage == "fetch" else stages.collate.mean_s
-    told += f", {stage} is {mean_s / costs.work:.0%} of that"
+    told += f", {stage} is {mean_s / stats.work.mean_s:.0%} of that"
     enough = costs.enough_workers()
     gain = costs.batch / costs.at_best(enough)
     if enough > costs.workers and gain >= 1.1:
+        if stats.options.get("concurrency", 1) > 1 and not costs.computes:
+            return _concurrency(stats, costs, told)
         text = f"{told}: more workers would help, {_worker_words(enough, costs.workers)} make it {_times(gain)}"
-        if costs.worker_cpu < 0.2 * costs.work:
-            more = "a higher concurrency" if stats.options.get("concurrency", 1) > 1 else "concurrency"
-            text += f"; they mostly wait, so {more} would help as well"
+        if not costs.computes:
+            text += "; they mostly wait, so concurrency would help as well"
         return Verdict(stage, text, {"num_workers": enough}, gain)
     if costs.computes and (costs.workers >= costs.cores or costs.cpu_floor > _FULL * costs.batch):
         return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
     return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")
+
+
+def _concurrency(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+    """The workers await as many samples as they may, and have time left: more samples at once."""
+    best = max(costs.train, costs.cpu_floor, costs.worker_cpu / costs.workers, _LEAST_BATCH_S)
+    gain = costs.batch / best
+    if gain < 1.1:
+        return Verdict("fetch", f"{told}: more workers would help, a higher concurrency hardly")
+    concurrency = min(_MOST_CONCURRENCY, math.ceil(stats.options["concurrency"] * gain))
+    text = f"{told}: they mostly wait, concurrency={concurrency} could make it {_times(gain)}"
+    return Verdict("fetch", text, {"concurrency": concurrency}, gain)
 
 
 def _transfer(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:

@@ -7,7 +7,8 @@ order but for one. Loads:
 - dispatch: batches of one int; what a batch costs that has nothing in it.
 - large batches: 64 x 3 x 224 x 224 float32, 38.5 MB, of one tensor; the trainer reads one number of each page.
 - waiting: samples that sleep 5 ms, as a request over a network does; batches of 16. Beside it what each has for that:
-  SPDL's pipeline with 128 threads, our async dataset with 64 samples at a time in each of 2 workers.
+  SPDL's pipeline with 128 threads, Grain with 16 threads in each of 2 workers (which fetch whole batches), our async
+  dataset with 64 samples at a time in each of 2 workers.
 - skew: samples that sleep 0.5 ms, every 200th 200 ms; batches of 16, 4 workers.
 - photographs: JPEG, decoded with Pillow (see decode); beside it two processes that do nothing else.
 - the next epoch, a new loader: time until the first batch, ints, with persistent workers and without.
@@ -144,6 +145,7 @@ def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]],
     waiting = sides(Waits(640 if short else 1600), 16, None, 16)
     many = Waits(3200 if short else 12_800), AsyncWaits(3200 if short else 12_800)
     waiting["SPDL, 128 threads"] = partial(whole, peers.spdl_threads, many[0], 16, None, 16, WORKERS, threads=128)
+    waiting["Grain, 2 x 16 threads"] = partial(whole, peers.grain, many[0], 16, None, 16, WORKERS, threads=16)
     waiting["asyncloader, async dataset"] = partial(whole, peers.ours, many[1], 16, None, 16, WORKERS)
     decoding = sides(photographs, 32, None, 32)
     decoding["two processes alone"] = partial(bound, photographs)
