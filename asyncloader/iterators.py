@@ -242,6 +242,7 @@ class WorkerIterator(Faces[T_co]):
             run_ahead_bytes=options.run_ahead_bytes,
             persistent_workers=loader.persistent_workers,
             concurrency=self._concurrency.samples,
+            in_process=self._num_workers == 0 or options.worker_backend == "thread",
         )
         return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed, self._record.starts), faults, self._meter)
 

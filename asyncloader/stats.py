@@ -74,7 +74,7 @@ class LoaderStats:
 
     Attributes:
         epoch: Which run of the loader, from 0.
-        num_workers: Workers; 0 if the consumer's process makes the batches itself.
+        num_workers: Workers; 0 if the consumer's thread makes the batches itself, 1 if a thread beside it does.
         cores: Cores that this process may use.
         batches: Batches that were taken.
         samples: Samples in the batches that were made, as far as they can be counted.
@@ -89,7 +89,7 @@ class LoaderStats:
         workers: What each worker did.
         worker_cpu_s: CPU seconds of the workers.
         worker_stalled_s: Seconds that workers were ready to run while others had the cores.
-        main_cpu_s: CPU seconds of this process since the first batch.
+        main_cpu_s: CPU seconds of this process since the first batch, those of workers that are threads included.
         window: Batches that are being made or waiting at a time: ``prefetch_factor * num_workers``.
         window_used: Batches that were being made or waiting when the consumer came, on average; more than `window`
             where workers ran ahead.

@@ -104,7 +104,7 @@ def judge(stats: LoaderStats) -> Verdict:
         work=min(stats.work.mean_s, (waited + train) * (stats.num_workers or math.inf)),
         worker_cpu=(stats.worker_cpu_s + stats.worker_stalled_s) / stats.work.count,
         stalled=stats.worker_stalled_s / stats.work.count,
-        main_cpu=stats.main_cpu_s / count,
+        main_cpu=max(0.0, stats.main_cpu_s - stats.worker_cpu_s * bool(stats.options.get("in_process"))) / count,
         cores=stats.cores,
         workers=stats.num_workers,
     )

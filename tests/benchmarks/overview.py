@@ -113,7 +113,7 @@ def safely(bench: Bench, title: str, sides: Mapping[str, Callable[[], Run]], fai
     """Leave out others' loaders that fail when they are tried once, and say why."""
     sound = {}
     for name, side in sides.items():
-        if name.startswith(("torch", "asyncloader", "two processes")):
+        if bench.quick or name.startswith(("torch", "asyncloader", "two processes")):
             sound[name] = side
             continue
         try:
