@@ -63,8 +63,8 @@ def draw(report: dict[str, Any], picture: Path) -> None:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The machine, then a table for each load, then what failed."""
-    lines = []
+    """The picture, the machine, then a table for each load, then what failed."""
+    lines = ["![All loaders, all loads](images/benchmarks.png)", ""]
     if report["quick"]:
         lines += ["**A quick look, with short runs: too short to judge by.**", ""]
     lines += ["| | |", "|---|---|"]
