@@ -38,6 +38,7 @@ class Bench:
     null: bool
     found: dict[str, Any] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
+    save: Callable[[], None] = lambda: None  # what was found so far, so that a run that is broken off is not lost
 
     def __post_init__(self) -> None:
         self.loaders = loader_classes(self.null)
@@ -79,6 +80,7 @@ class Bench:
         headers = ["", unit, "spread", "ratio", "spread", "target", *columns]
         self.table(f"{title} ({rounds} rounds, ratios to {baseline})", headers, rows)
         self.found[title] = found
+        self.save()
         return runs
 
     def check(self, what: str, seen: float, target: Target) -> None:
@@ -149,14 +151,19 @@ def main(doc: str, measure: Callable[[Bench], None], **jobs: Callable[..., Mappi
         print(json.dumps(jobs[job](bench, *rest)))
         return
     about = machine()
+    if args.json:
+        bench.save = lambda: _save(bench, about, args.json)
     print(doc.splitlines()[0], *(f"  {key}: {value}" for key, value in about.items()), sep="\n", flush=True)
     measure(bench)
     for line in bench.missed:
         print(f"MISSED  {line}")
-    if args.json:
-        report = {"benchmark": bench.name, "quick": bench.quick, "null": bench.null, "machine": about}
-        args.json.write_text(json.dumps({**report, "found": bench.found, "missed": bench.missed}, indent=1) + "\n")
+    bench.save()
     sys.exit(1 if args.check and bench.missed else 0)
+
+
+def _save(bench: Bench, about: Mapping[str, str], path: Path) -> None:
+    report = {"benchmark": bench.name, "quick": bench.quick, "null": bench.null, "machine": about}
+    path.write_text(json.dumps({**report, "found": bench.found, "missed": bench.missed}, indent=1) + "\n")
 
 
 def number(value: float) -> str:
