@@ -253,7 +253,9 @@ def _settled(samples: Any, run: Run) -> Any:
     """Return the samples; those that are still to be awaited, awaited."""
     if hasattr(type(samples), "__await__"):
         samples = run(_value(samples))
-    if type(samples) is list and any(hasattr(type(sample), "__await__") for sample in samples):
+    # Looked at type by type: most batches have one, and a look at each of a thousand samples would take as long as
+    # fetching them.
+    if type(samples) is list and any(hasattr(kind, "__await__") for kind in set(map(type, samples))):
         return run(_gather(samples))
     return samples
 
