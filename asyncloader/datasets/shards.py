@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
@@ -40,8 +41,8 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
     as there are on all.
 
     The order depends on ``seed``, the epoch, and the numbers of ranks and workers. Call :meth:`set_epoch` before each
-    epoch, as with torch's DistributedSampler. Where one object is read several times (without workers, or by persistent
-    ones, which a call in the main process does not reach) it counts the epochs on by itself.
+    epoch, as with torch's DistributedSampler; else all are alike. Persistent workers, whose copies of the dataset that
+    does not reach any more, count on by themselves from the epoch that was set when they started.
 
     Args:
         shards: Paths and urls: ``file``, ``http``, ``https``, and those of object stores (``s3``, ``gs``, ``az``).
@@ -63,6 +64,9 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
     Raises:
         ImportError: There are shards on HTTP (``asyncloader[http]``) or in an object store (``asyncloader[objects]``),
             and the client for them is not installed.
+
+    A worker that dies is not replaced, as several of its batches were in work at once: the loader raises
+    :class:`~asyncloader.WorkerDiedError`.
 
     A shard raises FileNotFoundError if it is not there, and FetchError if it is damaged or does not come.
 
@@ -125,46 +129,39 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         self.retries = retries or Retries()
         self.decode_threads = decode_threads
         self._epoch = 0
-        # By worker, for workers on threads share this object.
-        self._epochs_begun: dict[int, int] = {}  # since `set_epoch`
-        self._taken: dict[int, int] = {}  # samples of the running epoch
-        self._to_skip: dict[int, int] = {}
+        self._progress: _Progress | None = None
+        self._to_skip = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
-        self._epoch = epoch
-        self._epochs_begun.clear()
-        self._to_skip.clear()
+        self._epoch, self._to_skip = epoch, 0
 
     async def __aiter__(self) -> AsyncIterator[T_co]:
         sources, threads = self._client
         reader = self._reader()
-        epoch = self._epoch + self._epochs_begun.get(reader.worker, 0)
-        self._epochs_begun[reader.worker] = self._epochs_begun.get(reader.worker, 0) + 1
-        to_skip = self._to_skip.pop(reader.worker, 0)
-        self._taken[reader.worker] = 0
-        async with contextlib.aclosing(self._shuffled(sources, reader, epoch)) as samples:
+        progress = self._progress = _Progress(self._epoch)
+        to_skip, self._to_skip = self._to_skip, 0
+        if get_worker_info():  # which has a copy of its own
+            self._epoch += 1
+        async with contextlib.aclosing(self._shuffled(sources, reader, progress.epoch)) as samples:
             async for sample in samples:
-                self._taken[reader.worker] += 1
-                if self._taken[reader.worker] <= to_skip:
+                progress.samples += 1
+                if progress.samples <= to_skip:
                     continue
                 yield sample if self.decode is None else await threads.run(self.decode, sample)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, int]:
         """Tell how far this worker's share of the epoch has been read."""
-        worker = _worker()
-        begun = self._epochs_begun.get(worker, 0)
-        return {"epoch": self._epoch + max(begun - 1, 0), "samples": self._taken.get(worker, 0) if begun else 0}
+        progress = self._progress or _Progress(self._epoch)
+        return {"epoch": progress.epoch, "samples": progress.samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next epoch of this worker be the one that was saved, without the samples that had been taken.
 
         They are read again, and not decoded.
         """
-        worker = _worker()
         self._epoch = state["epoch"]
-        self._epochs_begun.pop(worker, None)
-        self._to_skip[worker] = state["samples"]
+        self._to_skip = state["samples"]
 
     def _reader(self) -> _Reader:
         rank, world_size = self.rank, self.world_size
@@ -172,7 +169,7 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
             rank, world_size = _rank_and_world_size()
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        return _Reader(worker, rank * num_workers + worker, world_size * num_workers)
+        return _Reader(rank * num_workers + worker, world_size * num_workers)
 
     async def _shuffled(self, sources: Sources, reader: _Reader, epoch: int) -> AsyncGenerator[RawSample, None]:
         """Draw from a buffer that is filled up again after each sample."""
@@ -223,10 +220,17 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         return state
 
 
+@dataclasses.dataclass
+class _Progress:
+    """How far one worker is."""
+
+    epoch: int
+    samples: int = 0
+
+
 class _Reader(NamedTuple):
     """One of those who read the data: `number` out of `readers`, workers of all ranks together."""
 
-    worker: int
     number: int
     readers: int
 
@@ -236,11 +240,6 @@ class _Reader(NamedTuple):
             return shards[self.number :: self.readers], 0, 1
         place = self.number % len(shards)
         return [shards[place]], self.number // len(shards), len(range(place, self.readers, len(shards)))
-
-
-def _worker() -> int:
-    info = get_worker_info()
-    return info.id if info else 0
 
 
 def _is_distributed() -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.datasets import ObjectStoreDataset
+from asyncloader import DataLoader
+from asyncloader.datasets import HTTPDataset, ObjectStoreDataset
 from tests.services.fault_server import FaultServer
 from tests.services.nginx import nginx
 from tests.services.postgres import PostgreSQL
@@ -76,6 +77,13 @@ def threads_of_obstore(tmp_path_factory: pytest.TempPathFactory) -> None:
             await asyncio.gather(*[dataset[0] for _ in range(20)])
 
     asyncio.run(use())
+
+
+@pytest.fixture(scope="session")
+def stream_of_the_portal(fault_server: FaultServer) -> None:
+    """Bring to life what libuv keeps once a loop has had a stream: a descriptor in reserve."""
+    for _ in DataLoader(HTTPDataset([fault_server.url("number/1")]), batch_size=None):
+        pass
 
 
 @pytest.fixture

@@ -19,13 +19,16 @@ from asyncloader.datasets import (
     SQLDataset,
     TarShards,
 )
+from asyncloader.testing import assert_resumable
 from tests.datasets.conftest import OBJECTS
 from tests.datasets.test_shards import IDS, SHARDS, text
 from tests.services.fault_server import FaultServer
 from tests.services.postgres import PostgreSQL
 
 BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01)
-PLACES = [(1, "fork"), (2, "fork"), (2, "forkserver")]
+pytestmark = pytest.mark.usefixtures("threads_of_obstore", "stream_of_the_portal")
+
+PLACES = [(0, None), (1, "fork"), (2, "fork"), (1, "forkserver"), (2, "thread")]
 LENGTHS = [len(data) for data in OBJECTS.values()]
 
 
@@ -43,41 +46,43 @@ def with_noise(data: bytes, key: object) -> float:
     return len(data) + asyncloader.sample_rng().random()
 
 
-def read(dataset: Any, num_workers: int, start_method: str | None = None, **options: Any) -> list[Any]:
-    loader = DataLoader(
-        dataset, batch_size=16, num_workers=num_workers, multiprocessing_context=start_method, **options
-    )  # fmt: skip
+def loader_of(dataset: Any, num_workers: int, place: str | None = None, **options: Any) -> DataLoader[Any]:
+    """Make a loader whose workers are threads, or processes started in this way."""
+    options |= {"worker_backend": "thread"} if place == "thread" else {"multiprocessing_context": place}
+    return DataLoader(dataset, batch_size=16, num_workers=num_workers, **options)
+
+
+def read(dataset: Any, num_workers: int, place: str | None = None, **options: Any) -> list[Any]:
+    loader = loader_of(dataset, num_workers, place, **options)
     return [sample for batch in loader for sample in (batch.tolist() if torch.is_tensor(batch) else batch)]
 
 
-@pytest.mark.parametrize(("num_workers", "start_method"), PLACES)
+@pytest.mark.parametrize(("num_workers", "place"), PLACES)
 def test_every_sample_comes_in_order(
-    fault_server: FaultServer, folder_of_objects: Path, num_workers: int, start_method: str | None
+    fault_server: FaultServer, folder_of_objects: Path, num_workers: int, place: str | None
 ) -> None:
     """Files, HTTP with failures, an object store, fsspec: in a process of the workers' own or in this one."""
     faulty = [fault_server.url(name, fault="503", times=1) for name in OBJECTS]
     names = list(OBJECTS)
-    # obstore may not be used in a process whose parent has used it, as this one has in other tests.
-    may_use_obstore = start_method != "fork"
-    datasets = [
-        FileDataset([folder_of_objects / name for name in names], length),
-        FileDataset([folder_of_objects / name for name in names], length, threads=4),
-        HTTPDataset(faulty, length, retries=BRISK),
-        *([ObjectStoreDataset(folder_of_objects.as_uri(), names, length)] if may_use_obstore else []),
-        FsspecDataset(str(folder_of_objects), names, length),
-    ]
+    datasets: list[Any] = [HTTPDataset(faulty, length, retries=BRISK)]
+    if place != "fork":  # obstore may not be used in a process whose parent has used it, as this one has by now
+        datasets.append(ObjectStoreDataset(folder_of_objects.as_uri(), names, length))
+    if place != "forkserver":  # whose workers take long to start
+        datasets.append(FileDataset([folder_of_objects / name for name in names], length))
+        datasets.append(FileDataset([folder_of_objects / name for name in names], length, threads=4))
+        datasets.append(FsspecDataset(str(folder_of_objects), names, length))
     for dataset in datasets:
-        assert read(dataset, num_workers, start_method) == LENGTHS
+        assert read(dataset, num_workers, place) == LENGTHS
 
 
 @pytest.mark.services
-@pytest.mark.parametrize(("num_workers", "start_method"), PLACES)
-def test_rows_come_in_order(database: PostgreSQL, num_workers: int, start_method: str | None) -> None:
+@pytest.mark.parametrize(("num_workers", "place"), PLACES)
+def test_rows_come_in_order(database: PostgreSQL, num_workers: int, place: str | None) -> None:
     """A query for each batch, a pool for each worker; a key that is missing is named where its batch is due."""
     dataset = SQLDataset(database.dsn, "SELECT * FROM numbers WHERE id = ANY($1)", range(1000), square)
-    assert read(dataset, num_workers, start_method) == [n * n for n in range(1000)]
+    assert read(dataset, num_workers, place) == [n * n for n in range(1000)]
     dataset.keys = [*range(40), 5000, *range(40, 80)]
-    batches = iter(DataLoader(dataset, batch_size=16, num_workers=num_workers, multiprocessing_context=start_method))
+    batches = iter(loader_of(dataset, num_workers, place))
     assert [next(batches).tolist() for _ in range(2)] == [[n * n for n in range(b, b + 16)] for b in (0, 16)]
     with pytest.raises(KeyError) as caught:
         next(batches)
@@ -85,24 +90,20 @@ def test_rows_come_in_order(database: PostgreSQL, num_workers: int, start_method
     assert sum(len(batch) for batch in batches) == 81 - 48
 
 
-@pytest.mark.parametrize(("num_workers", "start_method"), PLACES)
+@pytest.mark.parametrize(("num_workers", "place"), PLACES)
 @pytest.mark.parametrize("num_shards", [2, 6])
-def test_shards_are_shared_among_workers(
-    tmp_path: Path, num_shards: int, num_workers: int, start_method: str | None
-) -> None:
-    """Each sample once, with more shards than workers and with fewer; with persistent workers anew in each epoch."""
+def test_shards_are_shared_among_workers(tmp_path: Path, num_shards: int, num_workers: int, place: str | None) -> None:
+    """Each sample once, with more shards than workers and with fewer; persistent workers count the epochs on."""
     paths = [tmp_path / name for name in list(SHARDS)[:num_shards]]
     for path in paths:
         path.write_bytes(SHARDS[path.name])
     dataset = TarShards(paths, text, shuffle_shards=True, shuffle_buffer=10)
-    loader: DataLoader[Any] = DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_size=16,
-        num_workers=num_workers,
-        multiprocessing_context=start_method,
-        persistent_workers=num_workers > 0,
-    )
-    epochs = [[sample for batch in loader for sample in batch] for _ in range(2)]
+    loader = loader_of(dataset, num_workers, place, persistent_workers=num_workers > 0)
+    epochs = []
+    for epoch in range(2):
+        if not num_workers:
+            dataset.set_epoch(epoch)
+        epochs.append([sample for batch in loader for sample in batch])
     assert [sorted(epoch) for epoch in epochs] == [IDS[: 20 * num_shards]] * 2
     assert epochs[0] != epochs[1]
 
@@ -123,7 +124,7 @@ def test_augmentation_on_threads_is_reproducible(fault_server: FaultServer, fold
     assert run(files, 1) == run(files, 2)
 
 
-@pytest.mark.parametrize("num_workers", [2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_server_killed_in_the_middle_costs_nothing(num_workers: int) -> None:
     """Killed after the first batch and started again: every sample comes, in order."""
     patient = Retries(tries=1000, first_wait_s=0.02, longest_wait_s=0.1)
@@ -150,7 +151,7 @@ def test_large_batches_arrive_whole(fault_server: FaultServer) -> None:
         assert [batch[:, 1, 2, 3].tolist() for batch in loader] == [LENGTHS[b : b + 20] for b in range(0, 200, 20)]
 
 
-@pytest.mark.parametrize("num_workers", [2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_leaving_early_closes_everything(fault_server: FaultServer, num_workers: int) -> None:
     """A loop that is broken off while requests hang leaves no thread, process or connection (see conftest.py)."""
     urls = [fault_server.url(name) for name in OBJECTS]
@@ -159,3 +160,12 @@ def test_leaving_early_closes_everything(fault_server: FaultServer, num_workers:
     for batch in loader:
         assert batch.tolist() == LENGTHS[:16]
         break
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_shards_resume_in_the_middle(tmp_path: Path, num_workers: int) -> None:
+    """A loader's state after any batch gives the rest of the epoch, and then the next epoch."""
+    paths = [tmp_path / name for name in list(SHARDS)[:2]]
+    for path in paths:
+        path.write_bytes(SHARDS[path.name])
+    assert_resumable(lambda: loader_of(TarShards(paths, text, shuffle_shards=True, shuffle_buffer=10), num_workers))
