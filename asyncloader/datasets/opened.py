@@ -29,8 +29,8 @@ class _Opened(Generic[ClientT]):
 class Openable(abc.ABC, Generic[ClientT]):
     """Opens a client on the loop that enters first, closes it when the last has left; pickles without it.
 
-    One object may be entered several times (by two iterators without workers, which share a loop) and on several loops at
-    once, each of which gets a client of its own; nobody touches the client of another loop.
+    One object may be entered several times (by two iterators without workers, which share a loop) and on several loops
+    at once, each of which gets a client of its own; nobody touches the client of another loop.
     """
 
     def __init__(self) -> None:
