@@ -358,6 +358,20 @@ def test_static_scheduling_is_round_robin() -> None:
     assert sent(scheduler.planned(range(3))) == [(0, 6), (1, 7), (2, 8)]
 
 
+def test_a_run_goes_on_in_the_middle() -> None:
+    """Numbers go on from the first, to the worker whose turn it is; what was done before is passed over."""
+    scheduler = Scheduler(num_workers=3, prefetch_factor=2, first=7)
+    actions = scheduler.planned(["a", VOID, "b"])
+    sent = [(action.worker, action.ticket) for action in actions if isinstance(action, Send)]
+    assert [(worker, ticket.seq, ticket.keys) for worker, ticket in sent] == [(1, 7, "a"), (2, 9, "b")]
+    scheduler.returned(1, 7)
+    assert [a.outcome for a in scheduler.ready(7, "A") if isinstance(a, Deliver)] == ["A"]
+    assert scheduler.gone_count == 9
+    scheduler.validate()
+    scheduler = Scheduler(num_workers=3, prefetch_factor=2, first=7, next_worker=3)
+    assert [a.worker for a in scheduler.planned("ab") if isinstance(a, Send)] == [0, 1]
+
+
 def test_dynamic_scheduling_gives_to_who_has_least() -> None:
     """One ticket each at first; further ones to whoever comes back."""
     scheduler = make(scheduling="dynamic", num_workers=3, prefetch_factor=4)
