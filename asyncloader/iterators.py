@@ -30,8 +30,9 @@ from asyncloader.engine.faults import Faults
 from asyncloader.engine.meter import Meter
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal
+from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.session import END_GRACE_S, Item, Run, Session, State
+from asyncloader.engine.session import END_GRACE_S, Session, State
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.stats import LoaderStats
 from asyncloader.workers.backend import Backend

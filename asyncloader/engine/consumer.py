@@ -15,8 +15,9 @@ from typing import Any
 
 from asyncloader.engine.plan import Done
 from asyncloader.engine.progress import Progress
+from asyncloader.engine.run import Item, PlanEnd, Run
 from asyncloader.engine.scheduler import VOID
-from asyncloader.engine.session import Item, PlanEnd, Run, Session, State
+from asyncloader.engine.session import Session, State
 
 
 class Consumer:

@@ -26,7 +26,7 @@ from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.plan import Done
 from asyncloader.engine.portal import EXIT_GRACE_S, get_portal
-from asyncloader.engine.session import Item
+from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iterators import Faces, check_owner, make_faults
 from asyncloader.transport.collate import recycling_collate

@@ -11,7 +11,6 @@ the rest runs on the loop thread.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import logging
@@ -19,16 +18,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from asyncloader.engine.faults import Faults
-from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.meter import Meter, Passage
+from asyncloader.engine.losses import NOT_REPLACED, Rests, explain_death, explain_failed_starts
+from asyncloader.engine.meter import Passage
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
+from asyncloader.engine.run import Item, PlanEnd, Run
 from asyncloader.engine.scheduler import (
     VOID,
     Action,
@@ -37,24 +36,21 @@ from asyncloader.engine.scheduler import (
     Finish,
     Read,
     Replace,
-    Scheduler,
     Send,
     Ticket,
 )
 from asyncloader.errors import (
     BatchTimeoutError,
     LoaderClosedError,
-    WorkerStartError,
     describe_death,
     describe_keys,
-    died,
     timed_out,
 )
 from asyncloader.options import OnTimeout
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.failure import LocalError, RemoteError
 from asyncloader.workers.fetch import BadSample
-from asyncloader.workers.messages import EpochSpec, Record
+from asyncloader.workers.messages import Record
 
 log = logging.getLogger("asyncloader")
 
@@ -64,20 +60,6 @@ END_GRACE_S = 3.0
 _STARTING_S = 60.0
 """A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
 
-_CALM_DEATHS = 2
-"""So many deaths beyond one for each worker, with no batch between them, are no reason to wait."""
-
-_FIRST_REST_S = 0.02
-_LONGEST_REST_S = 1.0
-"""From then on a worker waits for its next process: at first this long, each time twice as long, at most so long."""
-
-
-_NOT_REPLACED = (
-    "The worker was not replaced: nobody knows where it was in its iterable dataset. Give the dataset state_dict() and "
-    "load_state_dict(); or, if it yields the same samples each time it is iterated over, the attribute "
-    "deterministic = True."
-)
-
 
 class State(enum.Enum):
     """Where a session is in its life."""
@@ -86,67 +68,6 @@ class State(enum.Enum):
     OPEN = enum.auto()  # batches are made
     CLOSING = enum.auto()  # workers are ending, nothing is handed over any more
     CLOSED = enum.auto()  # nothing is left
-
-
-class Item(NamedTuple):
-    """What the consumer gets: a batch, or an exception in its place.
-
-    ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
-    the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
-    ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order. ``worker`` has
-    answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then.
-    """
-
-    batch: Any
-    error: BaseException | None = None
-    counts: bool = True
-    bad: Sequence[BadSample] = ()
-    left_out: bool = False
-    passage: Passage | None = None
-    seq: int = -1
-    worker: int = -1
-    snapshot: Any = None
-
-    def open(self) -> Any:
-        """Return the batch, or raise what came in its place."""
-        if self.error is None:
-            return self.batch
-        try:
-            raise self.error
-        finally:
-            del self  # the traceback refers to this frame
-
-
-class PlanEnd:
-    """In the inbox: the sampler has no more."""
-
-
-class Run:
-    """One run over the data (an epoch): what the consumer and the loop share of it.
-
-    The attributes are written by the loop thread and read by consumers.
-
-    Attributes:
-        ended: Everything that was planned has been handed over.
-        read_until: A consumer that waits may read the sampler on, until it has read so many batches of keys.
-        meter: Counts what happens.
-        void_count: Tickets that made no batch; each frees a place in the window.
-        faults: What went wrong and was mended.
-        bad: By sequence number, the bad samples of batches that are on their way.
-        snapshots: By sequence number, states of the dataset after batches that are on their way.
-    """
-
-    def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults, meter: Meter) -> None:
-        self.scheduler = scheduler
-        self.meter = meter
-        self.epoch = epoch
-        self.faults = faults
-        self.bad: dict[int, Sequence[BadSample]] = {}
-        self.snapshots: dict[int, Any] = {}
-        self.handoff: Handoff[Item] = Handoff()
-        self.ended = False
-        self.read_until = 0
-        self.void_count = 0
 
 
 class Session:
@@ -190,8 +111,7 @@ class Session:
         self._closed = threading.Event()
         self._on_timeout = on_timeout
         self._failed_starts = 0
-        self._storm = 0  # workers that were lost since the last outcome of any worker
-        self._resting: dict[int, asyncio.TimerHandle] = {}
+        self._rests = Rests(portal.loop, run.scheduler.num_workers, self._end_rest)
         self._explain: Callable[[list[Ticket]], Exception]  # makes the error for tickets that are given up
         self.gave_up = False  # no worker can be had any more
         self._outbox: dict[int, list[tuple[int, Any]]] = {}
@@ -257,7 +177,7 @@ class Session:
         self._run.handoff.ready.clear()
         self._run.handoff.wake_all()
         self._read_inbox()
-        self._stop_resting()
+        self._rests.stop()
         self._run.meter.write_trace()
         if self._pinner is not None:
             self._pinner.stop()
@@ -302,7 +222,7 @@ class Session:
         """Begin another run with the same workers. What is left of the last one is dropped."""
         self._run = run
         if self.state is State.OPEN:
-            for worker in self._stop_resting():
+            for worker in self._rests.stop():
                 self._replace(Replace(worker))
             self.pool.begin_epoch(run.epoch)
         else:
@@ -317,7 +237,7 @@ class Session:
         if not self._takes_outcomes():
             return
         scheduler = self._run.scheduler
-        self._storm = 0
+        self._rests.calm()
         sent_at = scheduler.in_flight[worker][record.seq].sent_at
         passage = self._run.meter.came(worker, record, sent_at, arrived_at, nbytes)
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
@@ -382,7 +302,7 @@ class Session:
         ticket = scheduler.in_flight[worker].get(record.seq)
         keys = ticket.keys if ticket is not None and not self._is_stream else None  # a stream has no indices
         raised = error if isinstance(error, Exception) else error.rebuild(keys)
-        self._storm = 0
+        self._rests.calm()
         bad = self._run.bad.pop(record.seq, ())
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         place = {"worker": worker, "snapshot": self._note_place(worker, record.seq)}
@@ -403,14 +323,14 @@ class Session:
         if not self._takes_outcomes():
             return
         log.warning("%s", describe_death(process.pid, process.exitcode))
-        self._explain = partial(_explain_death, process)
+        self._explain = partial(explain_death, process)
         self._failed_starts += not process.is_ready
         if self._failed_starts > self._run.scheduler.num_workers + 2:
-            self._give_up(WorkerStartError(self._start_failure(process)))
+            self._give_up(explain_failed_starts(process, self._failed_starts))
             return
         scheduler = self._run.scheduler
         replaceable = self._can_replace(worker)
-        rests = replaceable and self._rest(worker)
+        rests = replaceable and self._rests.begin(worker)
         self._apply(scheduler.died(worker, replaceable=replaceable, was_ready=process.is_ready, rests=rests))
 
     def _can_replace(self, worker: int) -> bool:
@@ -418,34 +338,9 @@ class Session:
         starts = self._run.epoch.starts
         return self._replaceable or (self._tells_place and starts is not None and starts[worker].snapshot is not None)
 
-    def _rest(self, worker: int) -> bool:
-        """Let the worker wait for its next process if one dies after the other; whether it does."""
-        self._storm += 1
-        excess = self._storm - self._run.scheduler.num_workers - _CALM_DEATHS
-        if excess <= 0:
-            return False
-        delay_s = min(_FIRST_REST_S * 2.0 ** (excess - 1), _LONGEST_REST_S)
-        self._resting[worker] = self.portal.loop.call_later(delay_s, self._end_rest, worker)
-        return True
-
     def _end_rest(self, worker: int) -> None:
-        del self._resting[worker]
         self._replace(Replace(worker))
         self._apply(self._run.scheduler.rested(worker))
-
-    def _stop_resting(self) -> list[int]:
-        resting = list(self._resting)
-        for timer in self._resting.values():
-            timer.cancel()
-        self._resting.clear()
-        return resting
-
-    def _start_failure(self, process: Worker) -> str:
-        output = f"\nLast words of the worker:\n{process.output.decode(errors='replace')}" if process.output else ""
-        return (
-            f"Workers end before they can take a batch ({self._failed_starts} in a row); the last one: "
-            f"{describe_death(process.pid, process.exitcode)}{output}"
-        )
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -504,7 +399,7 @@ class Session:
         error = self._explain(action.tickets)
         if action.at_once:
             if self._is_stream:
-                error.add_note(_NOT_REPLACED)
+                error.add_note(NOT_REPLACED)
             self._run.handoff.ready.appendleft(Item(None, error, counts=False))
             self._run.handoff.wake()
             return
@@ -523,7 +418,7 @@ class Session:
     def _give_up(self, error: Exception) -> None:
         """No worker can be had: one error stands for everything that is not here yet."""
         self.gave_up = True
-        self._stop_resting()
+        self._rests.stop()
         self._outbox.clear()
         self._read_inbox()
         scheduler = self._run.scheduler
@@ -559,16 +454,14 @@ class Session:
         process = self.pool.processes[ticket.worker]
         process.ask_stack(ticket.seq, lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
 
-    def _overdue_at(
-        self, timeout_s: float, ticket: Ticket, process: Worker, stack: str
-    ) -> BatchTimeoutError | None:
+    def _overdue_at(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
         why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
         explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
         if self._on_timeout == "raise" or not self._takes_outcomes():
             return explain()
         if not self._can_replace(ticket.worker):
             error = explain()
-            error.add_note(_NOT_REPLACED)
+            error.add_note(NOT_REPLACED)
             return error
         if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
             return None  # killed for being slow to start, the next one would be as slow
@@ -583,15 +476,5 @@ class Session:
         self._run.faults.timeouts += 1
         self._explain = lambda tickets: explain(tries=tickets[0].tries)
         self.pool.discard(process.worker_id)
-        rests = self._rest(process.worker_id)
+        rests = self._rests.begin(process.worker_id)
         self._apply(self._run.scheduler.hung(process.worker_id, rests=rests))
-
-
-def _explain_death(process: Worker, tickets: list[Ticket]) -> Exception:
-    return died(
-        process.pid,
-        process.exitcode,
-        [ticket.keys for ticket in tickets],
-        tickets[0].tries if tickets else 1,
-        process.output.decode(errors="replace"),
-    )

@@ -1,0 +1,74 @@
+"""What the consumer and the loop share of one run over the data (an epoch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from asyncloader.engine.faults import Faults
+from asyncloader.engine.handoff import Handoff
+from asyncloader.engine.meter import Meter, Passage
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.workers.fetch import BadSample
+from asyncloader.workers.messages import EpochSpec
+
+
+class Item(NamedTuple):
+    """What the consumer gets: a batch, or an exception in its place.
+
+    ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
+    the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
+    ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order. ``worker`` has
+    answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then.
+    """
+
+    batch: Any
+    error: BaseException | None = None
+    counts: bool = True
+    bad: Sequence[BadSample] = ()
+    left_out: bool = False
+    passage: Passage | None = None
+    seq: int = -1
+    worker: int = -1
+    snapshot: Any = None
+
+    def open(self) -> Any:
+        """Return the batch, or raise what came in its place."""
+        if self.error is None:
+            return self.batch
+        try:
+            raise self.error
+        finally:
+            del self  # the traceback refers to this frame
+
+
+class PlanEnd:
+    """In the inbox: the sampler has no more."""
+
+
+class Run:
+    """One run over the data (an epoch): what the consumer and the loop share of it.
+
+    The attributes are written by the loop thread and read by consumers.
+
+    Attributes:
+        ended: Everything that was planned has been handed over.
+        read_until: A consumer that waits may read the sampler on, until it has read so many batches of keys.
+        meter: Counts what happens.
+        void_count: Tickets that made no batch; each frees a place in the window.
+        faults: What went wrong and was mended.
+        bad: By sequence number, the bad samples of batches that are on their way.
+        snapshots: By sequence number, states of the dataset after batches that are on their way.
+    """
+
+    def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults, meter: Meter) -> None:
+        self.scheduler = scheduler
+        self.meter = meter
+        self.epoch = epoch
+        self.faults = faults
+        self.bad: dict[int, Sequence[BadSample]] = {}
+        self.snapshots: dict[int, Any] = {}
+        self.handoff: Handoff[Item] = Handoff()
+        self.ended = False
+        self.read_until = 0
+        self.void_count = 0
