@@ -136,13 +136,16 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         """Say which epoch comes next."""
         self._epoch, self._to_skip = epoch, 0
 
-    async def __aiter__(self) -> AsyncIterator[T_co]:
-        sources, threads = self._client
-        reader = self._reader()
-        progress = self._progress = _Progress(self._epoch)
+    def __aiter__(self) -> AsyncGenerator[T_co, None]:
+        # All this now, and not when the first sample is taken: of an epoch that was over none is.
+        self._progress = _Progress(self._epoch)
         to_skip, self._to_skip = self._to_skip, 0
         if get_worker_info():  # which has a copy of its own
             self._epoch += 1
+        return self._read(self._reader(), self._progress, to_skip)
+
+    async def _read(self, reader: _Reader, progress: _Progress, to_skip: int) -> AsyncGenerator[T_co, None]:
+        sources, threads = self._client
         async with contextlib.aclosing(self._shuffled(sources, reader, progress.epoch)) as samples:
             async for sample in samples:
                 progress.samples += 1
