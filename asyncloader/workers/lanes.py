@@ -8,8 +8,9 @@ and so one batch. See :mod:`asyncloader.workers.overlap` for the contract; what 
 what a dropped job still had to do is passed over.
 
 Threads that do not wait for anything only get into each other's way: for samples that take 14 us, 16 of them took 2.4
-times as long as one. So there is one lane until samples are seen to wait: a lane is woken when there is something to do
-and none was taken for a millisecond, and goes back to sleep when others get on and its own sample was quick.
+times as long as one. So there is one lane, or one for each core that the worker may count on, until lanes are seen to
+wait: every 5 ms their CPU time is looked at. While they use less than half a core twice as many are woken, as long as
+there is something to do; one goes back to sleep while they use as much as they can get.
 """
 
 from __future__ import annotations
@@ -20,34 +21,50 @@ import contextvars
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+from asyncloader.cores import usable_cores
 from asyncloader.workers import place
 from asyncloader.workers.overlap import Base, Job, settle
 
-_TICK_S = 0.001
+_TICK_S = 0.005
+_WAITING = 0.5  # cores: lanes that use less in all are waiting for something
+_COMPUTING = 0.9  # for each core of the worker's share: more is not to be had
 
 
 class Lanes(Base):
     """Samples on threads of their own, started as they are needed."""
 
-    def __init__(self, dataset: Any, key: tuple[int, int, int], auto_collation: bool, concurrency: int, *rest: Any):
+    def __init__(
+        self,
+        dataset: Any,
+        num_workers: int,
+        key: tuple[int, int, int],
+        auto_collation: bool,
+        concurrency: int,
+        *rest: Any,
+    ) -> None:
         super().__init__(key, auto_collation, concurrency, *rest)
         self._dataset = dataset
         self._most = concurrency
+        self._cores = max(1, min(concurrency, usable_cores() // max(1, num_workers)))
         self._whole = getattr(dataset, "__getitems__", None) if auto_collation else None
         self._to_do: deque[tuple[Job, int]] = deque()
         self._at: dict[int, tuple[Job, int]] = {}  # by thread, what it is at
-        self._taken = 0  # samples so far; lanes count without a lock, for only whether it grows is of interest
         self._tick: asyncio.TimerHandle | None = None
-        self._lock = threading.Lock()  # held to change the next one
+        self._looked_at = 0.0
+        self._cpu_s = 0.0  # of all lanes, then
+        self._lock = threading.Lock()  # held to change the next two
         self._num_awake = 0
+        self._num_to_sleep = 0
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # wake a lane each; False ends it
         self._lanes: list[threading.Thread] = []
+        self._clocks: list[int] = []
         self._num_running = 0
         self._lane_ended = asyncio.Event()
 
@@ -93,7 +110,8 @@ class Lanes(Base):
         with self._lock:
             if not self._num_awake:
                 self._wake_lane()
-        self._watch()
+        if self._tick is None:
+            self._look()
 
     def _wake_lane(self) -> None:
         """Let one more lane work. With the lock held."""
@@ -109,56 +127,60 @@ class Lanes(Base):
             lane.start()
         self._num_awake += 1
 
-    def _watch(self) -> None:
-        if self._tick is None and self._to_do and self._num_awake < self._most:
-            self._tick = self._loop.call_later(_TICK_S, self._on_tick, self._taken)
+    def _look(self) -> None:
+        """Begin to measure."""
+        self._looked_at, self._cpu_s = perf_counter(), self._lanes_cpu_s()
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
 
-    def _on_tick(self, taken: int) -> None:
-        """Wake as many lanes again as are awake, if all that are awake wait for something."""
+    def _on_tick(self) -> None:
+        """Wake lanes if those that are awake wait for something, or let one sleep if they get in each other's way."""
         self._tick = None
-        if taken == self._taken and self._to_do:
-            with self._lock:
+        if not self._to_do:
+            return
+        cores = (self._lanes_cpu_s() - self._cpu_s) / (perf_counter() - self._looked_at)
+        with self._lock:
+            if cores < _WAITING or self._num_awake < self._cores:
+                self._num_to_sleep = 0
                 for _ in range(min(max(1, self._num_awake), self._most - self._num_awake, len(self._to_do))):
                     self._wake_lane()
-        self._watch()
+            elif cores > _COMPUTING * self._cores and self._num_awake > self._cores:
+                self._num_to_sleep = 1
+        self._look()
+
+    def _lanes_cpu_s(self) -> float:
+        return sum(time.clock_gettime(clock) for clock in tuple(self._clocks))
 
     # ---------------------------------------------------------------------------------------------------- a lane
 
     def _run(self) -> None:
         ident = threading.get_ident()
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS, where all lanes are always awake
+            self._clocks.append(time.pthread_getcpuclockid(ident))
         while self._tokens.get():
             while (work := self._next()) is not None:
-                began, taken = perf_counter(), self._taken
                 job, position = work
                 if not job.is_over:
                     self._at[ident] = work
                     self._get(job, position)
                     del self._at[ident]
                 del work, job
-                if self._taken > taken and perf_counter() - began < _TICK_S and self._may_sleep():
-                    break
         self._tell(self._on_lane_end)
 
     def _next(self) -> tuple[Job, int] | None:
-        """Take the next sample to do; None if there is none, and the lane sleeps."""
+        """Take the next sample to do; None if there is none, or others are to do it: then the lane sleeps."""
         while True:
-            try:
-                work = self._to_do.popleft()
-            except IndexError:
-                with self._lock:
-                    if self._to_do:
-                        continue
+            with self._lock:
+                if self._num_to_sleep and self._num_awake > 1:
+                    self._num_to_sleep = 0
                     self._num_awake -= 1
                     return None
-            self._taken += 1
-            return work
-
-    def _may_sleep(self) -> bool:
-        with self._lock:
-            if self._num_awake > 1:
-                self._num_awake -= 1
-                return True
-        return False
+            try:
+                return self._to_do.popleft()
+            except IndexError:
+                with self._lock:
+                    if not self._to_do:
+                        self._num_awake -= 1
+                        return None
 
     def _get(self, job: Job, position: int) -> None:
         place.enter(self._key, job.seq, position)

@@ -109,7 +109,7 @@ class OverlapServer(Server):
             keeper = self._make_keeper(dataset)
             self._overlap = Stream(dataset, spec.drop_last, self._on_exhausted, closing, keeper, *common)
         else:
-            self._overlap = (Coroutines if spec.is_async else Lanes)(dataset, *common)
+            self._overlap = Coroutines(dataset, *common) if spec.is_async else Lanes(dataset, spec.num_workers, *common)
 
     # -------------------------------------------------------------------------------------------------- serving
 
