@@ -221,8 +221,8 @@ def _order(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     gain = costs.batch / costs.at_best(costs.workers)
     slow = stats.work.longest_s / costs.work
     told += f": they stood idle behind slow batches (the slowest took {slow:.0f} times the mean)"
-    if gain < 1.1:
-        return Verdict("order", f"{told}; there is little to gain")
+    if gain < 1.1:  # a hiccup or two, no more
+        return _training(stats, costs)
     if options.get("is_iterable"):
         text = (
             f"{told}; shards of equal cost, or more of them in advance (prefetch_factor), could make it {_times(gain)}"
