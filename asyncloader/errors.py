@@ -185,9 +185,7 @@ def timed_out(
     words = f"DataLoader timed out after {timeout_s} seconds."
     if worker is None:
         return BatchTimeoutError(f"{words} No worker has the awaited batch.", timeout_s=timeout_s)
-    words += (
-        f" The awaited batch has the indices {describe_keys(keys)}; worker {worker} (pid {pid}) has it. "
-    )
+    words += f" The awaited batch has the indices {describe_keys(keys)}; worker {worker} (pid {pid}) has it. "
     words += f"The batch is given up after {tries} tries.\n" if tries else "The next call waits for the same batch.\n"
     words += f"The worker is at:\n{stack}" if stack else why
     return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)

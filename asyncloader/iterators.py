@@ -10,23 +10,23 @@ Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncl
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import time
 import warnings
 import weakref
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+from torch.utils.data.dataloader import _sharding_worker_init_fn
 
-from asyncloader.checkpoint import Beginning, Record, check
+from asyncloader.checkpoint import Beginning
 from asyncloader.engine.concurrency import concurrency_of
 from asyncloader.engine.consumer import Consumer
-from asyncloader.engine.faults import Faults
+from asyncloader.engine.faces import Faces, check_owner
+from asyncloader.engine.faults import make_faults
 from asyncloader.engine.meter import Meter
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal
@@ -34,7 +34,6 @@ from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Session, State
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
-from asyncloader.stats import LoaderStats
 from asyncloader.workers.backend import Backend
 from asyncloader.workers.handle import WorkerHandle
 from asyncloader.workers.local import LocalPool
@@ -48,10 +47,6 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 
-LONGEST_TURN_S = 0.002
-"""`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
-
-
 _ANSWER_S = 3.0
 
 _REPLICAS = (
@@ -59,78 +54,6 @@ _REPLICAS = (
     "IterableDataset replica at each worker. Please see "
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
-
-
-class Faces(_BaseDataLoaderIter, Generic[T_co]):
-    """What both kinds of iterators share: context managers, and a loop that turns."""
-
-    _last_turn = 0.0
-    _meter: Meter
-
-    def stats(self) -> LoaderStats:
-        """Return where the time of this run has gone so far. Takes 20 us, in any thread."""
-        return self._meter.stats()
-    _record: Record
-    _loader: weakref.ref[DataLoader[T_co]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
-        return self._record.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with this iterator: what it was at is dropped, and its workers are started anew.
-
-        Raises:
-            StateMismatchError: if the state is of something else.
-            LoaderClosedError: if the loader is gone.
-        """
-        loader = self._loader()
-        if loader is None:
-            raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
-        check(state, loader)
-        self._begin_anew(loader, copy.deepcopy(state))
-
-    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _open_plan(self, loader: DataLoader[T_co], beginning: Beginning, *, keeps_seed: bool = False) -> None:
-        """Put our reader of the sampler in the place of torch's, and tell the loader of this run."""
-        plan, self._record = beginning.open(self, keeps_seed=keeps_seed)
-        self._sampler_iter = plan
-        self._loader = weakref.ref(loader)
-        loader._record = self._record
-
-    def close(self) -> None:
-        """End the run and let go of everything; wait for it, 3 s at most."""
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        """End the run as `close` does, without blocking the loop."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def _let_the_loop_turn(self) -> None:
-        now = time.monotonic()
-        if now - self._last_turn > LONGEST_TURN_S:
-            await asyncio.sleep(0)
-            self._last_turn = time.monotonic()
 
 
 class WorkerIterator(Faces[T_co]):
@@ -192,6 +115,7 @@ class WorkerIterator(Faces[T_co]):
         tells_place = not self._concurrency.overlaps and self._options.on_crash != "skip"
         told = is_stateful(dataset) or getattr(dataset, "deterministic", False) is True
         return {"replaceable": tells_place and told, "is_stream": True, "tells_place": tells_place}
+
     def _make_pool(self, loader: DataLoader[T_co], portal: Portal) -> Backend:
         """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes."""
         spec = self._worker_spec(loader)
@@ -484,28 +408,3 @@ class WorkerIterator(Faces[T_co]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._consumer.taken} {self._session!r}>"
-
-
-def check_owner(pid: int) -> None:
-    """Refuse to work in a fork of the process that made the iterator: its workers and its loop are not there."""
-    if pid != os.getpid():
-        raise LoaderClosedError(
-            "this iterator belongs to the process that made it, not to a fork of it; call iter(loader) here"
-        )
-
-
-def make_faults(loader: DataLoader[Any]) -> Faults:
-    """Make the record of what goes wrong in a run of the loader."""
-    limit = loader.max_errors
-    return Faults(limit, _num_samples(loader) if isinstance(limit, float) else None)
-
-
-def _num_samples(loader: DataLoader[Any]) -> int | None:
-    """Return how many samples a run has, if that can be known."""
-    source: Any = loader.sampler
-    if isinstance(loader.dataset, IterableDataset) or (loader.batch_sampler is not None and loader.batch_size is None):
-        source = loader.dataset  # the sampler is not what names the samples
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None

@@ -267,6 +267,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Takes 20 us, may be called at any time and from any thread, also after the iterator is gone.
         """
         return (self._meter or Meter(0, self.num_workers, 0)).stats()
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the newest iterator is: as of the batches that it has yielded, whatever is made ahead.
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.data import IterableDataset
 
 from asyncloader.errors import describe_keys
 from asyncloader.workers.fetch import BadSample
+
+if TYPE_CHECKING:
+    from asyncloader.loader import DataLoader
 
 log = logging.getLogger("asyncloader")
 
@@ -88,3 +93,20 @@ class Faults:
         if isinstance(limit, int):
             return limit
         return limit * (self._num_samples or max(planned_samples, _LEAST_EXPECTED))
+
+
+def make_faults(loader: DataLoader[Any]) -> Faults:
+    """Make the record of what goes wrong in a run of the loader."""
+    limit = loader.max_errors
+    return Faults(limit, _num_samples(loader) if isinstance(limit, float) else None)
+
+
+def _num_samples(loader: DataLoader[Any]) -> int | None:
+    """Return how many samples a run has, if that can be known."""
+    source: Any = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or (loader.batch_sampler is not None and loader.batch_size is None):
+        source = loader.dataset  # the sampler is not what names the samples
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None

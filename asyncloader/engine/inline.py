@@ -21,14 +21,14 @@ import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.checkpoint import Beginning
-from asyncloader.engine.faults import Faults
+from asyncloader.engine.faces import Faces, check_owner
+from asyncloader.engine.faults import Faults, make_faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.plan import Done
 from asyncloader.engine.portal import EXIT_GRACE_S, get_portal
 from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
-from asyncloader.iterators import Faces, check_owner, make_faults
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers import place
 from asyncloader.workers.fetch import Fetcher, IterableFetcher, NoGoodSample, make_fetcher

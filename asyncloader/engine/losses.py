@@ -27,6 +27,11 @@ NOT_REPLACED = (
     "deterministic = True."
 )
 
+NOT_REPLACEABLE = (
+    "The worker was not replaced: with an async iterable dataset several of its batches are in work at once, and with "
+    'on_crash="skip" one would be left out; either way nobody knows where another worker would have to begin.'
+)
+
 
 class Rests:
     """Keeps the workers that wait for their next process. On the loop thread.

@@ -23,7 +23,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
-from asyncloader.engine.losses import NOT_REPLACED, Rests, explain_death, explain_failed_starts
+from asyncloader.engine.losses import NOT_REPLACEABLE, NOT_REPLACED, Rests, explain_death, explain_failed_starts
 from asyncloader.engine.meter import Passage
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
@@ -338,6 +338,9 @@ class Session:
         starts = self._run.epoch.starts
         return self._replaceable or (self._tells_place and starts is not None and starts[worker].snapshot is not None)
 
+    def _why_not_replaced(self) -> str:
+        return NOT_REPLACED if self._tells_place else NOT_REPLACEABLE
+
     def _end_rest(self, worker: int) -> None:
         self._replace(Replace(worker))
         self._apply(self._run.scheduler.rested(worker))
@@ -399,7 +402,7 @@ class Session:
         error = self._explain(action.tickets)
         if action.at_once:
             if self._is_stream:
-                error.add_note(NOT_REPLACED)
+                error.add_note(self._why_not_replaced())
             self._run.handoff.ready.appendleft(Item(None, error, counts=False))
             self._run.handoff.wake()
             return
@@ -461,7 +464,7 @@ class Session:
             return explain()
         if not self._can_replace(ticket.worker):
             error = explain()
-            error.add_note(NOT_REPLACED)
+            error.add_note(self._why_not_replaced())
             return error
         if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
             return None  # killed for being slow to start, the next one would be as slow

@@ -71,7 +71,7 @@ class Pool:
         except Exception:
             warnings.warn(
                 "Got pickle error when attempting to start a worker Process. This might be because the worker Process "
-                f"arguments are not picklable. The current multiprocessing start method is {method!r}; with \"fork\" "
+                f'arguments are not picklable. The current multiprocessing start method is {method!r}; with "fork" '
                 "nothing is pickled. See https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-"
                 "forkserver-start-methods",
                 stacklevel=6,
