@@ -15,7 +15,7 @@ order but for one. Loads:
 - memory: a list of dicts (see memory), the most during an epoch, each in a fresh process.
 
 Rates are over whole epochs from the second batch of each worker on, so starting is not in them. A loader that fails is
-named with its error. With --quick short epochs, once.
+named with its error. With --quick short epochs, three rounds in place of five.
 
 No targets: each load has a script of its own that has them. docs/draw_benchmarks.py makes page and picture of the JSON.
 """
@@ -130,7 +130,7 @@ def safely(bench: Bench, title: str, sides: Mapping[str, Callable[[], Run]], fai
 def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]], int]]:
     """Return title: (unit, sides, rounds)."""
     short = bench.quick
-    rounds = 1 if short else 5
+    rounds = 3 if short else 5
     skewed = Sleeps([0.2 if index % 200 == 100 else 0.0005 for index in range(800 if short else 3200)])
     photographs = Photographs(512 if short else 2048)
     images = SameImage(64 * (16 if short else 60))
