@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.faults.nursery import Program
 
 TRIES = 3
@@ -77,6 +79,9 @@ def train(loader):
 """,
 }
 """A function that returns all numbers of an epoch, by each face."""
+
+QUICK_FACES = ["for", pytest.param("async for", marks=pytest.mark.slow)]
+"""For long lists of cases: `make test` runs them by one face, `make test-all` by both."""
 
 
 def seconds_after(program: Program, line: str) -> float:

@@ -61,7 +61,9 @@ def test_iterators_alive_at_the_end(run: Run, alive: str, num_workers: int) -> N
     assert_within(3.0, attempt)
 
 
-@pytest.mark.parametrize("face", ["next(iter_)", "asyncio.run(iter_.__anext__())"])
+@pytest.mark.parametrize(
+    "face", ["next(iter_)", pytest.param("asyncio.run(iter_.__anext__())", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "way", ["sleep", "interpreter's lock held", "a loop that swallows everything", "a thread that does not end"]
 )

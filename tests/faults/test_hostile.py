@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.nursery import Program
-from tests.faults.programs import FACES, NUMBERS
+from tests.faults.programs import FACES, NUMBERS, QUICK_FACES
 
 Run = Callable[..., Program]
 
@@ -40,7 +40,7 @@ print(seen == [i for i in range(40) if i not in (8, 9, 10, 11)])
     assert (program.returncode, program.err) == (0, "")
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", QUICK_FACES)
 @pytest.mark.parametrize(
     "harm",
     [
@@ -107,7 +107,7 @@ print("after")
     assert sorted(program.err.splitlines()) == sorted([f"to stderr {i}" for i in range(8)] * 2)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", QUICK_FACES)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     "statement",
