@@ -16,6 +16,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from asyncloader import DataLoader
 
+def say(word):
+    # One write, which nothing that a worker says can come into.
+    os.write(1, f"{word} {time.monotonic()}\\n".encode())
+
 class Numbers(Dataset):
     def __init__(self, length=40):
         self.length = length
@@ -38,7 +42,7 @@ class Hung(Numbers):
         self.way = way
     def __getitem__(self, index):
         if index >= 8:
-            print("hung", flush=True)
+            os.write(1, b"hung\\n")
             if self.way == "sleep":
                 time.sleep(1000)
             elif self.way == "interpreter's lock held":

@@ -54,7 +54,7 @@ def test_iterators_alive_at_the_end(run: Run, alive: str, num_workers: int) -> N
     setup = f"loader = DataLoader(Slow(), batch_size=4, num_workers={num_workers})\n"
 
     def attempt() -> float:
-        program = run(NUMBERS + setup + alive + "\nprint('bye', time.monotonic())")
+        program = run(NUMBERS + setup + alive + "\nsay('bye')")
         assert (program.returncode, program.err) == (0, "")
         return seconds_after(program, "bye")
 
@@ -75,7 +75,7 @@ iter_ = iter(loader)
 for _ in range(2):
     {face}
 time.sleep(0.2)
-print("bye", time.monotonic())
+say("bye")
 """
 
     def attempt() -> float:
@@ -189,7 +189,7 @@ def test_a_daemon_thread_in_a_loop_at_the_end(run: Run, face: str, num_workers: 
 loader = DataLoader(Slow(100_000), batch_size=2, num_workers={num_workers})
 threading.Thread(target=train, args=(loader,), daemon=True).start()
 time.sleep(0.3)
-print("bye", time.monotonic())
+say("bye")
 """
 
     def attempt() -> float:
@@ -216,7 +216,7 @@ async def main():
     await asyncio.sleep(0.01)
     return iterator
 iterator = asyncio.run(main())
-print("bye", time.monotonic())
+say("bye")
 """
 
     def attempt() -> float:

@@ -85,11 +85,11 @@ def test_ctrl_c_is_prompt(start: Start, loop: str) -> None:
     main = """
 loader = DataLoader(Hung("interpreter's lock held"), batch_size=4, num_workers=2)
 begun = time.monotonic()
-signal.signal(signal.SIGUSR1, lambda *_: (print("sent", time.monotonic()), os.killpg(0, signal.SIGINT)))
+signal.signal(signal.SIGUSR1, lambda *_: (say("sent"), os.killpg(0, signal.SIGINT)))
 try:
     train(loader)
 except KeyboardInterrupt:
-    print("caught", time.monotonic(), flush=True)
+    say("caught")
 """
 
     def attempt() -> float:
