@@ -116,7 +116,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
-        NotImplementedError: for what is documented but not built yet.
     """
 
     _is_accelerate_prepared = _AskedByAccelerate()
