@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -15,6 +16,8 @@ from asyncloader.workers.line import ParentGone, ProcessLine
 from asyncloader.workers.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.overlap_server import OverlapServer
 from asyncloader.workers.server import Server
+
+_KILLED_WITHIN_S = 1.5
 
 
 def serve(worker_id: int, epoch: EpochSpec) -> None:
@@ -32,7 +35,7 @@ def serve(worker_id: int, epoch: EpochSpec) -> None:
         server.close()
         gc.collect()  # what the dataset holds in cycles runs its cleanup too
     except ParentGone:
-        pass
+        _wait_to_be_killed()
     except BaseException as error:
         _leave(error)
     finally:
@@ -48,6 +51,16 @@ def _make_server(worker_id: int, line: ProcessLine, epoch: EpochSpec, source: An
     except Exception as error:
         return Server(worker_id, line, epoch, error)
     return (OverlapServer if spec.overlaps else Server)(worker_id, line, epoch, spec)
+
+
+def _wait_to_be_killed() -> None:
+    """Clean up and stay, for a moment: the connection is gone, so the parent is, or is about to kill this process.
+
+    To return would have the executor write to connections that may be gone too, and tell of it on stderr.
+    """
+    atexit._run_exitfuncs()
+    time.sleep(_KILLED_WITHIN_S)
+    os._exit(1)
 
 
 def _leave(error: BaseException) -> None:
