@@ -285,28 +285,25 @@ class Session:
         """No sample of this ticket was good."""
         if not self._takes_outcomes():
             return
-        scheduler = self._run.scheduler
-        bad = self._run.bad.pop(record.seq, ())
-        ticket = scheduler.in_flight[worker].get(record.seq)
+        ticket = self._run.scheduler.in_flight[worker].get(record.seq)
         self._run.faults.leave_out(ticket and ticket.keys, "all its samples raised")
-        actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        place = {"worker": worker, "snapshot": self._note_place(worker, record.seq)}
-        item = Item(None, bad=bad, left_out=True, seq=record.seq, **place)
-        self._apply(actions + scheduler.ready(record.seq, item))
+        self._answer(worker, record, Item(None, left_out=True))
 
     def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:
         """An exception has come in place of a batch."""
         if not self._takes_outcomes():
             return
-        scheduler = self._run.scheduler
-        ticket = scheduler.in_flight[worker].get(record.seq)
+        ticket = self._run.scheduler.in_flight[worker].get(record.seq)
         keys = ticket.keys if ticket is not None and not self._is_stream else None  # a stream has no indices
-        raised = error if isinstance(error, Exception) else error.rebuild(keys)
+        self._answer(worker, record, Item(None, error if isinstance(error, Exception) else error.rebuild(keys)))
+
+    def _answer(self, worker: int, record: Record, item: Item) -> None:
+        """Hand over what stands for a ticket that has no batch, when its turn comes."""
         self._rests.calm()
-        bad = self._run.bad.pop(record.seq, ())
+        scheduler = self._run.scheduler
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        place = {"worker": worker, "snapshot": self._note_place(worker, record.seq)}
-        item = Item(None, raised, bad=bad, seq=record.seq, **place)
+        bad, snapshot = self._run.bad.pop(record.seq, ()), self._note_place(worker, record.seq)
+        item = item._replace(bad=bad, seq=record.seq, worker=worker, snapshot=snapshot)
         self._apply(actions + scheduler.ready(record.seq, item))
 
     def on_exhausted(self, worker: int, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -58,7 +59,8 @@ def _wait_to_be_killed() -> None:
 
     To return would have the executor write to connections that may be gone too, and tell of it on stderr.
     """
-    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # whoever read what it prints may be gone as well
+        _clean_up()
     time.sleep(_KILLED_WITHIN_S)
     os._exit(1)
 
@@ -70,7 +72,12 @@ def _leave(error: BaseException) -> None:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     elif not isinstance(error, KeyboardInterrupt):  # the main process raises that by itself
         traceback.print_exception(error)
+    _clean_up()
+    os._exit(code)
+
+
+def _clean_up() -> None:
+    """Do what an interpreter does at its end and `os._exit` does not."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
