@@ -6,22 +6,26 @@ for batch in loader: ...
 async for batch in loader: ...
 """
 
-from asyncloader.errors import (
-    AsyncLoaderError,
-    BatchTimeoutError,
-    ConfigurationError,
-    LoaderClosedError,
-    StateMismatchError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerStartError,
-)
-from asyncloader.loader import DataLoader
-from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
-from asyncloader.samplers import ElasticSampler
-from asyncloader.stats import LoaderStats
-from asyncloader.trace import tracing
-from asyncloader.workers.place import sample_rng
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncloader.errors import (
+        AsyncLoaderError,
+        BatchTimeoutError,
+        ConfigurationError,
+        LoaderClosedError,
+        StateMismatchError,
+        WorkerDiedError,
+        WorkerError,
+        WorkerStartError,
+    )
+    from asyncloader.loader import DataLoader
+    from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
+    from asyncloader.samplers import ElasticSampler
+    from asyncloader.stats import LoaderStats
+    from asyncloader.trace import tracing
+    from asyncloader.workers.place import sample_rng
 
 __version__ = "0.1.0"
 
@@ -44,3 +48,28 @@ __all__ = [
     "sample_rng",
     "tracing",
 ]
+
+_MODULES = {
+    "AsyncBatchDataset": "protocols",
+    "AsyncDataset": "protocols",
+    "AsyncIterableDataset": "protocols",
+    "AsyncResource": "protocols",
+    "DataLoader": "loader",
+    "ElasticSampler": "samplers",
+    "LoaderStats": "stats",
+    "sample_rng": "workers.place",
+    "tracing": "trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for (PEP 562): a worker that was spawned imports this package, and needs little of it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -13,16 +13,14 @@ from multiprocessing.context import BaseContext
 from os import PathLike
 from pathlib import Path
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader.checkpoint import Record, check, initial_state
 from asyncloader.engine.concurrency import concurrency_of
-from asyncloader.engine.inline import InlineIterator
 from asyncloader.engine.meter import Meter
-from asyncloader.iterators import WorkerIterator
 from asyncloader.options import (
     RUN_AHEAD_BYTES,
     OnCrash,
@@ -36,6 +34,10 @@ from asyncloader.options import (
 from asyncloader.protocols import accept_iterable
 from asyncloader.stats import LoaderStats
 from asyncloader.trace import Trace, active_trace
+
+if TYPE_CHECKING:
+    from asyncloader.engine.inline import InlineIterator
+    from asyncloader.iterators import WorkerIterator
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -153,6 +155,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int = 1,
     ) -> None:
+        _import_iterators()
         accept_iterable(dataset)
         super().__init__(
             dataset,
@@ -240,13 +243,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _make_iterator(self, *, wait_for_start: bool) -> Any:
         iterator: Any
+        inline_iterator, worker_iterator = _import_iterators()
         if (state := self._loaded) is not None:
             check(state, self)
         if self.num_workers == 0 and not concurrency_of(self).overlaps:
-            iterator = InlineIterator(self, state)
+            iterator = inline_iterator(self, state)
         else:
             self.check_worker_number_rationality()
-            iterator = WorkerIterator(self, wait_for_start=wait_for_start, state=state)
+            iterator = worker_iterator(self, wait_for_start=wait_for_start, state=state)
         self._loaded = None
         self._newest = weakref.ref(iterator)
         return iterator
@@ -312,6 +316,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": _nothing, "_meter": None, "_tracer": None, "_record": None}
+
+
+def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
+    """Import the engine once a loader is made. Who only imports this module, as spawned workers do, goes without."""
+    from asyncloader.engine.inline import InlineIterator
+    from asyncloader.iterators import WorkerIterator
+
+    return InlineIterator, WorkerIterator
 
 
 def _name_options(init: Any) -> None:

@@ -13,6 +13,7 @@ and what is in hand change together, in one assignment.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -48,6 +49,11 @@ class Folded(NamedTuple):
         )
 
 
+@functools.cache
+def _empty(columns: int) -> Folded:
+    return Folded(0, np.zeros(columns), np.zeros(columns), np.zeros((columns, _BUCKETS), np.int64))
+
+
 class Tally:
     """The durations of some columns, row by row.
 
@@ -56,8 +62,7 @@ class Tally:
     """
 
     def __init__(self, columns: int) -> None:
-        empty = Folded(0, np.zeros(columns), np.zeros(columns), np.zeros((columns, _BUCKETS), np.int64))
-        self._state: tuple[Folded, list[tuple[float, ...]]] = (empty, [])
+        self._state: tuple[Folded, list[tuple[float, ...]]] = (_empty(columns), [])
         self._rows = self._state[1]
 
     def add(self, row: tuple[float, ...]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import asyncloader
 import asyncloader.datasets
 
@@ -57,15 +59,21 @@ import asyncloader.datasets
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
-def test_nothing_of_the_engine_is_imported_in_what_workers_run() -> None:
-    """Imports go one way; a spawned worker does not import more than it needs."""
-    script = """
-import importlib.util, sys, types
-package = types.ModuleType("asyncloader")  # without its __init__, which imports everything
-package.__path__ = importlib.util.find_spec("asyncloader").submodule_search_locations
-sys.modules["asyncloader"] = package
-import asyncloader.workers.serve
-print(sorted(name for name in sys.modules if name.startswith("asyncloader.engine")))
+def test_other_names_do_not_exist() -> None:
+    """Names are imported when they are asked for; what is not there is an AttributeError, as ever."""
+    assert set(asyncloader.__all__) <= set(dir(asyncloader))
+    with pytest.raises(AttributeError, match="module 'asyncloader' has no attribute 'Dataloader'"):
+        asyncloader.Dataloader  # noqa: B018
+
+
+def test_workers_import_little() -> None:
+    """Imports go one way; a spawned worker imports nothing of the engine, nor does a main module with our names."""
+    for line in ("import asyncloader.workers.serve", "from asyncloader import DataLoader, WorkerDiedError"):
+        script = f"""
+import sys
+{line}
+engine = ("asyncloader.iterators", "asyncloader.engine.session", "asyncloader.engine.portal", "uvloop")
+print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout == "[]\n"
+        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        assert found.stdout == f"[] {'DataLoader' in line}\n"

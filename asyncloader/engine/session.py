@@ -161,13 +161,14 @@ class Session:
             raise LoaderClosedError("the interpreter is exiting, no more batches are made")
         self.portal.residents.add(self)
         self.pool.listener = self
+        self._move(State.OPEN)
+        self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
         try:
-            self.pool.start(self._run.epoch)
+            for _ in self.pool.start(self._run.epoch):
+                self._flush()
         except BaseException:
             self.close_soon(0.0)
             raise
-        self._move(State.OPEN)
-        self._read_inbox()
 
     def close_soon(self, grace_s: float) -> None:
         """Tell the workers to end; wake whoever waits."""
@@ -349,8 +350,13 @@ class Session:
         for action in actions:
             self._do[type(action)](self, action)
         if self._outbox:
-            outbox, self._outbox = self._outbox, {}
-            for worker, tickets in outbox.items():
+            self._flush()
+
+    def _flush(self) -> None:
+        """Give workers their tickets. What is for one that is not started yet waits."""
+        started = len(self.pool.processes)
+        for worker in tuple(self._outbox):
+            if worker < started and (tickets := self._outbox.pop(worker, None)):  # a refused ticket flushes as well
                 self._dispatch(worker, tickets)
 
     def _dispatch(self, worker: int, tickets: list[tuple[int, Any]]) -> None:

@@ -8,7 +8,7 @@ All of it happens on the loop thread, but for `wait_dead`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from asyncloader.workers.failure import LocalError, RemoteError
@@ -88,8 +88,11 @@ class Backend(Protocol):
     def processes(self) -> Sequence[Worker]:
         """The workers that are there now, by id."""
 
-    def start(self, epoch: EpochSpec) -> None:
-        """Start all workers; on failure those that did start are ended."""
+    def start(self, epoch: EpochSpec) -> Iterator[int]:
+        """Start one worker after the other, and yield the id of each: it can be given tickets before the next starts.
+
+        On failure those that did start are ended.
+        """
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
         """Give the worker tickets."""

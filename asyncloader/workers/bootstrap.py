@@ -1,7 +1,7 @@
 """The first steps of a worker process: its ends of the connections, signals, and what ends it with its parent.
 
-Runs as the initializer of the executor, which hides what an initializer raises: so this does only what cannot fail for
-the user's reasons, and keeps what it was given for :func:`asyncloader.workers.serve.serve`.
+Imports next to nothing: under spawn that comes before :func:`gc.freeze`, and by the imports of torch and of the main
+module a collection has come near, which would take 60 ms.
 """
 
 from __future__ import annotations
@@ -63,38 +63,39 @@ def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
     return Ends(socket.socket(fileno=channel.detach()), liveness.detach(), output.detach())
 
 
-@dataclass
-class Given:
-    """What `initialize` keeps for `serve`."""
+def start(worker_id: int, ends: Ends, source: Any, arena: Any, start_method: str, epoch: Any) -> None:
+    """Make this process a worker and stay until told to end: the initializer of the executor, which never needs a task.
 
-    ends: Ends
-    source: Any
-    arena: Any
-    start_method: str
-
-
-given: Given | None = None
-
-
-def initialize(ends: Ends, source: Any, arena: Any, start_method: str) -> None:
-    """Make this process a worker.
+    A task would come through the executor's queue, for which two threads of the parent must have their turns while it
+    forks the next worker: 4 ms of the 22 until a first batch. Executors hide what an initializer raises, so nothing is
+    raised in here that `serve` has not dealt with.
 
     Args:
-        ends: Its connections.
+        worker_id: From 0.
+        ends: Connections to the parent.
         source: The work: a WorkerSpec under fork, else a Parcel of one.
         arena: Handle of the shared memory, or None.
-        start_method: How it was started.
+        start_method: How the process was started.
+        epoch: The run over the data that the first tickets belong to.
     """
-    global given
+    _become_worker(ends, start_method)
+    from asyncloader.workers.serve import serve
+
+    serve(worker_id, ends.channel, source, arena, start_method, epoch)
+
+
+def _become_worker(ends: Ends, start_method: str) -> None:
     _settle_signals()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # Ctrl-C in the terminal is for the trainer; and a worker is killed with its children
     _die_with_parent(ends.liveness)
     if start_method == "fork":
         _forget_the_parents_exit()
+    # What is here by now stays. Under fork a collection would write to, and so copy, every page that holds objects of
+    # the trainer; and one over all that torch has brought takes 60 ms.
+    gc.freeze()
     _report_crashes(ends.output)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # not before: the signal for stacks would have ended the process
-    given = Given(ends, source, arena, start_method)
 
 
 def _settle_signals() -> None:
@@ -131,7 +132,6 @@ def _watch(liveness: int) -> None:
 def _forget_the_parents_exit() -> None:
     """Do not run the exit handlers of the trainer at the end of a forked worker."""
     atexit._clear()
-    gc.freeze()  # a collection would write to, and so copy, every page that holds objects of the trainer
     cast(Any, concurrent.futures.process)._threads_wakeups.clear()
     cast(Any, concurrent.futures.thread)._threads_queues.clear()
 

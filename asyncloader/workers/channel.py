@@ -129,16 +129,29 @@ class Channel:
         self._on_frame = on_frame
         self._on_closed = on_closed
         self._incoming = FrameBuffer()
+        self._held: list[Buffer] = []
         self._unsent: deque[memoryview] = deque()
         self._writing = False
         self._open = True
         loop.add_reader(sock.fileno(), self._on_readable)
 
-    def send(self, kind: int, *parts: Buffer) -> None:
-        """Send a frame, now if the socket takes it. After the channel closed it is dropped: the death is reported."""
+    def send(self, kind: int, *parts: Buffer, more: bool = False) -> None:
+        """Send a frame, now if the socket takes it. After the channel closed it is dropped: the death is reported.
+
+        With ``more`` it goes with the next frame, which wakes the other end once for both, or in the loop's next turn.
+        """
         if not self._open:
             return
-        whole = frame(kind, parts)
+        self._held += frame(kind, parts)
+        if more:
+            self._loop.call_soon(self._send_held)
+        else:
+            self._send_held()
+
+    def _send_held(self) -> None:
+        whole, self._held = self._held, []
+        if not whole:
+            return
         if self._unsent:
             self._keep(whole, 0)
             return
@@ -219,6 +232,7 @@ class Channel:
         if self._writing:
             self._loop.remove_writer(self._sock.fileno())
         self._unsent.clear()
+        self._held.clear()
         self._sock.close()
         self._on_frame, self._on_closed = _ignore, _ignore  # no cycle with the owner is left
 

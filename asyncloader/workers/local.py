@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -327,11 +327,12 @@ class LocalPool:
     def __repr__(self) -> str:
         return f"<LocalPool {self.processes!r}>"
 
-    def start(self, epoch: EpochSpec) -> None:
-        """Start all workers."""
+    def start(self, epoch: EpochSpec) -> Iterator[int]:
+        """Start one worker after the other, and yield the id of each."""
         self._epoch = epoch
         for worker in range(max(1, self._spec.num_workers)):
             self.processes.append(self._start_one(worker))
+            yield worker
 
     def _start_one(self, worker: int, before: LocalWorker | None = None) -> LocalWorker:
         started = LocalWorker(worker, self._loop, self, self._on_threads, before)

@@ -89,8 +89,7 @@ class Record(NamedTuple):
         return (self.fetch_us + self.collate_us + self.encode_us) * 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class EpochSpec:
+class EpochSpec(NamedTuple):
     """One run over the data, as a worker needs to know it.
 
     Attributes:

@@ -239,6 +239,7 @@ class OverlapServer(Server):
             self._stop(error)
 
     def _times(self, job: Job, fetched: float) -> Record:
+        self._stalls.look()
         record = self._record(job.seq, job.begun_at, fetched, job.count)
         record = record._replace(wait_us=micros(self._waited_s.pop(job.seq, 0.0)))
         if job.snapshot is not None:

@@ -14,7 +14,7 @@ import contextlib
 import pickle
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
 from time import perf_counter
@@ -78,8 +78,8 @@ class Pool:
             )
             raise
 
-    def start(self, epoch: EpochSpec) -> None:
-        """Start all processes. On failure those that did start are ended.
+    def start(self, epoch: EpochSpec) -> Iterator[int]:
+        """Start one process after the other, and yield the id of each. On failure those that did start are ended.
 
         Raises:
             WorkerStartError: if the system has no room.
@@ -88,6 +88,7 @@ class Pool:
         try:
             for worker in range(self._spec.num_workers):
                 self.processes.append(self._start_one(worker))
+                yield worker
         except BaseException:
             self.end(0.0)
             raise
@@ -122,7 +123,7 @@ class Pool:
         body = pickle.dumps(epoch)
         for worker, process in enumerate(self.processes):
             self._outstanding[worker] = 0
-            process.channel.send(Kind.EPOCH, body)
+            process.channel.send(Kind.EPOCH, body, more=True)
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""

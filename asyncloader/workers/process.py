@@ -7,7 +7,7 @@
     pidfd     ── readable when the process has ended
 
 The process is started by a ``ProcessPoolExecutor(max_workers=1)``, one for each worker: a death breaks a whole
-executor, so this way it costs one worker. A single long task, ``serve``, stays in it.
+executor, so this way it costs one worker. Its initializer stays in it and serves.
 
 Death is learned from the pidfd. The executor's own sign (a sentinel pipe) and the end of the channel come late when the
 worker left a child behind, which holds copies of both.
@@ -33,10 +33,13 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol, cast
 
 from asyncloader.errors import could_not_start
-from asyncloader.workers.bootstrap import CAN_TELL, STACK_SIGNAL, Ends, initialize
+from asyncloader.workers import (
+    bootstrap,
+    serve,  # noqa: F401 - forked workers find it imported
+)
+from asyncloader.workers.bootstrap import CAN_TELL, STACK_SIGNAL, Ends
 from asyncloader.workers.channel import BadFrame, Channel, open_pair
 from asyncloader.workers.messages import EpochSpec, Kind
-from asyncloader.workers.serve import serve
 
 _OUTPUT_BYTES = 64 << 10
 _STACK_TIMEOUT_S = 0.5
@@ -112,7 +115,7 @@ class WorkerProcess:
             try_descriptors(_DESCRIPTORS)
             ends = self._connect()
             try:
-                self._launch(context, (ends, source, arena, context.get_start_method()), epoch)
+                self._launch(context, (self.worker_id, ends, source, arena, context.get_start_method(), epoch))
             finally:
                 ends.close()
         except OSError as error:
@@ -140,15 +143,15 @@ class WorkerProcess:
             raise
         return ends
 
-    def _launch(self, context: BaseContext, initargs: tuple[Any, ...], epoch: EpochSpec) -> None:
+    def _launch(self, context: BaseContext, initargs: tuple[Any, ...]) -> None:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        executor = ProcessPoolExecutor(1, mp_context=context, initializer=initialize, initargs=initargs)
+        executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
         # multiprocessing's resource tracker, which an executor may start, unblocks what it had blocked for itself.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             if context.get_start_method() == "forkserver":
                 _start_fork_server()
-            self._task = executor.submit(serve, self.worker_id, epoch)
+            executor.submit(int)  # makes it start the process
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -240,7 +243,7 @@ class WorkerProcess:
         self.channel.drain()
         self._close()
         owner = self._owner
-        del self._owner, self._process, self._executor, self._task  # no cycle may keep descriptors open
+        del self._owner, self._process, self._executor  # no cycle may keep descriptors open
         owner.on_exit(self, expected)
 
     def _on_output_rest(self) -> None:

@@ -6,12 +6,12 @@ import atexit
 import contextlib
 import gc
 import os
+import socket
 import sys
 import time
 import traceback
 from typing import Any
 
-from asyncloader.workers import bootstrap
 from asyncloader.workers.channel import WorkerChannel
 from asyncloader.workers.line import ParentGone, ProcessLine
 from asyncloader.workers.messages import EpochSpec, WorkerSpec
@@ -21,16 +21,14 @@ from asyncloader.workers.server import Server
 _KILLED_WITHIN_S = 1.5
 
 
-def serve(worker_id: int, epoch: EpochSpec) -> None:
-    """Stay until told to end. The one task of the executor that started this process."""
-    given = bootstrap.given
-    assert given is not None, "initialize() runs before serve()"
-    bootstrap.given = None
-    channel = WorkerChannel(given.ends.channel)
-    start_method = given.start_method
+def serve(
+    worker_id: int, channel_end: socket.socket, source: Any, arena: Any, start_method: str, epoch: EpochSpec
+) -> None:
+    """Stay until told to end; see :func:`asyncloader.workers.bootstrap.start`, which calls it."""
+    channel = WorkerChannel(channel_end)
     try:
-        server = _make_server(worker_id, ProcessLine(worker_id, channel, given.arena), epoch, given.source)
-        del given
+        server = _make_server(worker_id, ProcessLine(worker_id, channel, arena), epoch, source)
+        del source
         server.open()
         server.run()
         server.close()

@@ -131,6 +131,7 @@ class Server:
             seq, keys = self._tickets.popleft()
             if not self._ended:
                 self._answer(seq, keys)
+                self._stalls.look()
                 self._idle_since = perf_counter()
 
     def _read_messages(self) -> bool:
@@ -211,7 +212,7 @@ class Server:
             collate_us=micros(now - fetched),
             encode_us=0,
             cpu_us=micros(self._cpu_s - cpu_before),
-            stalled_us=micros(self._stalls.since_last()),
+            stalled_us=micros(self._stalls.take()),
             samples=samples,
         )
 

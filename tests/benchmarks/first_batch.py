@@ -9,16 +9,26 @@ inside. 20 pairs each; with --quick 20 for warm forks, 1 for the others.
 
 Target: the median at most 1.05 of torch's, for every start method.
 
+Our package is compiled to bytecode first, as torch was when it was installed: where Python is told not to write any
+(PYTHONDONTWRITEBYTECODE), every spawned worker would compile 40 modules, 30 ms.
+
 What profiling found: under fork the forks themselves are most (6 to 8 ms each for a process that has imported torch).
-numpy imports its `random` late: every worker did it for itself, 9 to 30 ms, until the parent did it once.
+numpy imports its `random` late: every worker did it for itself, 9 to 30 ms, until the parent did it once. A worker that
+was to be given its task by the executor's queue waited 4 ms for threads of the parent, which was forking the next one;
+it begins by itself now, and finds its tickets waiting. `torch.manual_seed` reads source files for a stack that it notes
+down: 2 ms. Under spawn the imports are all: 950 ms of torch's, 80 of ours until the engine was left out, 12 now; and a
+full garbage collection over what torch has brought, 60 ms, came in ours or just after the first batch of torch's.
 """
 
 from __future__ import annotations
 
+import compileall
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+import asyncloader
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.dispatch import Ints
 from tests.benchmarks.measure import Run, cpu_seconds, settle
@@ -55,6 +65,8 @@ def cold(bench: Bench, name: str, method: str) -> Run:
 
 
 def measure(bench: Bench) -> None:
+    compileall.compile_dir(str(Path(asyncloader.__file__).parent), quiet=2)
+
     def pairs(side: Callable[[Bench, str, str], Run], method: str) -> dict[str, Callable[[], Run]]:
         return {name: partial(side, bench, name, method) for name in bench.loaders}
 

@@ -141,6 +141,28 @@ async def test_many_parts(ends: tuple[Parent, socket.socket]) -> None:
     assert parent.frames == [(Kind.RESULT, b"".join(parts))]
 
 
+async def test_a_frame_that_more_follow_waits_for_the_next(ends: tuple[Parent, socket.socket]) -> None:
+    """Both go at once, in order; alone it goes in the loop's next turn; also where the socket takes nothing."""
+    parent, theirs = ends
+    worker = WorkerChannel(theirs)
+    parent.channel.send(Kind.EPOCH, b"one", more=True)
+    assert worker.receive(wait=False) is None
+    parent.channel.send(Kind.TICKETS, b"two")
+    assert theirs.recv(100) == wire([(Kind.EPOCH, b"one"), (Kind.TICKETS, b"two")])
+    parent.channel.send(Kind.EPOCH, b"alone", more=True)
+    await asyncio.sleep(0)
+    assert worker.receive(wait=False) == (Kind.EPOCH, b"alone")
+    large = b"x" * (4 << 20)
+    parent.channel.send(Kind.TICKETS, large)
+    parent.channel.send(Kind.EPOCH, b"behind", more=True)
+    parent.channel.send(Kind.TICKETS, b"last")
+    frames = await asyncio.to_thread(lambda: [worker.receive(wait=True) for _ in range(3)])
+    assert frames == [(Kind.TICKETS, large), (Kind.EPOCH, b"behind"), (Kind.TICKETS, b"last")]
+    parent.channel.send(Kind.EPOCH, b"never", more=True)
+    parent.channel.close()  # the call that would have sent it finds nothing
+    await asyncio.sleep(0)
+
+
 async def test_a_worker_that_does_not_read_holds_up_nobody(ends: tuple[Parent, socket.socket]) -> None:
     """What the socket does not take waits, in order, and goes out when the worker reads on; memory may be used
     again."""

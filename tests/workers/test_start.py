@@ -239,3 +239,22 @@ def test_representations(tmp_path: Path) -> None:
     assert repr(session).startswith("<Session CLOSED")
     assert process.State.DEAD in {worker._process.state for worker in iterator._workers}
     assert isinstance(session.pool, pool.Pool)
+
+
+def test_a_worker_begins_before_the_next_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first tickets are in its socket by then."""
+    has_begun = multiprocessing.get_context("fork").Event()
+
+    class Telling(Squares):
+        def __getitem__(self, index: int) -> int:
+            has_begun.set()
+            return index
+
+    start = process.WorkerProcess.start
+
+    def start_late(worker: process.WorkerProcess, *args: Any) -> None:
+        assert worker.worker_id == 0 or has_begun.wait(20)
+        start(worker, *args)
+
+    monkeypatch.setattr(process.WorkerProcess, "start", start_late)
+    assert squares_of(DataLoader(Telling(), num_workers=2, multiprocessing_context="fork")) == list(range(8))
