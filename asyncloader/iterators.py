@@ -30,6 +30,7 @@ from asyncloader.engine.faults import make_faults
 from asyncloader.engine.meter import Meter
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal
+from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Session, State
@@ -98,23 +99,22 @@ class WorkerIterator(Faces[T_co]):
             portal,
             self._make_pool(loader, portal),
             run,
-            **self._replaceability(loader),
-            on_timeout=self._options.on_timeout,
-            pinner=self._make_pinner(portal),
+            self._policy(loader),
+            self._make_pinner(portal),
         )
 
-    def _replaceability(self, loader: DataLoader[T_co]) -> dict[str, bool]:
+    def _policy(self, loader: DataLoader[T_co]) -> Policy:
         """Say how the session is to find out whether a worker that died can be replaced.
 
         Not in a stream several of whose batches are in work at once: what came of them is not all that was before one
         place. And to leave a batch of a stream out would be to read on from before it.
         """
         if not self._is_iterable:
-            return {"replaceable": True}
+            return Policy(replaceable=True, on_timeout=self._options.on_timeout)
         dataset = loader.dataset
         tells_place = not self._concurrency.overlaps and self._options.on_crash != "skip"
         told = is_stateful(dataset) or getattr(dataset, "deterministic", False) is True
-        return {"replaceable": tells_place and told, "is_stream": True, "tells_place": tells_place}
+        return Policy(tells_place and told, True, tells_place, self._options.on_timeout)
 
     def _make_pool(self, loader: DataLoader[T_co], portal: Portal) -> Backend:
         """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes."""
@@ -368,7 +368,7 @@ class WorkerIterator(Faces[T_co]):
             if not future.done():
                 future.set_result(error)
 
-        self._session.portal.post(self._session.overdue, self._timeout, tell)
+        self._session.portal.post(self._session.recovery.overdue, self._timeout, tell)
         return future
 
     def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:

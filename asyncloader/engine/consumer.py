@@ -13,10 +13,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from asyncloader.engine.actions import VOID
 from asyncloader.engine.plan import Done
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Item, PlanEnd, Run
-from asyncloader.engine.scheduler import VOID
 from asyncloader.engine.session import Session, State
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncloader.engine.scheduler import Ticket
+from asyncloader.engine.actions import Ticket
 from asyncloader.errors import WorkerStartError, describe_death, died
 from asyncloader.workers.backend import Worker
 
@@ -20,17 +20,6 @@ _CALM_LOSSES = 2
 _FIRST_REST_S = 0.02
 _LONGEST_REST_S = 1.0
 """From then on a worker waits for its next process: at first this long, each time twice as long, at most so long."""
-
-NOT_REPLACED = (
-    "The worker was not replaced: nobody knows where it was in its iterable dataset. Give the dataset state_dict() and "
-    "load_state_dict(); or, if it yields the same samples each time it is iterated over, the attribute "
-    "deterministic = True."
-)
-
-NOT_REPLACEABLE = (
-    "The worker was not replaced: with an async iterable dataset several of its batches are in work at once, and with "
-    'on_crash="skip" one would be left out; either way nobody knows where another worker would have to begin.'
-)
 
 
 class Rests:

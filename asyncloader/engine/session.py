@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import logging
 import os
 import threading
 import time
@@ -23,42 +22,20 @@ from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
-from asyncloader.engine.losses import NOT_REPLACEABLE, NOT_REPLACED, Rests, explain_death, explain_failed_starts
+from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send
 from asyncloader.engine.meter import Passage
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
+from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Item, PlanEnd, Run
-from asyncloader.engine.scheduler import (
-    VOID,
-    Action,
-    Deliver,
-    Fail,
-    Finish,
-    Read,
-    Replace,
-    Send,
-    Ticket,
-)
-from asyncloader.errors import (
-    BatchTimeoutError,
-    LoaderClosedError,
-    describe_death,
-    describe_keys,
-    timed_out,
-)
-from asyncloader.options import OnTimeout
+from asyncloader.errors import LoaderClosedError, describe_keys
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.failure import LocalError, RemoteError
 from asyncloader.workers.fetch import BadSample
 from asyncloader.workers.messages import Record
 
-log = logging.getLogger("asyncloader")
-
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
-
-_STARTING_S = 60.0
-"""A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
 
 
 class State(enum.Enum):
@@ -77,11 +54,7 @@ class Session:
         portal: Where it lives.
         pool: The workers, not started yet.
         run: The first run.
-        replaceable: Whether another process can take the place of a worker that died: not so with iterable datasets,
-            whose workers hold a position in the data, unless they tell it or can be read again.
-        is_stream: The dataset is iterable.
-        tells_place: A worker of a stream can be replaced as soon as its iterator has told a state.
-        on_timeout: What to do about a batch that does not come in time.
+        policy: What can be done about workers that are lost.
         pinner: Copies batches into page-locked memory, or None.
     """
 
@@ -90,34 +63,25 @@ class Session:
         portal: Portal,
         pool: Backend,
         run: Run,
-        *,
-        replaceable: bool,
-        is_stream: bool = False,
-        tells_place: bool = False,
-        on_timeout: OnTimeout = "raise",
+        policy: Policy,
         pinner: Pinner | None = None,
     ) -> None:
         self.portal = portal
         self.pool = pool
         self.state = State.NEW
         self.pid = os.getpid()
-        self._run = run
+        self.run = run
         self._pinner = pinner
-        self._replaceable = replaceable
-        self._is_stream = is_stream
-        self._tells_place = tells_place
+        self._is_stream = policy.is_stream
+        self.recovery = Recovery(self, policy)
         self._inbox: deque[Any] = deque()
         self._wake_posted = False
         self._closed = threading.Event()
-        self._on_timeout = on_timeout
-        self._failed_starts = 0
-        self._rests = Rests(portal.loop, run.scheduler.num_workers, self._end_rest)
-        self._explain: Callable[[list[Ticket]], Exception]  # makes the error for tickets that are given up
         self.gave_up = False  # no worker can be had any more
         self._outbox: dict[int, list[tuple[int, Any]]] = {}
 
     def __repr__(self) -> str:
-        return f"<Session {self.state.name} {self._run.scheduler!r} {self.pool!r}>"
+        return f"<Session {self.state.name} {self.run.scheduler!r} {self.pool!r}>"
 
     # -------------------------------------------------------------------------------------------- any thread
 
@@ -164,7 +128,7 @@ class Session:
         self._move(State.OPEN)
         self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
         try:
-            for _ in self.pool.start(self._run.epoch):
+            for _ in self.pool.start(self.run.epoch):
                 self._flush()
         except BaseException:
             self.close_soon(0.0)
@@ -175,11 +139,11 @@ class Session:
         if self.state is State.CLOSED:
             return
         self._move(State.CLOSING)
-        self._run.handoff.ready.clear()
-        self._run.handoff.wake_all()
+        self.run.handoff.ready.clear()
+        self.run.handoff.wake_all()
         self._read_inbox()
-        self._rests.stop()
-        self._run.meter.write_trace()
+        self.recovery.stop()
+        self.run.meter.write_trace()
         if self._pinner is not None:
             self._pinner.stop()
         self.pool.end(grace_s)
@@ -210,20 +174,20 @@ class Session:
             elif type(keys) is PlanEnd:
                 self._plan(batches)
                 batches = []
-                self._apply(self._run.scheduler.plan_ended())
+                self.apply(self.run.scheduler.plan_ended())
             else:
                 batches.append(keys)
         self._plan(batches)
 
     def _plan(self, batches: list[Any]) -> None:
         if self.state is State.OPEN and batches:
-            self._apply(self._run.scheduler.planned(batches))
+            self.apply(self.run.scheduler.planned(batches))
 
     def _begin(self, run: Run) -> None:
         """Begin another run with the same workers. What is left of the last one is dropped."""
-        self._run = run
+        self.run = run
         if self.state is State.OPEN:
-            for worker in self._rests.stop():
+            for worker in self.recovery.stop():
                 self._replace(Replace(worker))
             self.pool.begin_epoch(run.epoch)
         else:
@@ -231,18 +195,18 @@ class Session:
 
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset."""
-        self._failed_starts = 0
+        self.recovery.ready()
 
     def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
         """A batch has come, and began to be read at this time."""
-        if not self._takes_outcomes():
+        if not self.takes_outcomes:
             return
-        scheduler = self._run.scheduler
-        self._rests.calm()
+        scheduler = self.run.scheduler
+        self.recovery.calm()
         sent_at = scheduler.in_flight[worker][record.seq].sent_at
-        passage = self._run.meter.came(worker, record, sent_at, arrived_at, nbytes)
+        passage = self.run.meter.came(worker, record, sent_at, arrived_at, nbytes)
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        bad = self._run.bad.pop(record.seq, ()) if self._run.bad else ()
+        bad = self.run.bad.pop(record.seq, ()) if self.run.bad else ()
         snapshot = self._note_place(worker, record.seq)
         item = Item(
             None if self._pinner else batch,
@@ -255,97 +219,76 @@ class Session:
         if self._pinner is None:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
-            self._pinner.pin(batch, partial(self._on_pinned, self._run, passage, nbytes, item))
-        self._apply(actions)
+            self._pinner.pin(batch, partial(self._on_pinned, self.run, passage, nbytes, item))
+        self.apply(actions)
 
     def _on_pinned(
         self, run: Run, passage: Passage, nbytes: int, item: Item, batch: Any, error: Exception | None, seconds: float
     ) -> None:
-        if run is self._run and self.state is State.OPEN:
+        if run is self.run and self.state is State.OPEN:
             run.meter.pinned(passage, seconds)
-            self._apply(run.scheduler.ready(item.seq, item._replace(batch=batch, error=error), nbytes))
+            self.apply(run.scheduler.ready(item.seq, item._replace(batch=batch, error=error), nbytes))
 
     def _note_place(self, worker: int, seq: int) -> Any:
         """Note that the worker has answered a ticket: there a replacement would begin. Return the dataset's state."""
-        starts = self._run.epoch.starts
+        starts = self.run.epoch.starts
         if starts is None:
             return None
-        snapshot = self._run.snapshots.pop(seq, None)
+        snapshot = self.run.snapshots.pop(seq, None)
         starts[worker] = starts[worker].after(snapshot)
         return snapshot
 
     def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
         """The state of the dataset after this ticket, whose outcome follows."""
-        self._run.snapshots[record.seq] = snapshot
+        self.run.snapshots[record.seq] = snapshot
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""
-        self._run.bad[record.seq] = bad
+        self.run.bad[record.seq] = bad
 
     def on_left_out(self, worker: int, record: Record) -> None:
         """No sample of this ticket was good."""
-        if not self._takes_outcomes():
+        if not self.takes_outcomes:
             return
-        ticket = self._run.scheduler.in_flight[worker].get(record.seq)
-        self._run.faults.leave_out(ticket and ticket.keys, "all its samples raised")
+        ticket = self.run.scheduler.in_flight[worker].get(record.seq)
+        self.run.faults.leave_out(ticket and ticket.keys, "all its samples raised")
         self._answer(worker, record, Item(None, left_out=True))
 
     def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:
         """An exception has come in place of a batch."""
-        if not self._takes_outcomes():
+        if not self.takes_outcomes:
             return
-        ticket = self._run.scheduler.in_flight[worker].get(record.seq)
+        ticket = self.run.scheduler.in_flight[worker].get(record.seq)
         keys = ticket.keys if ticket is not None and not self._is_stream else None  # a stream has no indices
         self._answer(worker, record, Item(None, error if isinstance(error, Exception) else error.rebuild(keys)))
 
     def _answer(self, worker: int, record: Record, item: Item) -> None:
         """Hand over what stands for a ticket that has no batch, when its turn comes."""
-        self._rests.calm()
-        scheduler = self._run.scheduler
+        self.recovery.calm()
+        scheduler = self.run.scheduler
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        bad, snapshot = self._run.bad.pop(record.seq, ()), self._note_place(worker, record.seq)
+        bad, snapshot = self.run.bad.pop(record.seq, ()), self._note_place(worker, record.seq)
         item = item._replace(bad=bad, seq=record.seq, worker=worker, snapshot=snapshot)
-        self._apply(actions + scheduler.ready(record.seq, item))
+        self.apply(actions + scheduler.ready(record.seq, item))
 
     def on_exhausted(self, worker: int, record: Record) -> None:
         """The worker's iterable dataset ended before this ticket."""
-        if self._takes_outcomes():
-            self._apply(self._run.scheduler.exhausted(worker, record.seq))
+        if self.takes_outcomes:
+            self.apply(self.run.scheduler.exhausted(worker, record.seq))
 
-    def _takes_outcomes(self) -> bool:
+    @property
+    def takes_outcomes(self) -> bool:
         """Whether somebody waits for what workers make: not while they end, nor after they were given up."""
         return self.state is State.OPEN and not self.gave_up
 
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker's process ended on its own."""
-        if not self._takes_outcomes():
-            return
-        log.warning("%s", describe_death(process.pid, process.exitcode))
-        self._explain = partial(explain_death, process)
-        self._failed_starts += not process.is_ready
-        if self._failed_starts > self._run.scheduler.num_workers + 2:
-            self._give_up(explain_failed_starts(process, self._failed_starts))
-            return
-        scheduler = self._run.scheduler
-        replaceable = self._can_replace(worker)
-        rests = replaceable and self._rests.begin(worker)
-        self._apply(scheduler.died(worker, replaceable=replaceable, was_ready=process.is_ready, rests=rests))
-
-    def _can_replace(self, worker: int) -> bool:
-        """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
-        starts = self._run.epoch.starts
-        return self._replaceable or (self._tells_place and starts is not None and starts[worker].snapshot is not None)
-
-    def _why_not_replaced(self) -> str:
-        return NOT_REPLACED if self._tells_place else NOT_REPLACEABLE
-
-    def _end_rest(self, worker: int) -> None:
-        self._replace(Replace(worker))
-        self._apply(self._run.scheduler.rested(worker))
+        if self.takes_outcomes:
+            self.recovery.died(worker, process)
 
     # ------------------------------------------------------------------------------------------------- actions
 
-    def _apply(self, actions: list[Action]) -> None:
+    def apply(self, actions: list[Action]) -> None:
         """Carry out what the scheduler decided, in order; tickets for one worker go in one message."""
         for action in actions:
             self._do[type(action)](self, action)
@@ -372,115 +315,59 @@ class Session:
     def _refuse(self, worker: int, ticket: tuple[int, Any], error: Exception) -> None:
         seq, keys = ticket
         error.add_note(f"The sampler yielded {describe_keys(keys)}, which cannot be sent to a worker process.")
-        scheduler = self._run.scheduler
-        self._apply(scheduler.returned(worker, seq) + scheduler.ready(seq, Item(None, error, seq=seq)))
+        scheduler = self.run.scheduler
+        self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, Item(None, error, seq=seq)))
 
     def _send(self, action: Send) -> None:
         if self.gave_up:
             return
         ticket = action.ticket
         ticket.sent_at = perf_counter()
-        self._run.faults.retries += ticket.tries > 0
+        self.run.faults.retries += ticket.tries > 0
         self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:
         if (passage := action.outcome.passage) is not None:
             passage.ready_at = perf_counter()
-        self._run.handoff.put(action.outcome)
+        self.run.handoff.put(action.outcome)
 
     def _read_on(self, action: Read) -> None:
-        run = self._run
+        run = self.run
         run.void_count = run.scheduler.void_count
         run.read_until = max(run.read_until, action.until)
         run.handoff.wake()
 
     def _replace(self, action: Replace) -> None:
-        self._run.faults.replacements += 1
+        self.run.faults.replacements += 1
         try:
             self.pool.replace(action.worker)
         except Exception as error:
-            self._give_up(error)
-
-    def _fail(self, action: Fail) -> None:
-        error = self._explain(action.tickets)
-        if action.at_once:
-            if self._is_stream:
-                error.add_note(self._why_not_replaced())
-            self._run.handoff.ready.appendleft(Item(None, error, counts=False))
-            self._run.handoff.wake()
-            return
-        (ticket,) = action.tickets
-        item = Item(None, error, seq=ticket.seq)
-        if action.leave_out:
-            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
-            self._run.faults.leave_out(ticket.keys, str(error))
-            item = Item(None, left_out=True, seq=ticket.seq)
-        self._apply(self._run.scheduler.ready(ticket.seq, item))
+            self.give_up(error)
 
     def _finish(self, action: Finish) -> None:
-        self._run.ended = True
-        self._run.handoff.wake_all()
+        self.run.ended = True
+        self.run.handoff.wake_all()
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
         """No worker can be had: one error stands for everything that is not here yet."""
         self.gave_up = True
-        self._rests.stop()
+        self.recovery.stop()
         self._outbox.clear()
         self._read_inbox()
-        scheduler = self._run.scheduler
+        scheduler = self.run.scheduler
         lost = scheduler.stopped()
         if lost:
             keys = describe_keys(lost[0].keys)
             error.add_note(f"{len(lost)} batches that were planned are lost; the first has the indices {keys}.")
-        self._run.handoff.put(Item(None, error, counts=False))
-        self._apply([action for ticket in lost for action in scheduler.ready(ticket.seq, VOID)])
-        self._apply(scheduler.plan_ended())
+        self.run.handoff.put(Item(None, error, counts=False))
+        self.apply([action for ticket in lost for action in scheduler.ready(ticket.seq, VOID)])
+        self.apply(scheduler.plan_ended())
 
     _do: ClassVar[dict[type, Callable[[Session, Any], None]]] = {
         Send: _send,
         Deliver: _deliver,
         Read: _read_on,
         Replace: _replace,
-        Fail: _fail,
+        Fail: lambda session, action: session.recovery.fail(action),
         Finish: _finish,
     }
-
-    # ------------------------------------------------------------------------------------------------ timeouts
-
-    def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
-        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
-
-        ``tell`` gets the error to raise, or None if the batch, or its error, will come after all.
-        """
-        scheduler = self._run.scheduler
-        ticket = scheduler.awaited()
-        if ticket is None:  # it waits for a worker that rests, or it is being pinned
-            tell(None if scheduler.resting else timed_out(timeout_s))
-            return
-        process = self.pool.processes[ticket.worker]
-        process.ask_stack(ticket.seq, lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
-
-    def _overdue_at(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
-        why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
-        explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
-        if self._on_timeout == "raise" or not self._takes_outcomes():
-            return explain()
-        if not self._can_replace(ticket.worker):
-            error = explain()
-            error.add_note(self._why_not_replaced())
-            return error
-        if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
-            return None  # killed for being slow to start, the next one would be as slow
-        held = self._run.scheduler.in_flight[ticket.worker]
-        if self.pool.processes[ticket.worker] is process and held.get(ticket.seq) is ticket:
-            self._replace_hung(process, explain)
-        return None  # else it has come, or somebody else has waited too long for it
-
-    def _replace_hung(self, process: Worker, explain: Callable[..., BatchTimeoutError]) -> None:
-        error = explain()
-        log.warning("%s It is killed and replaced.", error)
-        self._run.faults.timeouts += 1
-        self._explain = lambda tickets: explain(tries=tickets[0].tries)
-        self.pool.discard(process.worker_id)
-        rests = self._rests.begin(process.worker_id)
-        self._apply(self._run.scheduler.hung(process.worker_id, rests=rests))

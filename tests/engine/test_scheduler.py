@@ -10,7 +10,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.engine.scheduler import VOID, Deliver, Fail, Finish, Read, Replace, Scheduler, Send, Ticket
+from asyncloader.engine.actions import VOID, Deliver, Fail, Finish, Read, Replace, Send, Ticket
+from asyncloader.engine.scheduler import Scheduler
 
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
 OVERHEAD_BYTES = 4096

@@ -1,0 +1,173 @@
+"""What becomes of workers that died or hung, and of the batches that they had.
+
+    pool ── died ──> ┌──────────┐ ── died, hung ──> Scheduler ──> Fail ──> fail: an error, or a batch left out
+    consumer         │ Recovery │ ── replace, discard ──> pool
+      ── overdue ──> └──────────┘ ── rest ──> Rests ── over ──> replace
+
+The scheduler decides which tickets are run again and which are given up; here is found out whether another worker can
+take the place, when, and what the error says. On the loop thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from asyncloader.engine.actions import Fail, Replace, Ticket
+from asyncloader.engine.losses import Rests, explain_death, explain_failed_starts
+from asyncloader.engine.run import Item
+from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
+from asyncloader.options import OnTimeout
+from asyncloader.workers.backend import Worker
+
+if TYPE_CHECKING:
+    from asyncloader.engine.session import Session
+
+log = logging.getLogger("asyncloader")
+
+_STARTING_S = 60.0
+"""A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
+
+_NOT_REPLACED = (
+    "The worker was not replaced: nobody knows where it was in its iterable dataset. Give the dataset state_dict() and "
+    "load_state_dict(); or, if it yields the same samples each time it is iterated over, the attribute "
+    "deterministic = True."
+)
+
+_NOT_REPLACEABLE = (
+    "The worker was not replaced: with an async iterable dataset several of its batches are in work at once, and with "
+    'on_crash="skip" one would be left out; either way nobody knows where another worker would have to begin.'
+)
+
+
+class Policy(NamedTuple):
+    """What can be done about workers that are lost.
+
+    Attributes:
+        replaceable: Whether another process can take the place of a worker that died: not so with iterable datasets,
+            whose workers hold a position in the data, unless they tell it or can be read again.
+        is_stream: The dataset is iterable.
+        tells_place: A worker of a stream can be replaced as soon as its iterator has told a state.
+        on_timeout: What to do about a batch that does not come in time.
+    """
+
+    replaceable: bool
+    is_stream: bool = False
+    tells_place: bool = False
+    on_timeout: OnTimeout = "raise"
+
+
+class Recovery:
+    """Mends the session that it belongs to."""
+
+    def __init__(self, session: Session, policy: Policy) -> None:
+        self._session = session
+        self._policy = policy
+        self._failed_starts = 0
+        self._rests = Rests(session.portal.loop, session.run.scheduler.num_workers, self._end_rest)
+        self._explain: Callable[[list[Ticket]], Exception]  # makes the error for tickets that are given up
+
+    # ------------------------------------------------------------------------------------------------- all is well
+
+    def ready(self) -> None:
+        """A worker has opened the dataset."""
+        self._failed_starts = 0
+
+    def calm(self) -> None:
+        """A worker has come to an outcome."""
+        self._rests.calm()
+
+    def stop(self) -> list[int]:
+        """Replace nobody any more; return who rested."""
+        return self._rests.stop()
+
+    # ------------------------------------------------------------------------------------------------------ deaths
+
+    def died(self, worker: int, process: Worker) -> None:
+        """The worker's process ended on its own."""
+        session = self._session
+        log.warning("%s", describe_death(process.pid, process.exitcode))
+        self._explain = partial(explain_death, process)
+        self._failed_starts += not process.is_ready
+        scheduler = session.run.scheduler
+        if self._failed_starts > scheduler.num_workers + 2:
+            session.give_up(explain_failed_starts(process, self._failed_starts))
+            return
+        replaceable = self._can_replace(worker)
+        rests = replaceable and self._rests.begin(worker)
+        session.apply(scheduler.died(worker, replaceable=replaceable, was_ready=process.is_ready, rests=rests))
+
+    def _can_replace(self, worker: int) -> bool:
+        """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
+        starts = self._session.run.epoch.starts
+        policy = self._policy
+        return policy.replaceable or (policy.tells_place and starts is not None and starts[worker].snapshot is not None)
+
+    def _why_not_replaced(self) -> str:
+        return _NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE
+
+    def _end_rest(self, worker: int) -> None:
+        self._session.apply([Replace(worker)])
+        self._session.apply(self._session.run.scheduler.rested(worker))
+
+    def fail(self, action: Fail) -> None:
+        """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
+        session, error = self._session, self._explain(action.tickets)
+        run = session.run
+        if action.at_once:
+            if self._policy.is_stream:
+                error.add_note(self._why_not_replaced())
+            run.handoff.ready.appendleft(Item(None, error, counts=False))
+            run.handoff.wake()
+            return
+        (ticket,) = action.tickets
+        item = Item(None, error, seq=ticket.seq)
+        if action.leave_out:
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
+            run.faults.leave_out(ticket.keys, str(error))
+            item = Item(None, left_out=True, seq=ticket.seq)
+        session.apply(run.scheduler.ready(ticket.seq, item))
+
+    # ------------------------------------------------------------------------------------------------------- hangs
+
+    def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+
+        ``tell`` gets the error to raise, or None if the batch, or its error, will come after all.
+        """
+        scheduler = self._session.run.scheduler
+        ticket = scheduler.awaited()
+        if ticket is None:  # it waits for a worker that rests, or it is being pinned
+            tell(None if scheduler.resting else timed_out(timeout_s))
+            return
+        process = self._session.pool.processes[ticket.worker]
+        process.ask_stack(ticket.seq, lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
+
+    def _overdue_at(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
+        session = self._session
+        why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
+        explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
+        if self._policy.on_timeout == "raise" or not session.takes_outcomes:
+            return explain()
+        if not self._can_replace(ticket.worker):
+            error = explain()
+            error.add_note(self._why_not_replaced())
+            return error
+        if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
+            return None  # killed for being slow to start, the next one would be as slow
+        held = session.run.scheduler.in_flight[ticket.worker]
+        if session.pool.processes[ticket.worker] is process and held.get(ticket.seq) is ticket:
+            self._replace_hung(process, explain)
+        return None  # else it has come, or somebody else has waited too long for it
+
+    def _replace_hung(self, process: Worker, explain: Callable[..., BatchTimeoutError]) -> None:
+        session, error = self._session, explain()
+        log.warning("%s It is killed and replaced.", error)
+        session.run.faults.timeouts += 1
+        self._explain = lambda tickets: explain(tries=tickets[0].tries)
+        session.pool.discard(process.worker_id)
+        rests = self._rests.begin(process.worker_id)
+        session.apply(session.run.scheduler.hung(process.worker_id, rests=rests))
