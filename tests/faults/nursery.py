@@ -6,8 +6,7 @@
 
 A fault needs a real process: one to kill, to interrupt, to let end. Starting Python and importing torch takes seconds,
 a fork milliseconds. What follows the fork is the real thing: the program runs in the interpreter's main module, and
-when
-it ends the interpreter is finalized, with its exit hooks, and its status is the system's.
+when it ends the interpreter is finalized, with its exit hooks, and its status is the system's.
 
 This file is run as a script (the nursery's side) and imported (the side of the tests).
 """
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import json
 import os
 import selectors
@@ -76,9 +76,17 @@ def settle(request: dict[str, Any], stdout: int, stderr: int) -> None:
     for fd, number in ((os.open(os.devnull, os.O_RDONLY), 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
+    sys.stdout, sys.stderr = open_output(1), open_output(2)
     faulthandler.register(signal.SIGQUIT)  # see Program.kill_hung
     sys.argv = [request["path"], *request["arguments"]]
     sys.path.insert(0, request["folder"])
+
+
+def open_output(fd: int) -> io.TextIOWrapper:
+    """Open what the interpreter would have opened, had it been started with this environment."""
+    if os.environ.get("PYTHONUNBUFFERED"):
+        return io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), write_through=True)
+    return io.TextIOWrapper(open(fd, "wb", closefd=False), line_buffering=fd == 2)
 
 
 def main() -> types.CodeType:
@@ -86,7 +94,8 @@ def main() -> types.CodeType:
     import numpy  # noqa: F401
     import torch
 
-    import asyncloader  # noqa: F401
+    import asyncloader.iterators
+    import asyncloader.loader  # noqa: F401
 
     torch.empty(0)
     request = serve_requests(socket.socket(fileno=int(sys.argv[1])))

@@ -91,13 +91,14 @@ def test_a_dataset_that_prints(run: Run, buffering: str) -> None:
     main = """
 class Printing(Numbers):
     def __getitem__(self, index):
-        print("sample", index)
-        print("to stderr", index, file=sys.stderr)
+        # each in one write, or lines of two processes mix
+        print(f"sample {index}\\n", end="")
+        print(f"to stderr {index}\\n", end="", file=sys.stderr)
         return index
 print("before")
 for _ in range(2):
     for batch in DataLoader(Printing(8), batch_size=4, num_workers=2):
-        print("batch")
+        print("batch\\n", end="")
 print("after")
 """
     program = run(NUMBERS + main, PYTHONUNBUFFERED=buffering)
