@@ -4,6 +4,7 @@ Scikit-learn carries 1,797 handwritten digits of 8 x 8 pixels (the test part of 
 PNG files, one folder per class, and from then on read file by file, as any folder of images is.
 """
 
+import argparse
 import contextlib
 import os
 import random
@@ -22,6 +23,16 @@ from torch.utils.data import DataLoader, Dataset
 Sample = tuple[Tensor, int]  # an image of shape (1, 8, 8), values 0 to 1, and its class
 
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "digits"
+
+
+def training_arguments(description: str) -> argparse.ArgumentParser:
+    """Make the parser of the command lines of the examples that train on these files."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
+    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
+    return parser
 
 
 def write_digits(folder: Path) -> None:

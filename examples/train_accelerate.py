@@ -8,9 +8,7 @@ Ends with the test accuracy; exits with 1 if it is below 97 %. `prepare` builds 
 is given, to shard it among processes and to move batches to the device. The line marked below says of which class.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 import accelerate.data_loader
 import torch
@@ -19,18 +17,13 @@ from torch import nn
 
 import asyncloader
 from asyncloader import DataLoader
-from digits import FOLDER, small_cnn, train_and_test_sets, write_digits
+from digits import small_cnn, train_and_test_sets, training_arguments, write_digits
 
 accelerate.data_loader.DataLoader = asyncloader.DataLoader  # this line keeps asyncloader
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
-    args = parser.parse_args()
+    args = training_arguments(__doc__).parse_args()
 
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)

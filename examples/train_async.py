@@ -26,7 +26,7 @@ import torch
 from aiohttp import web
 
 from asyncloader import DataLoader
-from digits import FOLDER, Sample, Trainer, train_and_test_sets, write_digits
+from digits import Sample, Trainer, train_and_test_sets, training_arguments, write_digits
 
 
 @dataclass
@@ -152,12 +152,7 @@ async def run(args: argparse.Namespace, checkpoints: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
-    args = parser.parse_args()
+    args = training_arguments(__doc__).parse_args()
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the network is too small for more, and the workers want the other cores

@@ -6,16 +6,14 @@ Ends with the test accuracy and with the share of the training time that was spe
 accuracy is below 97 %.
 """
 
-import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from asyncloader import DataLoader
-from digits import FOLDER, Sample, Trainer, train_and_test_sets, write_digits
+from digits import Sample, Trainer, train_and_test_sets, training_arguments, write_digits
 
 
 def train_epoch(trainer: Trainer, loader: DataLoader[Sample], epoch: int) -> tuple[float, float]:
@@ -64,12 +62,7 @@ def train_and_report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
-    args = parser.parse_args()
+    args = training_arguments(__doc__).parse_args()
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the network is too small for more, and the workers want the other cores

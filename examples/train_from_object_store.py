@@ -15,7 +15,6 @@ import io
 import random
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,7 +27,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, sample_rng
 from asyncloader.datasets import ObjectStoreDataset
-from digits import FOLDER, Sample, write_digits
+from digits import Sample, training_arguments, write_digits
 from local_bucket import local_bucket
 from train_digits import train_and_report
 
@@ -72,11 +71,7 @@ def images_per_second(loader: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
+    parser = training_arguments(__doc__)
     parser.add_argument("--latency-ms", type=float, default=20, help="of the local store (default: 20)")
     parser.add_argument("--endpoint", help="url of another store; its images have to lie as CLASS/NAME.png")
     parser.add_argument("--bucket", default="digits")

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, sample_rng
 from asyncloader.datasets import SQLDataset
-from digits import FOLDER, Sample, write_digits
+from digits import Sample, training_arguments, write_digits
 from local_postgres import local_postgres
 from train_digits import train_and_report
 from train_from_object_store import images_per_second
@@ -76,12 +76,7 @@ class RowByRow(Dataset[Sample]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
-    args = parser.parse_args()
+    args = training_arguments(__doc__).parse_args()
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the network is too small for more, and the workers want the other cores

@@ -7,16 +7,14 @@ Ends with the test accuracy; exits with 1 if it is below 97 %. With --devices 2 
 each a half of the images (it makes our loader anew, with a DistributedSampler) and averages the gradients.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 import lightning
 import torch
 from torch import Tensor, nn
 
 from asyncloader import DataLoader
-from digits import FOLDER, small_cnn, train_and_test_sets, write_digits
+from digits import small_cnn, train_and_test_sets, training_arguments, write_digits
 
 
 class Digits(lightning.LightningModule):
@@ -43,12 +41,8 @@ class Digits(lightning.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--workers", type=int, default=2)
+    parser = training_arguments(__doc__)
     parser.add_argument("--devices", type=int, default=1, help="processes, each on the CPU (default: %(default)s)")
-    parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit with 1 below this (default: 0.97)")
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder for the image files (default: %(default)s)")
     args = parser.parse_args()
 
     lightning.seed_everything(0, verbose=False)
