@@ -6,7 +6,7 @@ for batch in loader: ...
 async for batch in loader: ...
 """
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +26,23 @@ if TYPE_CHECKING:
     from asyncloader.stats import LoaderStats
     from asyncloader.trace import tracing
     from asyncloader.workers.place import sample_rng
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import what is asked for (PEP 562): workers that are spawned import this package, and need little of it."""
+        if name in __all__:
+            value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+        elif importlib.util.find_spec(f"{__name__}.{name}"):
+            value = importlib.import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
 
 __version__ = "0.1.0"
 
@@ -60,16 +77,3 @@ _MODULES = {
     "sample_rng": "workers.place",
     "tracing": "trace",
 }
-
-
-def __getattr__(name: str) -> Any:
-    """Import what is asked for (PEP 562): a worker that was spawned imports this package, and needs little of it."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]

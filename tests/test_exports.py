@@ -62,6 +62,7 @@ import asyncloader.datasets
 def test_other_names_do_not_exist() -> None:
     """Names are imported when they are asked for; what is not there is an AttributeError, as ever."""
     assert set(asyncloader.__all__) <= set(dir(asyncloader))
+    assert asyncloader.testing.assert_resumable.__module__ == "asyncloader.testing"  # modules too
     with pytest.raises(AttributeError, match="module 'asyncloader' has no attribute 'Dataloader'"):
         asyncloader.Dataloader  # noqa: B018
 
