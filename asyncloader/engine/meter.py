@@ -191,7 +191,7 @@ class Meter:
                 stats.elapsed_s,
                 stats.batches_per_s,
                 stats.verdict,
-                extra={"stats": stats},
+                extra={"stats": stats.as_dict()},  # plain: formatters that write JSON write it down
             )
 
     # -------------------------------------------------------------------------------------------- any thread
