@@ -28,7 +28,7 @@ test: $(READY) ## the tests that are quick
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
 	$(BIN)/python -m pytest
 
-test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite and fastai
+test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite, fastai and Ray Train
 	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks
 
 test-services: $(SERVICES_READY) ## datasets against nginx, PostgreSQL and an S3 server, which it installs (as root)

@@ -66,6 +66,35 @@ class _AskedByAccelerate:
         return False
 
 
+class _ReadByRay:
+    """`worker_init_fn`, which Ray Train reads only where it builds torch's loader in place of this one: time to warn.
+
+    Others read it too, ours once in a run over the data, so it is told by its module who reads; but only where Ray
+    Train has been imported. A data descriptor, or the loader's own value would go before it.
+    """
+
+    def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
+        if loader is None:
+            return self
+        if "ray.train.torch" in sys.modules:
+            reader = sys._getframe(1).f_globals
+            # Anything but torch's was put there by somebody who knows what it does.
+            if reader.get("__name__", "").startswith("ray.train.") and reader.get("DataLoader") in DataLoader.__bases__:
+                warnings.warn(
+                    "Ray Train builds a torch DataLoader in place of this one, and asyncloader is not used. To keep "
+                    "it, make it with sampler=DistributedSampler(dataset), and write: "
+                    "ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False)",
+                    stacklevel=4,  # past prepare_data_loader, and the function within that builds
+                )
+        try:
+            return vars(loader)["worker_init_fn"]
+        except KeyError:
+            raise AttributeError("worker_init_fn is not set: __init__ was not called") from None
+
+    def __set__(self, loader: DataLoader[Any], value: Any) -> None:
+        vars(loader)["worker_init_fn"] = value
+
+
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """Combine a dataset and a sampler, and iterate over batches, with ``for`` or with ``async for``.
 
@@ -121,6 +150,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     """
 
     _is_accelerate_prepared = _AskedByAccelerate()
+    worker_init_fn: Any = _ReadByRay()
 
     def __init__(
         self,

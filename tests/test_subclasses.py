@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import pickle
@@ -200,6 +201,15 @@ def test_an_iterator_cannot_be_pickled() -> None:
     next(iter(loader))
     with pytest.raises(NotImplementedError):
         pickle.dumps(loader)
+
+
+def test_worker_init_fn_is_a_value_of_the_loader(loader_class: type[torch.utils.data.DataLoader[Any]]) -> None:
+    """It can be set anew, found among a loader's own values, and missed on one that was not made yet, as with torch."""
+    loader = loader_class(NUMBERS, worker_init_fn=print)
+    assert loader.worker_init_fn is print
+    loader.worker_init_fn = len
+    assert loader.worker_init_fn is vars(loader)["worker_init_fn"] is copy.copy(loader).worker_init_fn is len
+    assert not hasattr(loader_class.__new__(loader_class), "worker_init_fn")
 
 
 def test_subscripts_and_isinstance() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -53,6 +54,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_monitor_of_progress_bars() -> None:
     """Keep tqdm, which frameworks draw with, from starting a thread at its first bar that stays for good."""
     tqdm.monitor_interval = 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_by_itself() -> Iterator[None]:
+    """Keep Ray, whose daemons a program starts, from joining others, reporting to anybody, and writing elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv(
+            "RAY_TMPDIR", folder
+        )  # not pytest's: its sockets lie deep in it, and their names are bounded
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        environment.delenv("RAY_ADDRESS", raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True)

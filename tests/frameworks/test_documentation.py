@@ -19,7 +19,8 @@ TIMEOUT_S = 150
 
 def run(*command: str | Path, folder: Path) -> list[str]:
     """Run a program; see that it ends well, and return what it printed."""
-    quiet = {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # Ray Train writes what it keeps of a run into the home directory.
+    quiet = {**os.environ, "HOME": str(folder), "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder, env=quiet, check=False
     )
