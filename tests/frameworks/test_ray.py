@@ -21,6 +21,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each process found in the one run that these tests look at; Ray's daemons are gone after it."""
     found = run_launcher(PROGRAM, tmp_path_factory.mktemp("ray"))
     _, left = psutil.wait_procs(processes_of(found[0]["session"]), GONE_S)
+    for process in left:
+        process.kill()
     assert not left
     return found
 
