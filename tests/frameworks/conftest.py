@@ -60,9 +60,8 @@ def no_monitor_of_progress_bars() -> None:
 def ray_by_itself() -> Iterator[None]:
     """Keep Ray, whose daemons a program starts, from joining others, reporting to anybody, and writing elsewhere."""
     with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as environment:
-        environment.setenv(
-            "RAY_TMPDIR", folder
-        )  # not pytest's: its sockets lie deep in it, and their names are bounded
+        # Not pytest's folder: Ray's sockets lie deep in it, and their names are bounded.
+        environment.setenv("RAY_TMPDIR", folder)
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("RAY_AUTH_MODE", "disabled")
         environment.delenv("RAY_ADDRESS", raising=False)
