@@ -132,7 +132,8 @@ class Record:
         keeps_seed: The next run has the same base seed: persistent workers.
         kind: "map" or "iterable".
         fits: Describes the loader.
-        starts: Where workers have come to, for datasets that they have a place in: ahead of what was yielded.
+        starts: Where workers begin, for datasets that they have a place in. The session changes those of workers that
+            it replaces.
     """
 
     progress: Progress
@@ -271,7 +272,7 @@ class Beginning:
         if state is None or state["workers"] is None:
             return {worker: Start() for worker in range(max(1, loader.num_workers))}
         starts = from_plain(state["workers"])
-        again = sum(start.batches for start in starts.values() if start.snapshot is None)
+        again = sum(start.batches + len(start.ahead) for start in starts.values() if start.snapshot is None)
         if is_iterable and again:
             log.warning(
                 "Neither the dataset nor its iterator has state_dict and load_state_dict: to go on, %d batches are "

@@ -106,14 +106,14 @@ class WorkerIterator(Faces[T_co]):
     def _policy(self, loader: DataLoader[T_co]) -> Policy:
         """Say how the session is to find out whether a worker that died can be replaced.
 
-        Not in a stream several of whose batches are in work at once: what came of them is not all that was before one
-        place. And to leave a batch of a stream out would be to read on from before it.
+        Not where a batch of a stream is to be left out: another worker would begin before it. And a dataset that has
+        no process or thread of its own has not kept the state that it began with.
         """
         if not self._is_iterable:
             return Policy(replaceable=True, on_timeout=self._options.on_timeout)
         dataset = loader.dataset
-        tells_place = not self._concurrency.overlaps and self._options.on_crash != "skip"
-        told = is_stateful(dataset) or getattr(dataset, "deterministic", False) is True
+        tells_place = self._options.on_crash != "skip"
+        told = (is_stateful(dataset) and loader.num_workers > 0) or getattr(dataset, "deterministic", False) is True
         return Policy(tells_place and told, True, tells_place, self._options.on_timeout)
 
     def _make_pool(self, loader: DataLoader[T_co], portal: Portal) -> Backend:

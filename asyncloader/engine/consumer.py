@@ -82,7 +82,7 @@ class Consumer:
             if item.seq >= 0:
                 self.progress.done(item.seq)
                 if item.worker >= 0:
-                    self.progress.answered(item.worker, item.snapshot)
+                    self.progress.answered(item.worker, item.snapshot, item.number)
             if self._plan_error is not None:
                 run.handoff.wake()  # what the sampler raised may be due now, and we may not come again
             if item.bad:

@@ -123,7 +123,7 @@ class TimedFetcher:
         """Make the batch of these keys."""
         began = time.perf_counter()
         keeper, self.snapshot = self._keeper, None
-        if keeper is not None and keeper.to_leave_out:
+        if keeper is not None:
             keeper.leave_out(self._fetch, keys)
         batch = self.fetcher.fetch(keys)
         if keeper is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncloader.engine.tracks import Track
 from asyncloader.workers.snapshot import Start
 
 
@@ -40,13 +41,15 @@ class Progress:
         self.set_epochs: list[int | None] = []  # what `set_epoch` of samplers had been called with
         self.finished = False
         self.workers = workers
+        self._tracks = {worker: Track(start) for worker, start in (workers or {}).items()}
         self.next_worker = next_worker
         self._in_order = in_order
 
-    def answered(self, worker: int, snapshot: Any) -> None:
-        """What is done with came from this worker, whose dataset has told this state."""
+    def answered(self, worker: int, snapshot: Any, number: int = -1) -> None:
+        """What is done with came from this worker, and is this batch of its stream; its dataset has told this state."""
         if self.workers is not None:
-            self.workers[worker] = self.workers[worker].after(snapshot)
+            self._tracks[worker].done(number, snapshot)
+            self.workers[worker] = self._tracks[worker].start
             self.next_worker = worker + 1
 
     def done(self, seq: int) -> None:

@@ -38,8 +38,8 @@ _NOT_REPLACED = (
 )
 
 _NOT_REPLACEABLE = (
-    "The worker was not replaced: with an async iterable dataset several of its batches are in work at once, and with "
-    'on_crash="skip" one would be left out; either way nobody knows where another worker would have to begin.'
+    'The worker was not replaced: with on_crash="skip" a batch would be left out, and nobody knows where another one '
+    "would then have to begin in the iterable dataset."
 )
 
 
@@ -93,6 +93,7 @@ class Recovery:
         self._explain = partial(explain_death, process)
         self._failed_starts += not process.is_ready
         scheduler = session.run.scheduler
+        session.lost(worker)
         if self._failed_starts > scheduler.num_workers + 2:
             session.give_up(explain_failed_starts(process, self._failed_starts))
             return
@@ -102,9 +103,10 @@ class Recovery:
 
     def _can_replace(self, worker: int) -> bool:
         """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
-        starts = self._session.run.epoch.starts
         policy = self._policy
-        return policy.replaceable or (policy.tells_place and starts is not None and starts[worker].snapshot is not None)
+        return policy.replaceable or (
+            policy.tells_place and self._session.run.tracks[worker].start.snapshot is not None
+        )
 
     def _why_not_replaced(self) -> str:
         return _NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE
@@ -168,6 +170,7 @@ class Recovery:
         log.warning("%s It is killed and replaced.", error)
         session.run.faults.timeouts += 1
         self._explain = lambda tickets: explain(tries=tickets[0].tries)
+        session.lost(process.worker_id)
         session.pool.discard(process.worker_id)
         rests = self._rests.begin(process.worker_id)
         session.apply(session.run.scheduler.hung(process.worker_id, rests=rests))

@@ -9,6 +9,7 @@ from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.tracks import Track
 from asyncloader.workers.fetch import BadSample
 from asyncloader.workers.messages import EpochSpec
 
@@ -19,7 +20,8 @@ class Item(NamedTuple):
     ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
     the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
     ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order. ``worker`` has
-    answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then.
+    answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then; ``number`` is that of the
+    batch in its stream.
     """
 
     batch: Any
@@ -31,6 +33,7 @@ class Item(NamedTuple):
     seq: int = -1
     worker: int = -1
     snapshot: Any = None
+    number: int = -1
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
@@ -59,6 +62,7 @@ class Run:
         faults: What went wrong and was mended.
         bad: By sequence number, the bad samples of batches that are on their way.
         snapshots: By sequence number, states of the dataset after batches that are on their way.
+        tracks: By worker, how far it is, for datasets that workers have a place in.
     """
 
     def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults, meter: Meter) -> None:
@@ -68,6 +72,7 @@ class Run:
         self.faults = faults
         self.bad: dict[int, Sequence[BadSample]] = {}
         self.snapshots: dict[int, Any] = {}
+        self.tracks = {worker: Track(start) for worker, start in (epoch.starts or {}).items()}
         self.handoff: Handoff[Item] = Handoff()
         self.ended = False
         self.read_until = 0

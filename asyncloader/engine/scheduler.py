@@ -169,7 +169,7 @@ class Scheduler:
         """The worker's iterable dataset ended before this ticket: it, and what the worker has behind it, is void."""
         self.active.discard(worker)
         actions: list[Action] = []
-        for ticket in self._take_in_flight(worker):
+        for ticket in self._take_all(worker):
             actions += self.ready(ticket.seq, VOID)
         return actions + self._assign()
 
@@ -188,7 +188,7 @@ class Scheduler:
             return self._give_up(worker, replaceable)
         in_work = len(self.in_flight[worker]) if was_ready else 0
         if self._overlapping and in_work > 1:
-            self._suspects[worker] = deque(self._take_in_flight(worker))
+            self._suspects[worker] = deque(sorted(self._take_in_flight(worker), key=lambda ticket: ticket.seq))
         return self._replace(worker, self._on_crash, was_ready)
 
     def hung(self, worker: int, *, rests: bool = False) -> list[Action]:
@@ -345,6 +345,23 @@ class Scheduler:
         self.in_flight[worker].clear()
         return lost
 
+    def _take_all(self, worker: int) -> list[Ticket]:
+        """Take what the worker has, and what it was to be given again."""
+        lost = [*self._take_in_flight(worker), *self._suspects.pop(worker, ())]
+        again = [entry for entry in self._unsent if entry[1].worker == worker] if self._static else []
+        for entry in again:
+            self._unsent.remove(entry)
+        heapq.heapify(self._unsent)
+        return lost + [ticket for _, ticket in again]
+
+    def _put_back(self, worker: int, tickets: list[Ticket]) -> None:
+        """Have tickets, in ascending order, sent again before all that is behind them."""
+        if worker in self._suspects:
+            self._suspects[worker].extendleft(reversed(tickets))
+        else:
+            for ticket in tickets:
+                heapq.heappush(self._unsent, (ticket.seq, ticket))
+
     def _replace(self, worker: int, policy: str, was_ready: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
         lost = self._take_in_flight(worker)
@@ -355,22 +372,18 @@ class Scheduler:
             # A worker takes its tickets in order, so only the first one can have killed it. Where it has several in
             # work and died, there is one here, for more would be suspects; where it hung, the first one is awaited.
             actions += self._blame(lost.pop(0), policy)
-        for ticket in lost:
-            heapq.heappush(self._unsent, (ticket.seq, ticket))
+        self._put_back(worker, lost)
         return actions + self._assign()
 
     def _blame(self, ticket: Ticket, policy: str) -> list[Action]:
         ticket.tries += 1
         if policy == "skip" or ticket.tries > self._max_retries:
             return [Fail([ticket], at_once=False, leave_out=policy == "skip")]
-        if ticket.worker in self._suspects:
-            self._suspects[ticket.worker].appendleft(ticket)
-        else:
-            heapq.heappush(self._unsent, (ticket.seq, ticket))
+        self._put_back(ticket.worker, [ticket])
         return []
 
     def _give_up(self, worker: int, replaceable: bool) -> list[Action]:
-        lost = self._take_in_flight(worker)
+        lost = self._take_in_flight(worker) if replaceable else self._take_all(worker)
         actions: list[Action] = []
         if not replaceable:
             self.active.discard(worker)

@@ -207,15 +207,8 @@ class Session:
         passage = self.run.meter.came(worker, record, sent_at, arrived_at, nbytes)
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         bad = self.run.bad.pop(record.seq, ()) if self.run.bad else ()
-        snapshot = self._note_place(worker, record.seq)
-        item = Item(
-            None if self._pinner else batch,
-            bad=bad,
-            passage=passage,
-            seq=record.seq,
-            worker=worker,
-            snapshot=snapshot,
-        )
+        item = Item(None if self._pinner else batch, bad=bad, passage=passage, seq=record.seq, worker=worker)
+        item = self._note_place(item)
         if self._pinner is None:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
@@ -229,14 +222,23 @@ class Session:
             run.meter.pinned(passage, seconds)
             self.apply(run.scheduler.ready(item.seq, item._replace(batch=batch, error=error), nbytes))
 
-    def _note_place(self, worker: int, seq: int) -> Any:
-        """Note that the worker has answered a ticket: there a replacement would begin. Return the dataset's state."""
-        starts = self.run.epoch.starts
-        if starts is None:
-            return None
-        snapshot = self.run.snapshots.pop(seq, None)
-        starts[worker] = starts[worker].after(snapshot)
-        return snapshot
+    def _note_place(self, item: Item) -> Item:
+        """Note that a worker has answered a ticket, which decides where a replacement would begin."""
+        run = self.run
+        if not run.tracks:
+            return item
+        snapshot = run.snapshots.pop(item.seq, None)
+        number = run.tracks[item.worker].answered(item.seq, snapshot)
+        return item._replace(snapshot=snapshot, number=number)
+
+    def lost(self, worker: int) -> None:
+        """Forget what a worker that is gone had told ahead of outcomes, and what it had been given."""
+        run = self.run
+        for seq in run.scheduler.in_flight[worker]:
+            run.snapshots.pop(seq, None)
+            run.bad.pop(seq, None)
+        if run.tracks:
+            run.tracks[worker].lost()
 
     def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
         """The state of the dataset after this ticket, whose outcome follows."""
@@ -267,9 +269,8 @@ class Session:
         self.recovery.calm()
         scheduler = self.run.scheduler
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        bad, snapshot = self.run.bad.pop(record.seq, ()), self._note_place(worker, record.seq)
-        item = item._replace(bad=bad, seq=record.seq, worker=worker, snapshot=snapshot)
-        self.apply(actions + scheduler.ready(record.seq, item))
+        item = item._replace(bad=self.run.bad.pop(record.seq, ()), seq=record.seq, worker=worker)
+        self.apply(actions + scheduler.ready(record.seq, self._note_place(item)))
 
     def on_exhausted(self, worker: int, record: Record) -> None:
         """The worker's iterable dataset ended before this ticket."""
@@ -324,6 +325,8 @@ class Session:
         ticket = action.ticket
         ticket.sent_at = perf_counter()
         self.run.faults.retries += ticket.tries > 0
+        if self._is_stream:
+            self.run.tracks[action.worker].given(ticket.seq)
         self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:
@@ -338,9 +341,12 @@ class Session:
         run.handoff.wake()
 
     def _replace(self, action: Replace) -> None:
-        self.run.faults.replacements += 1
+        run, worker = self.run, action.worker
+        run.faults.replacements += 1
+        if run.epoch.starts is not None:
+            run.epoch.starts[worker] = run.tracks[worker].start
         try:
-            self.pool.replace(action.worker)
+            self.pool.replace(worker)
         except Exception as error:
             self.give_up(error)
 

@@ -96,8 +96,8 @@ class EpochSpec(NamedTuple):
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
         key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
         shared_seed: For IterDataPipe.
-        starts: Where each worker begins, for datasets that workers have a place in; None for others. In the main
-            process it is kept up to date with what has come, so that a replacement begins there.
+        starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
+            is replaced the session writes down where the next one begins.
     """
 
     number: int

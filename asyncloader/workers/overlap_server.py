@@ -180,8 +180,10 @@ class OverlapServer(Server):
     def _error(self, job: Job) -> BaseException | None:
         """Return what one of the samples raised, if that costs the batch. The job does not refer to it any more."""
         error = job.fatal
-        if error is None and job.errors and self._spec.on_error == "raise":
-            error = job.errors[min(job.errors)]
+        if error is None and job.errors:
+            costly = self._spec.on_error == "raise"
+            errors = (job.errors[position] for position in sorted(job.errors))
+            error = next((raised for raised in errors if costly or not isinstance(raised, Exception)), None)
         if error is not None:
             job.fatal = None
             job.errors.clear()

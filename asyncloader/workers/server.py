@@ -166,7 +166,7 @@ class Server:
                 self._seed(seq)
             place.enter(self._epoch.key, seq)
             keeper, snapshot = self._keeper, None
-            if keeper is not None and keeper.to_leave_out:
+            if keeper is not None:
                 keeper.leave_out(self._fetch, keys)
             samples = self._fetch(keys)
             if keeper is not None:

@@ -1,6 +1,6 @@
 """The state of a dataset in one worker: taken after its batches, brought back at the beginning of a run.
 
-    Start      where a worker begins, or has come to: the last snapshot, and the batches since
+    Start      where a worker begins, or has come to: the last snapshot, the batches since, and some ahead of these
     Keeper     takes snapshots of the dataset and its iterator, loads one, and leaves out what came after it
 
 A snapshot is {"dataset", "iterator", "ended"}: the states of those that tell theirs. A dataset that is its own iterator
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -39,22 +40,42 @@ def unplain(state: Any) -> Any:
 
 
 class Start(NamedTuple):
-    """Where a worker is: so many batches after a snapshot, or after the beginning if there is none."""
+    """Where a worker is: so many batches after a snapshot, or after the beginning if there is none.
+
+    Where batches of a stream are made at once, some further ones may be done with before the one that comes next:
+    ``ahead`` are their numbers in ascending order, counted from that one, which is 0.
+    """
 
     batches: int = 0
     snapshot: Any = None
+    ahead: Sequence[int] = ()
 
     def after(self, snapshot: Any) -> Start:
-        """Return where it is one batch later."""
+        """Return where it is one batch later, with nothing ahead."""
         return Start(self.batches + 1, self.snapshot) if snapshot is None else Start(0, snapshot)
+
+    def gaps(self) -> list[int]:
+        """Return how many batches of the stream are left out before each of the next ones that are made."""
+        gaps = [self.batches]
+        if self.ahead:
+            done = set(self.ahead)
+            gaps.append(0)
+            for number in range(1, max(done) + 1):
+                if number in done:
+                    gaps[-1] += 1
+                else:
+                    gaps.append(0)
+        return gaps
 
 
 def as_plain(starts: dict[int, Start]) -> Any:
     """Write down where workers are: as JSON if that says all of it."""
-    written = [(start.batches, plain_snapshot(start.snapshot)) for _, start in sorted(starts.items())]
-    if all(isinstance(snapshot, str) for _, snapshot in written):
-        return f"[{', '.join(f'[{batches}, {snapshot}]' for batches, snapshot in written)}]"
-    return [[start.batches, unplain(start.snapshot)] for _, start in sorted(starts.items())]
+    written = [
+        (start.batches, plain_snapshot(start.snapshot), list(start.ahead)) for _, start in sorted(starts.items())
+    ]
+    if all(isinstance(snapshot, str) for _, snapshot, _ in written):
+        return f"[{', '.join(f'[{batches}, {snapshot}, {ahead}]' for batches, snapshot, ahead in written)}]"
+    return [[start.batches, unplain(start.snapshot), str(list(start.ahead))] for _, start in sorted(starts.items())]
 
 
 def plain_snapshot(snapshot: Any) -> Any:
@@ -64,7 +85,11 @@ def plain_snapshot(snapshot: Any) -> Any:
 
 def from_plain(plain: Any) -> dict[int, Start]:
     """Read what `as_plain` has written."""
-    return {worker: Start(*start) for worker, start in enumerate(unplain(plain))}
+    return {worker: _start(*start) for worker, start in enumerate(unplain(plain))}
+
+
+def _start(batches: int, snapshot: Any, ahead: list[int] | str = "[]") -> Start:
+    return Start(batches, snapshot, tuple(json.loads(ahead) if isinstance(ahead, str) else ahead))
 
 
 class Keeper:
@@ -77,7 +102,7 @@ class Keeper:
     """
 
     def __init__(self, dataset: Any, every: int, start: Start) -> None:
-        self.to_leave_out = start.batches
+        self._gaps = deque(start.gaps())
         self._dataset = dataset
         self._every = every
         self._start = start
@@ -97,14 +122,17 @@ class Keeper:
             iterator.load_state_dict(self._snapshot["iterator"])
         return bool(self._snapshot.get("ended"))
 
+    def gap(self) -> int:
+        """Turn to the next batch that is made; return how many are left out before it, for they were made already."""
+        return self._gaps.popleft() if self._gaps else 0
+
     def leave_out(self, fetch: Callable[[Any], Any], keys: Any) -> None:
-        """Fetch what was made after the snapshot, or since the beginning, and drop it."""
-        while self.to_leave_out:
-            self.to_leave_out -= 1
+        """Turn to the next batch; fetch what is left out before it, and drop it."""
+        for _ in range(self.gap()):
             try:
                 fetch(keys)
             except StopIteration:
-                self.to_leave_out = 0
+                return
             except Exception:  # it was raised in its time
                 pass
 

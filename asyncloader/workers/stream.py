@@ -101,25 +101,34 @@ class Stream(Base):
             while not self._waiting or self._free <= 0:
                 self._work.clear()
                 await self._work.wait()
-            self._reading = self._waiting[0]
-            if self._keeper is not None and self._keeper.to_leave_out:
-                await self._leave_out(self._keeper, self._reading)
-            await self._read_sample(self._reading)
+            job = self._reading = self._waiting[0]
+            if not job.started and self._keeper is not None:
+                for _ in range(self._keeper.gap()):
+                    await self._leave_out(job)
+                    await asyncio.sleep(0)  # the line is read meanwhile
+            await self._read_sample(job)
             self._reading = None
 
-    async def _leave_out(self, keeper: Keeper, job: Job) -> None:
-        """Read what batches before this run had, and drop it."""
-        for position in range(keeper.to_leave_out * job.count):
-            place.enter(self._key, job.seq, position % job.count)
+    async def _leave_out(self, job: Job) -> None:
+        """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
+        for position in range(job.count):
+            place.enter(self._key, job.seq, position)
             try:
                 sample = await anext(self._iterator) if self._is_async else next(self._iterator)
             except (StopIteration, StopAsyncIteration):
-                break
-            except Exception:  # it was raised in its time
+                return
+            except (Exception, asyncio.CancelledError) as error:  # it was raised in its time
+                if job.is_over:
+                    raise
+                if self._costs_batch(error):
+                    return
                 continue
             if inspect.iscoroutine(sample):
                 sample.close()
-        keeper.to_leave_out = 0
+
+    def _costs_batch(self, error: BaseException) -> bool:
+        """Whether a batch ends where the iterator raised this; else it goes on with the next sample."""
+        return not (self._tolerant and isinstance(error, Exception)) or _is_over(self._iterator)
 
     async def _read_sample(self, job: Job) -> None:
         position = job.started
@@ -174,16 +183,16 @@ class Stream(Base):
                 del job, sample, error  # a traceback refers to this frame
 
     def _may_go_on(self, error: BaseException) -> bool:
-        return isinstance(error, Exception)
+        return isinstance(error, (Exception, asyncio.CancelledError))
 
     def _fail(self, job: Job, position: int, error: BaseException) -> None:
         """The iterator raised. If it can go on, this cost a sample; else, or if none may be bad, the batch."""
-        if self._tolerant and isinstance(error, Exception) and not _is_over(self._iterator):
+        if self._costs_batch(error):
+            job.fatal = error
+            self._cut(job, position)
+        else:
             self._advance(job)
             self._take(job, position, None, error)
-            return
-        job.fatal = error
-        self._cut(job, position)
 
     def _end(self, job: Job) -> None:
         """There are no more samples."""

@@ -12,9 +12,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncloader.engine.actions import VOID, Deliver, Fail, Finish, Read, Replace, Send, Ticket
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.tracks import Track
+from asyncloader.workers.snapshot import Start
 
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
 OVERHEAD_BYTES = 4096
+
+
+class Reader:
+    """A worker of a stream, which reads one batch for each ticket. Its snapshots say how many are before."""
+
+    def __init__(self, start: Start) -> None:
+        self.at = start.snapshot or 0
+        self.gaps = deque(start.gaps())
+
+    def read(self) -> int:
+        """Return the number of the next batch that it makes."""
+        self.at += 1 + (self.gaps.popleft() if self.gaps else 0)
+        return self.at - 1
 
 
 class Model(RuleBasedStateMachine):
@@ -23,6 +38,10 @@ class Model(RuleBasedStateMachine):
     The consumer reads its sampler as :class:`asyncloader.iterators.WorkerIterator` does: as far as the window, and to
     `Read.until` only when it waits. A worker does its tickets in the order in which it got them, or, where samples
     overlap, in any order. Between `returned` and `ready` lies the pinning, which may change the order.
+
+    A worker of a stream reads one batch of it for each ticket. If the stream is *told* (its dataset tells its state,
+    or can be read again) a lost worker is replaced as the session does it, with a `Track`, and every batch of the
+    stream comes once; else it takes no more tickets.
     """
 
     @initialize(
@@ -35,6 +54,7 @@ class Model(RuleBasedStateMachine):
         on_timeout=st.sampled_from(["retry", "skip"]),
         max_retries=st.integers(0, 2),
         is_iterable=st.booleans(),
+        is_told=st.booleans(),
         overlapping=st.sampled_from([0, 3]),
         length=st.none() | st.integers(0, 25),
     )
@@ -49,10 +69,11 @@ class Model(RuleBasedStateMachine):
         on_timeout: Any,
         max_retries: int,
         is_iterable: bool,
+        is_told: bool,
         overlapping: int,
         length: int | None,
     ) -> None:
-        if is_iterable:  # always static, and a lost worker cannot be replaced
+        if is_iterable:
             scheduling = "static"
         self.scheduler = Scheduler(
             num_workers=num_workers,
@@ -74,6 +95,7 @@ class Model(RuleBasedStateMachine):
         self.on_crash = on_crash
         self.on_timeout = on_timeout
         self.is_iterable = is_iterable
+        self.is_replaceable = not is_iterable or (is_told and on_crash != "skip")
         self.length = length
 
         self.at_work: list[deque[int]] = [deque() for _ in range(num_workers)]
@@ -82,7 +104,14 @@ class Model(RuleBasedStateMachine):
         self.fates: dict[int, str] = {}
         self.deliveries: list[int] = []
         self.first_workers: list[int] = []
-        self.last_busy_s = 0.0
+        self.has_hung = False
+        self.tracks = [Track(Start()) for _ in range(num_workers)]
+        self.readers = [Reader(Start()) for _ in range(num_workers)]
+        self.owed: list[set[int]] = [set() for _ in range(num_workers)]  # what lost workers had, until it is sent again
+        self.read: dict[int, int] = {}  # by ticket, the number of the batch in its worker's stream
+        self.made: dict[int, tuple[int, int, Any]] = {}  # by ticket: worker, that number, and the snapshot
+        self.taken_tracks = [Track(Start()) for _ in range(num_workers)]
+        self.taken_numbers: list[list[int]] = [[] for _ in range(num_workers)]
 
         self.planned = self.taken = self.void_count = self.read_until = 0
         self.plan_ended = self.finished = False
@@ -106,7 +135,10 @@ class Model(RuleBasedStateMachine):
         """Take a batch if there is one; else wait, and read on as far as asked."""
         until = self.window + self.taken + self.void_count
         if self.handed_over:
-            self.handed_over.popleft()
+            if (made := self.made.get(self.handed_over.popleft())) is not None:
+                worker, number, snapshot = made
+                self.taken_numbers[worker].append(number)
+                self.taken_tracks[worker].done(number, snapshot)
             self.taken += 1
             self._read_sampler(until + 1)
         else:
@@ -120,12 +152,17 @@ class Model(RuleBasedStateMachine):
         if busy := [worker for worker in range(self.num_workers) if self.at_work[worker]]:
             worker = data.draw(st.sampled_from(busy))
             last = len(self.at_work[worker]) - 1 if self.overlapping else 0
-            self._return(worker, busy_s, data.draw(st.integers(0, last)))
+            self._return(worker, busy_s, data.draw(st.integers(0, last)), data.draw(st.booleans()))
 
-    def _return(self, worker: int, busy_s: float, index: int = 0) -> None:
+    def _return(self, worker: int, busy_s: float, index: int = 0, tells: bool = False) -> None:
         seq = self.at_work[worker][index]
         del self.at_work[worker][index]
         self.pinning.append(seq)
+        if self.is_iterable:
+            snapshot = self.read[seq] + 1 if tells else None
+            number = self.tracks[worker].answered(seq, snapshot)
+            assert number == self.read[seq], "the parent counts other batches than the worker reads"
+            self.made[seq] = worker, number, snapshot
         self._apply(self.scheduler.returned(worker, seq, busy_s))
 
     @rule(data=st.data())
@@ -138,36 +175,45 @@ class Model(RuleBasedStateMachine):
         seq = self.pinning.pop(index)
         self._apply(self.scheduler.ready(seq, seq, BATCH_BYTES))
 
-    @rule(worker=st.integers(0, 3), rests=st.booleans())
-    def die(self, worker: int, rests: bool) -> None:
+    @rule(worker=st.integers(0, 3), rests=st.booleans(), ready=st.booleans())
+    def die(self, worker: int, rests: bool, ready: bool) -> None:
         """Kill a worker, at work or idle; its next process may have to wait."""
         if worker >= self.num_workers or worker in self.lost_workers | self.resting:
             return
-        rests = rests and not self.is_iterable
-        if rests:
-            self.resting.add(worker)
-        lost = list(self.at_work[worker])
-        self.at_work[worker].clear()
-        if self.is_iterable:
+        rests = rests and self.is_replaceable
+        lost = self._lose(worker, rests)
+        if not self.is_replaceable:
             self.lost_workers.add(worker)
-        self._apply(self.scheduler.died(worker, replaceable=not self.is_iterable, rests=rests))
-        if lost and self.on_crash == "skip" and not self.is_iterable and not (self.overlapping and len(lost) > 1):
+        was_ready = ready or not lost
+        self._apply(self.scheduler.died(worker, replaceable=self.is_replaceable, rests=rests, was_ready=was_ready))
+        if not was_ready and self.on_crash != "raise" and self.is_replaceable:
+            assert not self.fates.keys() & set(lost), "blamed although it had not begun"
+            return
+        if lost and self.on_crash == "skip" and self.is_replaceable and not (self.overlapping and len(lost) > 1):
             assert lost[0] in self.fates
-        if len(lost) > 1 and self.overlapping and self.on_crash != "raise" and not self.is_iterable:
+        if len(lost) > 1 and self.overlapping and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed among several"
             assert len(self.at_work[worker]) == (not rests), "suspects are done one by one"
 
-    @precondition(lambda self: not self.is_iterable)
+    def _lose(self, worker: int, rests: bool) -> list[int]:
+        lost = list(self.at_work[worker])
+        self.at_work[worker].clear()
+        self.tracks[worker].lost()
+        if self.is_replaceable:
+            self.owed[worker] |= set(lost)
+        if rests:
+            self.resting.add(worker)
+        return lost
+
+    @precondition(lambda self: self.is_replaceable)
     @rule(rests=st.booleans())
     def hang(self, rests: bool) -> None:
         """Give up the worker that has the awaited batch."""
         if (ticket := self.scheduler.awaited()) is None:
             return
-        if rests:
-            self.resting.add(ticket.worker)
-        queue = self.at_work[ticket.worker]
-        at_work = min(queue) if self.overlapping else queue[0]
-        self.at_work[ticket.worker].clear()
+        lost = self._lose(ticket.worker, rests)
+        at_work = min(lost) if self.overlapping else lost[0]
+        self.has_hung = True
         self._apply(self.scheduler.hung(ticket.worker, rests=rests))
         assert self.on_timeout != "skip" or at_work in self.fates
 
@@ -179,15 +225,16 @@ class Model(RuleBasedStateMachine):
 
     def _end_rest(self, worker: int) -> None:
         self.resting.discard(worker)
+        self._apply([Replace(worker)])
         self._apply(self.scheduler.rested(worker))
 
     @precondition(lambda self: self.is_iterable)
     @rule(worker=st.integers(0, 3))
     def exhaust(self, worker: int) -> None:
-        """Come to the end of a worker's share of an iterable dataset."""
-        if worker >= self.num_workers or not self.at_work[worker]:
+        """Come to the end of a worker's share of an iterable dataset, which is told after everything before it."""
+        if worker >= self.num_workers or not self.at_work[worker] or self.tracks[worker].start.ahead:
             return
-        lost = list(self.at_work[worker])
+        lost = [*self.at_work[worker], *self.owed[worker]]
         self.at_work[worker].clear()
         self.lost_workers.add(worker)
         for seq in lost:
@@ -201,7 +248,7 @@ class Model(RuleBasedStateMachine):
             return
         lost = self.scheduler.stopped()
         assert sorted(ticket.seq for ticket in lost) == [ticket.seq for ticket in lost]
-        assert {seq for queue in self.at_work for seq in queue} <= {ticket.seq for ticket in lost}
+        assert {seq for queue in [*self.at_work, *self.owed] for seq in queue} <= {ticket.seq for ticket in lost}
         for queue in self.at_work:
             queue.clear()
         self.lost_workers = set(range(self.num_workers))
@@ -229,6 +276,7 @@ class Model(RuleBasedStateMachine):
                 case Replace(worker):
                     assert not self.at_work[worker]
                     assert worker not in self.lost_workers | self.resting
+                    self.readers[worker] = Reader(self.tracks[worker].start)
                 case Fail(tickets, at_once, leave_out):
                     assert not (at_once and leave_out)
                     self._fail(tickets, at_once)
@@ -249,6 +297,11 @@ class Model(RuleBasedStateMachine):
         assert ticket.seq not in self.fates
         assert all(ticket.seq not in queue for queue in self.at_work), "a ticket at two workers"
         self.at_work[worker].append(ticket.seq)
+        for owed in self.owed:
+            owed.discard(ticket.seq)
+        if self.is_iterable:
+            self.tracks[worker].given(ticket.seq)
+            self.read[ticket.seq] = self.readers[worker].read()
         if self.is_static and not self.lost_workers and self.in_order:
             assert worker == ticket.seq % self.num_workers
         if self.is_static and not self.in_order and ticket.tries == 0 and self.on_crash == "raise":
@@ -264,6 +317,8 @@ class Model(RuleBasedStateMachine):
     def _fail(self, tickets: list[Ticket], at_once: bool) -> None:
         for ticket in tickets:
             assert self.fates.setdefault(ticket.seq, "failed") == "failed"
+            for owed in self.owed:
+                owed.discard(ticket.seq)
         if not at_once:
             (ticket,) = tickets
             self._apply(self.scheduler.ready(ticket.seq, ticket.seq))
@@ -279,6 +334,19 @@ class Model(RuleBasedStateMachine):
         assert max(Counter(self.deliveries).values(), default=1) == 1
         if self.in_order:
             assert self.deliveries == sorted(self.deliveries)
+
+    @invariant()
+    def each_batch_of_a_stream_comes_once(self) -> None:
+        """From what was taken, a run that goes on reads just what was not taken. Undisturbed order is kept."""
+        if not hasattr(self, "scheduler"):
+            return
+        for taken, track in zip(self.taken_numbers, self.taken_tracks, strict=True):
+            assert len(set(taken)) == len(taken), "a batch of a stream came twice"
+            reader = Reader(track.start)
+            rest = [reader.read() for _ in range(max(taken, default=-1) + 4 - len(taken))]
+            assert sorted([*taken, *rest]) == list(range(len(taken) + len(rest))), "lost, or read twice"
+            if self.in_order and "failed" not in self.fates.values():
+                assert taken == list(range(len(taken)))
 
     @invariant()
     def the_window_holds(self) -> None:
@@ -310,7 +378,7 @@ class Model(RuleBasedStateMachine):
         # With every worker of an iterable dataset at its end, or lost and named, no more is planned.
         assert self.planned == self.length or not self.scheduler.active
         self._check_fates()
-        assert len(set(self.first_workers)) == len(self.first_workers) or self.on_crash != "raise"
+        assert len(set(self.first_workers)) == len(self.first_workers) or self.on_crash != "raise" or self.has_hung
 
     def _progress(self) -> tuple[object, ...]:
         at_work = [list(queue) for queue in self.at_work]
@@ -480,6 +548,38 @@ def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None
     assert sent(actions) == [(0, 3)]
     assert sent(scheduler.returned(0, 3)) == [(0, 4)]
     scheduler.validate()
+
+
+def test_what_is_done_again_keeps_its_order() -> None:
+    """In a stream each ticket takes the next batch; so a worker that dies while it starts changes nothing."""
+    scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4)
+    scheduler.planned("abcd")
+    assert sent(scheduler.died(0)) == [(0, 0)]
+    assert sent(scheduler.died(0, was_ready=False)) == [(0, 0)]
+    assert sent(scheduler.died(0)) == [(0, 0)]
+    again = []
+    for seq in range(4):
+        again += sent(scheduler.returned(0, seq))
+    assert again == [(0, 1), (0, 2), (0, 3)]
+
+
+def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
+    """Whether it waits for its turn, or behind what is for a worker that rests: other workers do not get it."""
+    scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4)
+    scheduler.planned("abcd")
+    assert sent(scheduler.died(0)) == [(0, 0)]
+    assert sent(scheduler.exhausted(0, 0)) == []
+    assert scheduler.void_count == 4
+    scheduler = make(overlapping=4, on_timeout="retry")
+    scheduler.planned("abcd")
+    assert sent(scheduler.hung(0, rests=True)) == []
+    assert sent(scheduler.died(1, was_ready=False)) == []  # behind those of the worker that rests
+    scheduler.exhausted(1, 1)
+    assert sent(scheduler.rested(0)) == [(0, 0), (0, 2)]
+    assert scheduler.void_count == 0
+    scheduler.returned(0, 0)
+    scheduler.ready(0, "a")
+    assert scheduler.void_count == 1
 
 
 def test_nothing_is_blamed_on_a_worker_that_never_came_up() -> None:

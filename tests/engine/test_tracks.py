@@ -1,0 +1,78 @@
+"""The place of a worker in its stream, when its batches are done with in any order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from asyncloader.engine.tracks import Track
+from asyncloader.workers.snapshot import Start, as_plain, from_plain
+
+
+def test_the_place_is_before_the_first_that_is_missing() -> None:
+    """It advances when that one comes, over all that came ahead of it, to the last snapshot among these."""
+    track = Track(Start())
+    for seq in (0, 2, 4, 6):
+        track.given(seq)
+    assert track.answered(4, "after 2") == 2
+    assert track.answered(2, "after 1") == 1
+    assert track.start == Start(0, None, (1, 2))
+    assert repr(track) == "<Track first=0 ahead=[1, 2] given={0: 0, 6: 3}>"
+    assert track.answered(0, None) == 0
+    assert track.start == Start(0, "after 2")
+    assert track.answered(6, None) == 3
+    assert track.start == Start(1, "after 2")
+
+
+def test_what_is_given_again_takes_what_is_missing() -> None:
+    """And never what is done with, whether that was ahead, or has been passed since."""
+    track = Track(Start(2, "s", (1, 4)))
+    for seq in range(4):
+        track.given(seq)
+    assert [track.answered(seq, None) for seq in (3, 1)] == [5, 2]
+    assert track.start == Start(2, "s", (1, 2, 4, 5))
+    track.lost()
+    track.given(0)
+    assert track.answered(0, None) == 0
+    track.given(2)
+    track.given(4)
+    assert [track.answered(seq, None) for seq in (4, 2)] == [6, 3]
+    assert track.start == Start(9, "s")
+
+
+def test_batches_that_were_not_given_are_done_with_as_they_come() -> None:
+    """Map-style datasets have no next batch."""
+    track = Track(Start())
+    assert track.answered(7, None) == -1
+    assert track.answered(3, "s") == -1
+    track.done(-1, None)
+    assert track.start == Start(1, "s")
+
+
+def test_gaps_are_what_lies_before_each_batch_that_is_made() -> None:
+    """Held against a plain list, for random places."""
+    assert Start(3).gaps() == [3]
+    assert Start(3, None, (2, 3, 6)).gaps() == [3, 0, 2, 0, 1]
+    chance = random.Random(1)
+    for _ in range(200):
+        ahead = sorted(chance.sample(range(1, 30), chance.randrange(20)))
+        start = Start(chance.randrange(3), None, ahead)
+        gaps, at, made = deque(start.gaps()), 0, []
+        for _ in range(40):
+            at += gaps.popleft() if gaps else 0
+            made.append(at)
+            at += 1
+        missing = [number for number in range(80) if number not in ahead]
+        assert made == [start.batches + number for number in missing[:40]]
+
+
+def test_places_are_written_as_json_if_that_says_all() -> None:
+    """And as they are otherwise; those that were written without anything ahead can be read."""
+    starts = {0: Start(1, '{"at": 3}', (1, 5)), 1: Start()}
+    written = as_plain(starts)
+    assert written == '[[1, {"at": 3}, [1, 5]], [0, null, []]]'
+    assert from_plain(written) == {0: Start(1, {"at": 3}, (1, 5)), 1: Start()}
+    unusual = {0: Start(1, {"iterator": {0: 3}}, (1, 5)), 1: Start()}
+    assert as_plain(unusual) == [[1, {"iterator": {0: 3}}, "[1, 5]"], [0, None, "[]"]]
+    assert from_plain(as_plain(unusual)) == unusual
+    assert from_plain("[[2, null]]") == {0: Start(2)}

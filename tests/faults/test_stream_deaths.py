@@ -1,0 +1,541 @@
+"""Workers of streams that have several batches in work at once die or hang: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset, get_worker_info
+
+from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError
+from asyncloader.datasets import TarShards
+from asyncloader.testing import assert_resumable
+from tests.faults.test_deaths import DEATHS
+
+LENGTH = 60
+PATIENCE_S = 20.0
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Samples:
+    """What befalls samples, once for each file that says so, and a list of those that were begun with.
+
+    ``read 7`` kills the worker when sample 7 is read, ``await 7`` when it is awaited; ``hang 7`` and ``hang at 7``
+    have it hang there for ever.
+    """
+
+    def __init__(self, folder: Path, length: int = LENGTH) -> None:
+        self.folder = folder
+        self.length = length
+
+    def numbers(self) -> list[int]:
+        """Return the share of the worker: every n-th, and some workers have fewer."""
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return [number for number in range(self.length - 5 * worker) if number % workers == worker]
+
+    def befalls(self, what: str) -> bool:
+        """Whether this is to happen; it happens once."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / what).unlink()
+            return True
+        return False
+
+    def note(self, number: int) -> None:
+        """Write down that a sample is begun with."""
+        with open(self.folder.parent / "begun", "a") as begun:
+            begun.write(f"{number}\n")
+
+    def read(self, number: int) -> Any:
+        """Read a sample."""
+        if self.befalls(f"read {number}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.later(number)
+
+    async def later(self, number: int) -> int:
+        """Get a sample that was read; later ones often come first."""
+        self.note(number)
+        if self.befalls(f"hang at {number}"):
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.001 * (number * 7 % 5))
+        if self.befalls(f"await {number}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+
+class Declared(Samples):
+    """Yields the same each time."""
+
+    deterministic = True
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for number in self.numbers():
+            await asyncio.sleep(0)
+            if self.befalls(f"hang {number}"):
+                await asyncio.Event().wait()
+            yield self.read(number)
+
+
+class Telling(Samples):
+    """Tells how many samples it has yielded."""
+
+    at = 0
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        numbers = self.numbers()
+        while self.at < len(numbers):
+            await asyncio.sleep(0)
+            if self.befalls(f"hang {numbers[self.at]}"):
+                await asyncio.Event().wait()
+            self.at += 1
+            yield self.read(numbers[self.at - 1])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Reader:
+    """An async iterator that tells where it is."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+        self.numbers = samples.numbers()
+        self.at = 0
+
+    def __aiter__(self) -> Reader:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self.at == len(self.numbers):
+            raise StopAsyncIteration
+        await asyncio.sleep(0)
+        self.at += 1
+        return self.samples.read(self.numbers[self.at - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class OfIterator(Samples):
+    """Its iterators tell where they are."""
+
+    def __aiter__(self) -> Reader:
+        return Reader(self)
+
+
+class Threaded(Samples, IterableDataset[Any]):
+    """A plain stream of awaitable samples: with `concurrency` they overlap as well."""
+
+    deterministic = True
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.read, self.numbers())
+
+
+class Silent(Samples):
+    """Neither tells where it is nor says that it is the same each time."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for number in self.numbers():
+            yield self.read(number)
+
+
+KINDS: list[Any] = [Declared, Telling, OfIterator, Threaded]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return where it is said what is to happen."""
+    (tmp_path / "events").mkdir()
+    return tmp_path / "events"
+
+
+def make_loader(kind: Callable[[Path], Any], folder: Path, **options: Any) -> DataLoader[Any]:
+    return DataLoader(kind(folder), **{"batch_size": 3, "num_workers": 2, "concurrency": 12, **options})
+
+
+def plan(folder: Path, *events: str) -> None:
+    """Say what is to happen."""
+    for event in events:
+        (folder / event).touch()
+
+
+def plain(batch: Any) -> Any:
+    return batch.tolist() if hasattr(batch, "tolist") else batch
+
+
+def undisturbed(kind: Callable[[Path], Any], folder: Path, **options: Any) -> list[Any]:
+    """Return the batches of an epoch in which nothing happens, in order."""
+    assert not list(folder.iterdir())
+    batches = [plain(batch) for batch in make_loader(kind, folder, **{**options, "in_order": True})]
+    (folder.parent / "begun").unlink()
+    return batches
+
+
+def times_begun(folder: Path) -> Counter[int]:
+    """Return how often each sample was begun with."""
+    return Counter(map(int, (folder.parent / "begun").read_text().split()))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what is certain to happen."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.002)
+
+
+def wait_for_parked(iterator: Any, count: int) -> None:
+    """Wait until so many batches are here, and wait for an earlier one."""
+    wait_until(lambda: len(iterator._session.run.scheduler._parked) == count)
+
+
+def kill(iterator: Any, worker: int = 0) -> None:
+    os.kill(iterator._session.pool.processes[worker].pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------------------- deaths
+
+
+@kinds
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 1, "concurrency": 18},
+        {"num_workers": 3, "batch_size": 1},
+        {"batch_size": None, "prefetch_factor": 8},
+        {"drop_last": True, "batch_size": 4, "snapshot_every_n_steps": 3},
+    ],
+    ids=str,
+)
+def test_an_epoch_with_deaths_is_the_undisturbed_one(kind: Any, options: dict[str, Any], folder: Path) -> None:
+    """Killed while samples are read, and while later ones are here before earlier ones: all the same, in order."""
+    expected = undisturbed(kind, folder, **options)
+    first, last = 25, LENGTH - options.get("num_workers", 2)
+    if kind is OfIterator:  # until it has told where it is, it cannot be replaced
+        first, options = 36, {**options, "concurrency": 4}
+    for events in (
+        [f"await {first}"],
+        [f"read {first}", f"await {first + 1}", "await 43", "read 48"],
+        [f"read {last}"],
+    ):
+        plan(folder, *events)
+        loader = make_loader(kind, folder, **options, max_retries=5)
+        assert [plain(batch) for batch in loader] == expected
+        assert not list(folder.iterdir()), "it did not happen"
+
+
+@pytest.mark.parametrize("death", [death for death in DEATHS if death not in ("sys.exit", "KeyboardInterrupt")])
+def test_every_way_to_die(death: str, folder: Path) -> None:
+    """Signals, crashes and exits are the same thing to the rest."""
+
+    class Dying(Declared):
+        async def later(self, number: int) -> int:
+            if self.befalls(f"die {number}"):
+                DEATHS[death][0]()
+            return await super().later(number)
+
+    expected = undisturbed(Declared, folder)
+    plan(folder, "die 20", "die 33")
+    assert [plain(batch) for batch in make_loader(Dying, folder)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Declared, Telling])
+def test_deaths_under_every_start_method(kind: Any, start_method: str, folder: Path) -> None:
+    """Where to begin gets to a worker that is started in whatever way."""
+    expected = undisturbed(kind, folder)
+    plan(folder, "await 20", "read 33")
+    assert [plain(batch) for batch in make_loader(kind, folder, multiprocessing_context=start_method)] == expected
+
+
+@kinds
+def test_what_came_ahead_of_a_slow_batch_is_not_made_again(kind: Any, folder: Path) -> None:
+    """All others of the stream are here, and it has ended, when the worker dies: only the slow one is made again."""
+    options = {"num_workers": 1, "concurrency": 64}
+    expected = undisturbed(kind, folder, **options)
+    plan(folder, "hang at 4")
+    iterator: Any = iter(make_loader(kind, folder, **options))
+    found = [plain(next(iterator))]
+    wait_for_parked(iterator, len(expected) - 2)
+    kill(iterator)
+    found += [plain(batch) for batch in iterator]
+    assert found == expected
+    assert times_begun(folder) == Counter({**dict.fromkeys(range(LENGTH), 1), 3: 2, 4: 2, 5: 2})
+
+
+@kinds
+def test_what_comes_out_of_order_comes_once(kind: Any, folder: Path) -> None:
+    """With in_order=False what was ahead has been handed over already; and a state knows of it."""
+    expected = undisturbed(kind, folder)
+    plan(folder, "hang at 10", "hang at 25")
+    loader = make_loader(kind, folder, in_order=False)
+    iterator: Any = iter(loader)
+    found = [plain(next(iterator)) for _ in range(8)]
+    state = loader.state_dict()
+    kill(iterator, 0)
+    kill(iterator, 1)
+    rest = [plain(batch) for batch in iterator]
+    assert sorted(found + rest) == sorted(expected)
+    other = make_loader(kind, folder, in_order=False)
+    other.load_state_dict(state)
+    assert sorted(found + [plain(batch) for batch in other]) == sorted(expected)
+    assert not list(folder.iterdir())
+
+
+def test_persistent_workers(folder: Path) -> None:
+    """A death in one epoch, and one in the next, and a worker that was replaced serves on."""
+    expected = undisturbed(Telling, folder)
+    loader = make_loader(Telling, folder, persistent_workers=True)
+    for events in (["await 31", "read 40"], [], ["read 7", "await 50"]):
+        plan(folder, *events)
+        assert [plain(batch) for batch in loader] == expected
+        assert not list(folder.iterdir())
+
+
+def test_a_storm_of_deaths(folder: Path) -> None:
+    """Worker after worker dies, with nothing between: they rest, and all is read in the end."""
+    expected = undisturbed(Declared, folder)
+
+    class Stormy(Declared):
+        async def later(self, number: int) -> int:
+            if any(self.befalls(f"storm {i}") for i in range(10)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await super().later(number)
+
+    plan(folder, *(f"storm {i}" for i in range(10)))
+    assert [plain(batch) for batch in make_loader(Stormy, folder, max_retries=20)] == expected
+
+
+@pytest.mark.parametrize("kind", [Declared, OfIterator])
+def test_a_run_goes_on_in_the_middle_and_after_deaths(kind: Any, folder: Path) -> None:
+    """A state taken when batches are ahead; the run that goes on from it is disturbed as well."""
+    expected = undisturbed(kind, folder)
+    for taken in (1, 5, 9, 14):
+        loader = make_loader(kind, folder)
+        with iter(loader) as iterator:
+            found = [plain(next(iterator)) for _ in range(taken)]
+            state = loader.state_dict()
+        plan(folder, "await 56", "read 51")
+        other = make_loader(kind, folder)
+        other.load_state_dict(state)
+        assert found + [plain(batch) for batch in other] == expected
+        assert not list(folder.iterdir())
+
+
+def test_a_stream_that_kills_every_worker_is_given_up(folder: Path) -> None:
+    """After max_retries the error stands in its place; what came ahead of it is handed over once."""
+
+    class Fatal(Declared):
+        async def later(self, number: int) -> int:
+            if number == 7:
+                plan(self.folder, "await 7")
+            return await super().later(number)
+
+    expected = undisturbed(Declared, folder, num_workers=1)
+    iterator: Any = iter(make_loader(Fatal, folder, num_workers=1, max_retries=1))
+    assert [plain(next(iterator)) for _ in range(2)] == expected[:2]
+    found, errors = [], 0
+    while errors < 3:
+        try:
+            found.append(plain(next(iterator)))
+        except WorkerDiedError as error:
+            assert "tried 2 times" in str(error)
+            errors += 1
+    assert found == expected[3 : 3 + len(found)]
+    iterator.close()
+
+
+def test_a_death_is_raised(folder: Path) -> None:
+    """With on_crash="raise" once; what the worker had is read by the next one, so nothing is lost."""
+    expected = undisturbed(Telling, folder)
+    plan(folder, "await 31")
+    iterator = iter(make_loader(Telling, folder, on_crash="raise"))
+    found: list[Any] = []
+    with pytest.raises(WorkerDiedError):
+        found.extend(plain(batch) for batch in iterator)
+    found += [plain(batch) for batch in iterator]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [(Silent, {}, "deterministic = True"), (Declared, {"on_crash": "skip"}, 'with on_crash="skip" a batch')],
+)
+def test_who_is_not_replaced(kind: Any, options: dict[str, Any], words: str, folder: Path) -> None:
+    """An error that says why, and the other worker goes on."""
+    plan(folder, "await 31")
+    iterator = iter(make_loader(kind, folder, **options))
+    found: list[int] = []
+    with pytest.raises(WorkerDiedError) as caught:
+        found.extend(number for batch in iterator for number in batch.tolist())
+    assert words in "".join(caught.value.__notes__)
+    found += [number for batch in iterator for number in batch.tolist()]
+    assert set(range(0, LENGTH, 2)) <= set(found)
+    assert len(set(found)) == len(found)
+
+
+def test_tar_shards_go_on(folder: Path) -> None:
+    """Our own stream tells its state."""
+    import io
+    import tarfile
+
+    for shard in range(4):
+        with tarfile.open(folder.parent / f"{shard}.tar", "w") as archive:
+            for sample in range(20):
+                member = tarfile.TarInfo(f"{shard:02}{sample:02}.txt")
+                member.size = 4
+                archive.addfile(member, io.BytesIO(f"{shard:02}{sample:02}".encode()))
+    shards = [str(folder.parent / f"{shard}.tar") for shard in range(4)]
+
+    def decode(sample: dict[str, Any]) -> int:
+        number = int(sample["txt"])
+        with contextlib.suppress(FileNotFoundError):
+            (folder / str(number)).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    def epoch() -> list[Any]:
+        loader: DataLoader[Any] = DataLoader(TarShards(shards, decode=decode), batch_size=4, num_workers=2)  # type: ignore[arg-type]
+        return [plain(batch) for batch in loader]
+
+    expected = epoch()
+    assert len(expected) == 20
+    plan(folder, "7", "112", "213")
+    assert epoch() == expected
+    assert not list(folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------- errors in streams
+
+
+class Bumpy(Samples):
+    """An async iterator that raises at some samples, when they are read or awaited, and goes on."""
+
+    deterministic = True
+
+    def __aiter__(self) -> Any:
+        return BumpyReader(self)
+
+    async def later(self, number: int) -> int:
+        await super().later(number)
+        if number % 11 == 5:
+            raise asyncio.CancelledError if number % 2 else ValueError(number)
+        return number
+
+
+class BumpyReader(Reader):
+    """See `Bumpy`."""
+
+    state_dict = None  # type: ignore[assignment]
+
+    async def __anext__(self) -> Any:
+        sample = await super().__anext__()
+        if self.numbers[self.at - 1] % 9 == 4:
+            sample.close()
+            raise KeyError(self.numbers[self.at - 1])
+        return sample
+
+
+def outcomes(loader: DataLoader[Any], state: Any = None) -> list[Any]:
+    """Return batches, and in the place of one what was raised."""
+    if state is not None:
+        loader.load_state_dict(state)
+    found: list[Any] = []
+    iterator = iter(loader)
+    while True:
+        try:
+            found.append(plain(next(iterator)))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(repr(error).splitlines()[0][:40])
+            assert len(found) < LENGTH
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+def test_batches_that_raise_are_read_over_as_they_were_read(on_error: Any, folder: Path) -> None:
+    """Where the next batch begins after one that raised does not depend on timing, nor on who reads."""
+    options: dict[str, Any] = {"on_error": on_error, "num_workers": 1, "concurrency": 24}
+    expected = outcomes(make_loader(Bumpy, folder, **options))
+    assert len({str(outcome) for outcome in expected}) > 12
+    for number in (24, 47):
+        plan(folder, f"hang at {number}")
+        loader = make_loader(Bumpy, folder, **options, timeout=0.3, on_timeout="retry")
+        assert outcomes(loader) == expected
+        assert not list(folder.iterdir())
+    loader = make_loader(Bumpy, folder, **options)
+    iterator = iter(loader)
+    for done in range(1, 8):
+        with contextlib.suppress(ValueError, KeyError, RuntimeError):
+            next(iterator)
+        assert outcomes(make_loader(Bumpy, folder, **options), loader.state_dict()) == expected[done:]
+
+
+# -------------------------------------------------------------------------------------------------------------- hangs
+
+PLACES = [
+    pytest.param({}, id="processes"),
+    pytest.param({"worker_backend": "thread"}, id="threads"),
+    pytest.param({"num_workers": 0}, id="here"),
+]
+
+
+@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("kind", [Declared, Telling])
+def test_a_worker_that_hangs_is_replaced(kind: Any, options: dict[str, Any], folder: Path) -> None:
+    """Where a sample hangs and where the reader does, in every place that workers can be in."""
+    expected = undisturbed(kind, folder, **options)
+    plan(folder, "hang at 31", "hang 42")
+    loader = make_loader(kind, folder, timeout=0.3, on_timeout="retry", **options)
+    assert [plain(batch) for batch in loader] == expected
+    assert not list(folder.iterdir())
+
+
+def test_here_a_dataset_without_a_state_yet_is_not_begun_anew(folder: Path) -> None:
+    """The one object has gone on, and nobody knows what it began with."""
+    plan(folder, "hang 1")
+    loader = make_loader(Telling, folder, num_workers=0, timeout=0.2, on_timeout="retry")
+    iterator = iter(loader)
+    with pytest.raises(BatchTimeoutError) as caught:
+        next(iterator)
+    assert "was not replaced" in "".join(caught.value.__notes__)
+    iterator.close()
+
+
+@pytest.mark.parametrize("kind", [Declared, Telling, OfIterator])
+def test_states_out_of_order_are_exact(kind: Any, folder: Path) -> None:
+    """From the state after any batch just those come that had not come."""
+    expected = undisturbed(kind, folder)
+    loader = make_loader(kind, folder, in_order=False)
+    found: list[Any] = []
+    for batch in loader:
+        found.append(plain(batch))
+        other = make_loader(kind, folder, in_order=False)
+        other.load_state_dict(loader.state_dict())
+        assert sorted(found + [plain(batch) for batch in other]) == sorted(expected)
+
+
+def test_such_streams_are_resumable(folder: Path) -> None:
+    """In order, and from a state by fewer at once."""
+    assert_resumable(
+        lambda: make_loader(Declared, folder), resume_with=lambda: make_loader(Declared, folder, concurrency=2)
+    )
