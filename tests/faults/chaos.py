@@ -33,7 +33,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,61 @@ class ChaoticStream(IterableDataset[Any]):
             yield index, 0.5, torch.full((self.chaotic.size,), float(index))
 
 
+class AsyncChaoticStream:
+    """The same for an async stream: its samples overlap, and what befalls them does so when they are read or awaited.
+
+    Args:
+        chaotic: Whose faults happen, and who has no bad samples.
+    """
+
+    deterministic = True
+
+    def __init__(self, chaotic: Chaotic) -> None:
+        self.chaotic = chaotic
+        self.at = 0
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        try:
+            while (index := worker.id + self.at * worker.num_workers) < self.chaotic.length:
+                await asyncio.sleep(0)
+                self.at += 1
+                if index % 2:
+                    self.chaotic.befall(index)
+                yield self.later(index)
+        finally:
+            self.at = 0
+
+    async def later(self, index: int) -> Any:
+        """Get a sample that was read."""
+        chaotic = self.chaotic
+        await asyncio.sleep(0.002 * (index * 7 % 5))
+        if chaotic.faults.get(index) == "hangs" and note(chaotic.folder, "hangs", index):
+            await asyncio.Event().wait()
+        chaotic.befall(index)
+        return index, 0.5, torch.full((chaotic.size,), float(index))
+
+
+class TellingChaoticStream(AsyncChaoticStream):
+    """The same, which tells where it is."""
+
+    deterministic = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+STREAMS: dict[str, Any] = {
+    "stream": ChaoticStream,
+    "async stream": AsyncChaoticStream,
+    "telling stream": TellingChaoticStream,
+}
+
+
 def note(folder: Path, fault: str, number: int) -> bool:
     """Write down that a fault happens; False if it has happened before."""
     with contextlib.suppress(FileExistsError):
@@ -146,7 +201,7 @@ class Plan:
     """One run: how the loader is made, how it is iterated, and what befalls it."""
 
     seed: int
-    kind: str  # of the dataset: "map", "async" or "stream"
+    kind: str  # of the dataset: "map", "async", or one of STREAMS
     length: int
     size: int
     loader: dict[str, Any]
@@ -163,10 +218,9 @@ class Plan:
         batch_size = chance.choice([1, 2, 4, 8])
         batches = chance.randint(50, 70)
         length = batches * batch_size - chance.randrange(batch_size)
-        kind = chance.choice(["map", "map", "map", "async", "stream"])
-        bad = (
-            frozenset(chance.sample(range(length), chance.choice([0, 0, 0, 1, 3]))) if kind != "stream" else frozenset()
-        )
+        kind = chance.choice(["map", "map", "map", "async", *STREAMS])
+        most_bad = 0 if kind in STREAMS else chance.choice([0, 0, 0, 1, 3])
+        bad = frozenset(chance.sample(range(length), most_bad))
         loader = {
             "batch_size": batch_size,
             "shuffle": chance.random() < 0.7,
@@ -186,8 +240,10 @@ class Plan:
         weights = [*[3] * len(DEATHS), 2, 6]
         own = {chance.randrange(length): chance.choices(OWN_FAULTS, weights)[0] for _ in range(kinds[0])}
         outer = {chance.randrange(1, batches - 2): chance.choices(OUTER_FAULTS, [8, 2, 4])[0] for _ in range(kinds[1])}
-        if kind == "stream":
+        if kind in STREAMS:
             loader["shuffle"] = False
+            loader["concurrency"] = None if kind == "stream" else chance.choice([2, 7, None])
+            loader["snapshot_every_n_steps"] = chance.choice([1, 1, 3])
         how = chance.choice(["dropped", "closed", "raises in the body", "cancelled"])
         breaks = (chance.randrange(batches - 2), how) if chance.random() < 0.3 else None
         if breaks is not None and how == "closed":
@@ -207,7 +263,7 @@ class Plan:
 
     def undisturbed(self) -> Plan:
         """Return the run with the same data, one worker (but for streams, which they divide) and no faults."""
-        num_workers = self.loader["num_workers"] if self.kind == "stream" else 1
+        num_workers = self.loader["num_workers"] if self.kind in STREAMS else 1
         loader = {
             **self.loader,
             "num_workers": num_workers,
@@ -300,7 +356,7 @@ def make_dataset(plan: Plan, folder: Path) -> Any:
     """Make the dataset of a run."""
     kind = AsyncChaotic if plan.kind == "async" else Chaotic
     dataset = kind(plan.length, plan.size, set(plan.bad), plan.own, folder)
-    return ChaoticStream(dataset) if plan.kind == "stream" else dataset
+    return STREAMS[plan.kind](dataset) if plan.kind in STREAMS else dataset
 
 
 def _play_for(loader: DataLoader[Any], seen: list[Any], disturber: Disturber, leave: tuple[int, str] | None) -> None:
