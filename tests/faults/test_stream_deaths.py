@@ -231,7 +231,7 @@ def test_an_epoch_with_deaths_is_the_undisturbed_one(kind: Any, options: dict[st
     expected = undisturbed(kind, folder, **options)
     first, last = 25, LENGTH - options.get("num_workers", 2)
     if kind is OfIterator:  # until it has told where it is, it cannot be replaced
-        first, options = 36, {**options, "concurrency": 4}
+        first, options = 36, {**options, "concurrency": 4, "snapshot_every_n_steps": 1}
     for events in (
         [f"await {first}"],
         [f"read {first}", f"await {first + 1}", "await 43", "read 48"],
