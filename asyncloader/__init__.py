@@ -32,7 +32,7 @@ else:
         """Import what is asked for (PEP 562): workers that are spawned import this package, and need little of it."""
         if name in __all__:
             value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
-        elif importlib.util.find_spec(f"{__name__}.{name}"):
+        elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
             value = importlib.import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -41,7 +41,7 @@ else:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__})
 
 
 __version__ = "0.1.0"

@@ -106,15 +106,21 @@ class WorkerIterator(Faces[T_co]):
     def _policy(self, loader: DataLoader[T_co]) -> Policy:
         """Say how the session is to find out whether a worker that died can be replaced.
 
-        Not where a batch of a stream is to be left out: another worker would begin before it. And a dataset that has
-        no process or thread of its own has not kept the state that it began with.
+        Not where a batch of a stream is to be left out: another worker would begin before it. Where a dataset tells
+        its state, what this process has of it is what workers began with, but only in their first run, and only if
+        they have processes or threads of their own.
         """
         if not self._is_iterable:
             return Policy(replaceable=True, on_timeout=self._options.on_timeout)
         dataset = loader.dataset
         tells_place = self._options.on_crash != "skip"
-        told = (is_stateful(dataset) and loader.num_workers > 0) or getattr(dataset, "deterministic", False) is True
-        return Policy(tells_place and told, True, tells_place, self._options.on_timeout)
+        return Policy(
+            replaceable=tells_place and getattr(dataset, "deterministic", False) is True,
+            is_stream=True,
+            tells_place=tells_place,
+            keeps_first=is_stateful(dataset) and loader.num_workers > 0,
+            on_timeout=self._options.on_timeout,
+        )
 
     def _make_pool(self, loader: DataLoader[T_co], portal: Portal) -> Backend:
         """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes."""
@@ -226,7 +232,8 @@ class WorkerIterator(Faces[T_co]):
     def _is_usable(self) -> bool:
         """Whether it can begin another run."""
         session = self._session
-        return session.pid == os.getpid() and session.state in (State.NEW, State.OPEN) and not session.gave_up
+        is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
+        return is_there and not session.gave_up and not session.recovery.has_lost
 
     # -------------------------------------------------------------------------------------------------- taking
 

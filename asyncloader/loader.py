@@ -94,6 +94,9 @@ class _ReadByRay:
     def __set__(self, loader: DataLoader[Any], value: Any) -> None:
         vars(loader)["worker_init_fn"] = value
 
+    def __delete__(self, loader: DataLoader[Any]) -> None:
+        del vars(loader)["worker_init_fn"]
+
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """Combine a dataset and a sampler, and iterate over batches, with ``for`` or with ``async for``.
@@ -136,14 +139,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_timeout: What to do about a batch that does not come within ``timeout``: "raise" raises BatchTimeoutError and
             kills nothing, the next call waits for the same batch; "retry" kills and replaces the worker and runs the
             batch again; "skip" leaves the batch out. A worker that is still opening the dataset is given 60 s; one of
-            an iterable dataset is not killed.
+            an iterable dataset is killed only if another one can go on where it was.
         on_crash: What to do about a batch whose worker died: "retry" replaces the worker and runs the batch again, with
             the same seeds; "raise" raises WorkerDiedError; "skip" leaves the batch out.
         max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next
             batch follows.
         worker_backend: Where workers run.
         trace: File to write a timeline of all runs to, for Perfetto or ``asyncloader trace FILE``.
-        snapshot_every_n_steps: Accepted for the sake of code written for torchdata's StatefulDataLoader.
+        snapshot_every_n_steps: How often a worker tells the state of an iterable dataset: after so many batches. Those
+            since are read again and dropped to go on from a state.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, LoaderClosedError
+from asyncloader.engine.portal import get_portal
 
 SOON_S = 20.0
 
@@ -598,3 +599,24 @@ def test_an_error_about_a_key_that_cannot_be_shown() -> None:
     with pytest.raises(ValueError, match="bad key") as caught:
         next(iter(DataLoader(Undescribed(), sampler=[Shy()], num_workers=1)))
     assert "Shy whose repr raised" in caught.value.__notes__[-1]
+
+
+async def test_a_second_run_before_the_workers_of_the_first_are_started() -> None:
+    """What was read for the first run is not made in the second."""
+    orders = iter(([0, 1, 2, 3], [7, 6, 5, 4]))
+
+    class Orders:
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(next(orders))
+
+    loader = DataLoader(Numbers(8), 2, sampler=Orders(), num_workers=2, persistent_workers=True)
+    gate = threading.Event()
+    get_portal().post(gate.wait, SOON_S)
+    aiter(loader)
+    second = aiter(loader)
+    gate.set()
+    assert [batch.tolist() async for batch in second] == [[7, 6], [5, 4]]
+    await second.aclose()

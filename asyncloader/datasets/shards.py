@@ -65,8 +65,7 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         ImportError: There are shards on HTTP (``asyncloader[http]``) or in an object store (``asyncloader[objects]``),
             and the client for them is not installed.
 
-    A worker that dies is not replaced, as several of its batches were in work at once: the loader raises
-    :class:`~asyncloader.WorkerDiedError`.
+    A worker that dies is replaced, once a batch has told where it was.
 
     A shard raises FileNotFoundError if it is not there, and FetchError if it is damaged or does not come.
 

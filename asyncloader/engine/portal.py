@@ -7,9 +7,9 @@
 Why a thread of its own: work goes on while the trainer computes, whichever face it uses and whether it has a loop. And
 it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.workers.process`).
 
-Interpreter exit. A ``ProcessPoolExecutor`` with a resident task hangs the exit (its manager thread is joined before any
-``atexit`` handler runs), so the portal closes what is alive from ``threading._register_atexit``, registered after
-``concurrent.futures`` was imported and so run before its hook.
+Interpreter exit. A ``ProcessPoolExecutor`` whose worker does not end hangs the exit (its manager thread is joined
+before any ``atexit`` handler runs), so the portal closes what is alive from ``threading._register_atexit``, registered
+after ``concurrent.futures`` was imported and so run before its hook.
 """
 
 from __future__ import annotations

@@ -32,14 +32,14 @@ _STARTING_S = 60.0
 """A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
 
 _NOT_REPLACED = (
-    "The worker was not replaced: nobody knows where it was in its iterable dataset. Give the dataset state_dict() and "
-    "load_state_dict(); or, if it yields the same samples each time it is iterated over, the attribute "
-    "deterministic = True."
+    "The worker was not replaced: no batch has told where it was in its iterable dataset. Give the dataset "
+    "state_dict() and load_state_dict(); or, if it yields the same samples each time it is iterated over, the "
+    "attribute deterministic = True."
 )
 
 _NOT_REPLACEABLE = (
-    'The worker was not replaced: with on_crash="skip" a batch would be left out, and nobody knows where another one '
-    "would then have to begin in the iterable dataset."
+    'The worker was not replaced: with "skip" a batch would be left out, and nobody knows where another worker would '
+    'then have to begin in the iterable dataset. "retry" makes the batch again.'
 )
 
 
@@ -47,16 +47,18 @@ class Policy(NamedTuple):
     """What can be done about workers that are lost.
 
     Attributes:
-        replaceable: Whether another process can take the place of a worker that died: not so with iterable datasets,
-            whose workers hold a position in the data, unless they tell it or can be read again.
+        replaceable: Whether another process can always take the place of a worker that died: not so with iterable
+            datasets, whose workers hold a position in the data, unless they can be read again.
         is_stream: The dataset is iterable.
-        tells_place: A worker of a stream can be replaced as soon as its iterator has told a state.
+        tells_place: A worker of a stream can be replaced as soon as it has told a state.
+        keeps_first: The dataset tells its state, and this process has it as workers of the first run began with it.
         on_timeout: What to do about a batch that does not come in time.
     """
 
     replaceable: bool
     is_stream: bool = False
     tells_place: bool = False
+    keeps_first: bool = False
     on_timeout: OnTimeout = "raise"
 
 
@@ -66,7 +68,9 @@ class Recovery:
     def __init__(self, session: Session, policy: Policy) -> None:
         self._session = session
         self._policy = policy
+        self.has_lost = False  # a worker that was not replaced
         self._failed_starts = 0
+        self._is_replaced = True  # the worker that was lost last
         self._rests = Rests(session.portal.loop, session.run.scheduler.num_workers, self._end_rest)
         self._explain: Callable[[list[Ticket]], Exception]  # makes the error for tickets that are given up
 
@@ -97,19 +101,17 @@ class Recovery:
         if self._failed_starts > scheduler.num_workers + 2:
             session.give_up(explain_failed_starts(process, self._failed_starts))
             return
-        replaceable = self._can_replace(worker)
-        rests = replaceable and self._rests.begin(worker)
-        session.apply(scheduler.died(worker, replaceable=replaceable, was_ready=process.is_ready, rests=rests))
+        self._is_replaced = self._can_replace(worker)
+        self.has_lost |= not self._is_replaced
+        rests = self._is_replaced and self._rests.begin(worker)
+        session.apply(scheduler.died(worker, replaceable=self._is_replaced, was_ready=process.is_ready, rests=rests))
 
     def _can_replace(self, worker: int) -> bool:
         """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
-        policy = self._policy
-        return policy.replaceable or (
-            policy.tells_place and self._session.run.tracks[worker].start.snapshot is not None
-        )
-
-    def _why_not_replaced(self) -> str:
-        return _NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE
+        policy, run = self._policy, self._session.run
+        if policy.replaceable or not policy.tells_place:
+            return policy.replaceable
+        return run.tracks[worker].start.snapshot is not None or (policy.keeps_first and run.epoch.number == 1)
 
     def _end_rest(self, worker: int) -> None:
         self._session.apply([Replace(worker)])
@@ -120,8 +122,8 @@ class Recovery:
         session, error = self._session, self._explain(action.tickets)
         run = session.run
         if action.at_once:
-            if self._policy.is_stream:
-                error.add_note(self._why_not_replaced())
+            if not self._is_replaced:
+                error.add_note(_NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE)
             run.handoff.ready.appendleft(Item(None, error, counts=False))
             run.handoff.wake()
             return
@@ -154,9 +156,10 @@ class Recovery:
         explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
         if self._policy.on_timeout == "raise" or not session.takes_outcomes:
             return explain()
-        if not self._can_replace(ticket.worker):
+        would_skip = self._policy.is_stream and self._policy.on_timeout == "skip"
+        if would_skip or not self._can_replace(ticket.worker):
             error = explain()
-            error.add_note(self._why_not_replaced())
+            error.add_note(_NOT_REPLACED if self._policy.tells_place and not would_skip else _NOT_REPLACEABLE)
             return error
         if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
             return None  # killed for being slow to start, the next one would be as slow

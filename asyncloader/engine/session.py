@@ -186,10 +186,11 @@ class Session:
     def _begin(self, run: Run) -> None:
         """Begin another run with the same workers. What is left of the last one is dropped."""
         self.run = run
+        self._outbox.clear()  # of workers that are not started yet, for the last run
         if self.state is State.OPEN:
+            self.pool.begin_epoch(run.epoch)
             for worker in self.recovery.stop():
                 self._replace(Replace(worker))
-            self.pool.begin_epoch(run.epoch)
         else:
             run.handoff.wake_all()
 

@@ -156,7 +156,7 @@ class Channel:
             self._keep(whole, 0)
             return
         try:
-            sent = self._sock.sendmsg(whole)
+            sent = self._sock.sendmsg(whole[:_MOST_PARTS])
         except BlockingIOError:
             sent = 0
         except OSError:

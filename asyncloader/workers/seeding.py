@@ -34,10 +34,17 @@ def _seed_torch(seed: int) -> None:
     That asks modules of devices to remember the seed, also those of devices that this torch is not built for; each
     notes down the stack for that, and a fresh process reads source files for it: 2 ms.
     """
-    if torch.accelerator.current_accelerator() is None:
-        torch.default_generator.manual_seed(seed)
-    else:
+    if _has_accelerator():
         torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _has_accelerator() -> bool:
+    try:
+        return torch.accelerator.current_accelerator() is not None
+    except RuntimeError:  # so torch 2.6 says that there is none
+        return False
 
 
 def mix(*numbers: int) -> int:

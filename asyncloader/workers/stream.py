@@ -106,6 +106,8 @@ class Stream(Base):
                 for _ in range(self._keeper.gap()):
                     await self._leave_out(job)
                     await asyncio.sleep(0)  # the line is read meanwhile
+                    if self._has_ended:
+                        return
             await self._read_sample(job)
             self._reading = None
 
@@ -116,6 +118,7 @@ class Stream(Base):
             try:
                 sample = await anext(self._iterator) if self._is_async else next(self._iterator)
             except (StopIteration, StopAsyncIteration):
+                self._end(job)  # not asked again: some iterators would begin anew
                 return
             except (Exception, asyncio.CancelledError) as error:  # it was raised in its time
                 if job.is_over:
@@ -125,6 +128,8 @@ class Stream(Base):
                 continue
             if inspect.iscoroutine(sample):
                 sample.close()
+            elif isinstance(sample, asyncio.Future):
+                sample.cancel()
 
     def _costs_batch(self, error: BaseException) -> bool:
         """Whether a batch ends where the iterator raised this; else it goes on with the next sample."""

@@ -152,3 +152,16 @@ def test_torch_manual_seed_would_give_the_same_stream() -> None:
     ours = torch.rand(5)
     torch.manual_seed(seed)
     assert torch.equal(torch.rand(5), ours)
+
+
+def test_a_torch_that_raises_where_it_has_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 does; later ones return None. The generators are seeded either way."""
+
+    def raises() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    torch.manual_seed(12)
+    expected = torch.rand(())
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
+    assert seed_worker(10, 2) == 12
+    assert torch.equal(torch.rand(()), expected)
