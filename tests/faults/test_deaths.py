@@ -277,7 +277,7 @@ def test_a_worker_that_cannot_be_replaced_ends_in_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the system has no room for another process, that is what is raised; the healthy worker is in nobody's way."""
-    dataset = Deadly(400, tmp_path, "SIGKILL", at=(8,))
+    dataset = Deadly(400, tmp_path, "SIGKILL", at=(200,))  # beyond what is made before somebody takes batches
     iterator = iter(DataLoader(dataset, batch_size=4, num_workers=2, prefetch_factor=4))
 
     def refuse(*args: Any) -> None:

@@ -208,7 +208,11 @@ print(torch.get_num_threads())
 
 
 @pytest.mark.parametrize(
-    ("share", "outcome"), [(0.5, "True\n"), (1.0, "True True\n")], ids=["now and then", "all the time"]
+    ("share", "outcome"),
+    [
+        pytest.param(0.5, "True\n", id="now and then"),
+        pytest.param(1.0, "True True\n", id="all the time", marks=pytest.mark.slow),
+    ],
 )
 def test_fork_while_a_thread_draws_random_numbers(run: Run, share: float, outcome: str) -> None:
     """A worker that inherits the lock of torch's generator, held for ever, is found out and replaced; a bounded

@@ -5,11 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.faults import peers
 
 TIMED = {"break": 2.0, "interrupt": 5.0}  # cells with a time, and what it may be on a busy machine
 
 
+@pytest.mark.slow
 def test_every_row_is_true(tmp_path: Path) -> None:
     """Each situation, in a program of its own."""
     documented = peers.documented()
