@@ -114,7 +114,7 @@ class Portal:
         with contextlib.suppress(TimeoutError):
             for resident in self.call(self._close_residents).result(EXIT_GRACE_S):
                 resident.wait_closed(max(0.0, deadline - time.monotonic()))
-        self.post(self.loop.stop)
+        self.post(self._stop)
         self._thread.join(1.0)
 
     def stop_daemon(self) -> None:
@@ -132,6 +132,15 @@ class Portal:
         for resident in residents:
             resident.close_soon(EXIT_GRACE_S)
         return residents
+
+    def _stop(self) -> None:
+        """End the loop. What is left by now, on a machine too busy for the grace, is killed: nobody would do it later.
+
+        The interpreter waits for the threads of executors, and they for their processes, without a limit.
+        """
+        for resident in tuple(self.residents):
+            resident.close_soon(0.0)
+        self.loop.stop()
 
     def note_user(self) -> None:
         """Remember the calling thread as one that takes batches."""

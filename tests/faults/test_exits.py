@@ -87,6 +87,18 @@ say("bye")
     assert_within(3.0, attempt)
 
 
+def test_a_loop_that_is_late_at_the_end_still_kills(run: Run) -> None:
+    """On a machine that is very busy the grace is over before the loop thread had its turn."""
+    main = """
+from asyncloader.engine.portal import get_portal
+iter_ = iter(DataLoader(Hung("sleep"), batch_size=4, num_workers=2))
+next(iter_)
+get_portal().post(time.sleep, 4)
+"""
+    program = run(NUMBERS + HUNG + main)
+    assert (program.returncode, program.err) == (0, "")
+
+
 @pytest.mark.parametrize("ending", ["close", "del", "break"])
 def test_hung_workers_are_killed_after_the_grace(run: Run, ending: str) -> None:
     """close() waits for 3 s at most; del and break do not wait; and the workers are gone while the program goes on."""
