@@ -99,7 +99,9 @@ get_portal().post(time.sleep, 4)
     assert (program.returncode, program.err) == (0, "")
 
 
-@pytest.mark.parametrize("ending", ["close", "del", "break"])
+@pytest.mark.parametrize(
+    "ending", ["break", pytest.param("close", marks=pytest.mark.slow), pytest.param("del", marks=pytest.mark.slow)]
+)
 def test_hung_workers_are_killed_after_the_grace(run: Run, ending: str) -> None:
     """close() waits for 3 s at most; del and break do not wait; and the workers are gone while the program goes on."""
     main = """

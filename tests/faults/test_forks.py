@@ -97,6 +97,7 @@ else:
     assert (program.returncode, program.out, program.err) == (0, "True\nTrue\nTrue 0\n", "")
 
 
+@pytest.mark.slow
 def test_forks_while_other_threads_iterate(run: Run) -> None:
     """At any moment of an epoch, again and again: neither the threads nor the children notice.
 

@@ -50,7 +50,9 @@ def interrupt(program: Program, everybody: bool) -> None:
         os.killpg(program.pid, signal.SIGINT)
 
 
-@pytest.mark.parametrize("everybody", [False, True], ids=["group", "every process"])
+@pytest.mark.parametrize(
+    "everybody", [pytest.param(False, id="group"), pytest.param(True, id="every process", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ctrl_c_while_waiting(start: Start, loop: str, num_workers: int, everybody: bool) -> None:
