@@ -338,7 +338,7 @@ async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> N
     """Through the frames of the coroutines, in either face; the next call waits for the same batch."""
     for face in ("for", "async for"):
         dataset: Any = Gated(gate, at=4)
-        iterator: Any = iter(DataLoader(dataset, batch_size=4, timeout=0.3, **place))
+        iterator: Any = iter(DataLoader(dataset, batch_size=4, timeout=1.0, **place))
         assert next(iterator).tolist() == SQUARES[:4]
         with pytest.raises(BatchTimeoutError) as caught:
             next(iterator) if face == "for" else await anext(iterator)

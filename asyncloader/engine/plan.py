@@ -53,7 +53,8 @@ class Plan:
     def __init__(self, index_sampler: Any, iterator: Iterator[Any], progress: Progress) -> None:
         self._index_sampler = index_sampler
         self._takes_apart = type(index_sampler) is BatchSampler
-        self._iterator = self._batches() if self._takes_apart else iterator
+        # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
+        self._iterator = iter(self._batch, None) if self._takes_apart else iterator
         self._inner: Any = None  # the iterator over the sampler within, from the first batch on
         self._progress = progress
         self._done = frozenset(progress.ahead)
@@ -111,16 +112,21 @@ class Plan:
         if not states:
             deque(islice(iterator, skip), maxlen=0)
 
-    def _batches(self) -> Iterator[list[Any]]:
-        """Batch as torch's BatchSampler does, over an iterator that is looked after."""
+    def _batch(self) -> list[Any] | None:
+        """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; None at the end.
+
+        After an exception of the sampler there is nothing more, as with torch.
+        """
         batching = self._index_sampler
-        if self._inner is None:
-            self._inner = iter(batching.sampler)
-        size, drop_last = batching.batch_size, batching.drop_last
-        while batch := [*islice(self._inner, size)]:
-            if drop_last and len(batch) < size:
-                return
-            yield batch
+        try:
+            if self._inner is None:
+                self._inner = iter(batching.sampler)
+            batch = [*islice(self._inner, batching.batch_size)]
+        except Exception:
+            self._inner = iter(())
+            raise
+        is_short = len(batch) < batching.batch_size
+        return None if not batch or (is_short and batching.drop_last) else batch
 
 
 def load_samplers(index_sampler: Any, states: dict[str, Any], epochs: Sequence[int | None]) -> None:
