@@ -13,6 +13,8 @@ FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 BENCH_READY := $(VENV)/.ready-bench
 FASTAI := fastai==2.8.12
 
+# Where this is set, every process that a test spawns would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
@@ -23,7 +25,7 @@ demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
 
 test: $(READY) ## the tests that are quick
-	$(BIN)/python -m pytest -m "$(QUICK)"
+	$(BIN)/python -m pytest -m "$(QUICK)" --ignore=tests/frameworks
 
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
 	$(BIN)/python -m pytest

@@ -191,6 +191,11 @@ def timed_out(
     return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)
 
 
+def exiting() -> LoaderClosedError:
+    """Say why nothing can be begun any more."""
+    return LoaderClosedError("the interpreter is exiting, no more batches are made")
+
+
 def loop_blocked(timeout_s: float, stack: str) -> BatchTimeoutError:
     """Build the error for a batch that did not come because something blocks the loop of the background thread."""
     words = (

@@ -273,6 +273,9 @@ class WorkerIterator(Faces[T_co]):
     def _wait_started(self, started: Future[None]) -> None:
         try:
             started.result()
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
         finally:
             if started.done():
                 self._started = None
@@ -281,6 +284,9 @@ class WorkerIterator(Faces[T_co]):
     async def _wait_started_async(self, started: Future[None]) -> None:
         try:
             await asyncio.shield(asyncio.wrap_future(started))
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
         finally:
             if started.done():
                 self._started = None

@@ -1,4 +1,4 @@
-"""What all tests share: the check that nothing is left behind, event loops, start methods, loader classes."""
+"""What all tests share: the check that nothing is left behind, event loops, start methods, loader classes, programs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import faulthandler
 import gc
 import multiprocessing
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.data
 
 from tests.leftovers import Holdings
+from tests.nursery import Nursery, Program
 
 START_METHODS = ("fork", "forkserver", "spawn")
 PASSED = pytest.StashKey[bool]()
@@ -107,3 +110,41 @@ def loader_class(request: pytest.FixtureRequest) -> type[torch.utils.data.DataLo
     if request.param == "torch":
         return torch.utils.data.DataLoader
     return pytest.importorskip("asyncloader").DataLoader
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """The process from which programs are forked."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Starts a program from its source; what is left of it in the end is killed."""
+    programs = []
+
+    def begin(source: str, *arguments: object, **environment: str) -> Program:
+        path = tmp_path / f"program_{len(programs)}.py"
+        path.write_text(textwrap.dedent(source))
+        programs.append(nursery.start(path, *map(str, arguments), **environment))
+        return programs[-1]
+
+    yield begin
+    for program in programs:
+        program.close()
+
+
+@pytest.fixture
+def run(start: Callable[..., Program]) -> Callable[..., Program]:
+    """Runs a program to its end, within a time limit, and sees that nothing of it is left."""
+
+    def whole(source: str, *arguments: object, timeout_s: float = 30.0, **environment: str) -> Program:
+        program = start(source, *arguments, **environment)
+        program.wait(timeout_s)
+        left = program.survivors(3.0)
+        assert not left, program.explain(f"left behind: {left}")
+        return program
+
+    return whole

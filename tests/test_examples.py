@@ -40,6 +40,7 @@ def test_train_digits_reports_accuracy_and_waiting(digits: Path) -> None:
     assert len(list(digits.glob("*/*.png"))) == 1797
 
 
+@pytest.mark.slow
 def test_train_digits_fails_below_the_accuracy_asked_for(digits: Path) -> None:
     """One epoch does not reach 99 %, and the exit code says so."""
     done = run_example("train_digits.py", "--epochs", "1", "--min-accuracy", "0.99", "--data", digits, "--workers", "0")
@@ -89,6 +90,7 @@ def test_train_from_postgres_compares_and_trains(digits: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tinyloader_experiment_draws_a_picture(tmp_path: Path) -> None:
     """A small run measures the three loaders, prints a table with all of them and draws the picture."""
     picture = tmp_path / "new" / "tinyloader.png"
@@ -102,6 +104,7 @@ def test_tinyloader_experiment_draws_a_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_prometheus_metrics_answers_while_it_trains(digits: Path) -> None:
     """A scrape after two epochs shows the batches of the last one, and the time of each stage."""
     pytest.importorskip("prometheus_client")

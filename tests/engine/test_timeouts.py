@@ -45,25 +45,28 @@ async def take(iterator: Any, face: str) -> Any:
 @pytest.mark.parametrize("face", FACES)
 async def test_a_timeout_says_all_that_is_known(face: str, tmp_path: Path) -> None:
     """Types, torch's words, indices, the worker's pid and its stack; the next call waits for the same batch."""
-    loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, timeout=0.3)
+    loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, timeout=0.6)
     iterator = iter(loader)
     assert (await take(iterator, face)).tolist() == [0, 1, 2, 3]
+    took = []
     for _ in range(2):
         begun = time.monotonic()
         with pytest.raises(BatchTimeoutError) as caught:
             await take(iterator, face)
-        assert 0.3 <= time.monotonic() - begun < 1.5
+        took.append(time.monotonic() - begun)
         error = caught.value
         assert isinstance(error, TimeoutError)
         assert isinstance(error, RuntimeError)
-        assert "DataLoader timed out after 0.3 seconds" in str(error)
-        assert (error.timeout_s, error.keys, error.pid) == (0.3, [4, 5, 6, 7], iterator._workers[1].pid)
+        assert "DataLoader timed out after 0.6 seconds" in str(error)
+        assert (error.timeout_s, error.keys, error.pid) == (0.6, [4, 5, 6, 7], iterator._workers[1].pid)
         assert "[4, 5, 6, 7]" in str(error)
         assert f"pid {error.pid}" in str(error)
         assert error.stack in str(error)
         assert "in wait_for_the_gate" in error.stack
         assert "test_timeouts.py" in error.stack
         del caught, error
+    assert min(took) >= 0.6
+    assert min(took) < 2.0
     (tmp_path / "gate").touch()
     for expected in (4, 8, 12):
         assert (await take(iterator, face))[0] == expected

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.nursery import Program
-from tests.faults.programs import FACES, HUNG, NUMBERS, assert_within, seconds_after
+from tests.faults.programs import FACES, HUNG, NUMBERS, assert_within, end_alone, seconds_after
+from tests.nursery import Program
 
 Run = Callable[..., Program]
 
@@ -58,14 +58,20 @@ def test_iterators_alive_at_the_end(run: Run, alive: str, num_workers: int) -> N
         assert (program.returncode, program.err) == (0, "")
         return seconds_after(program, "bye")
 
-    assert_within(3.0, attempt)
+    assert_within(3.0, attempt, lambda: end_alone(run))
 
 
 @pytest.mark.parametrize(
     "face", ["next(iter_)", pytest.param("asyncio.run(iter_.__anext__())", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    "way", ["sleep", "interpreter's lock held", "a loop that swallows everything", "a thread that does not end"]
+    "way",
+    [
+        pytest.param("sleep", marks=pytest.mark.slow),
+        "interpreter's lock held",
+        pytest.param("a loop that swallows everything", marks=pytest.mark.slow),
+        "a thread that does not end",
+    ],
 )
 def test_hung_workers_do_not_hold_up_the_end(run: Run, way: str, face: str) -> None:
     """The program ends within 3 s, whatever its workers do."""
@@ -84,7 +90,7 @@ say("bye")
         assert (program.returncode, program.err) == (0, "")
         return seconds_after(program, "bye")
 
-    assert_within(3.0, attempt)
+    assert_within(3.0, attempt, lambda: end_alone(run))
 
 
 def test_a_loop_that_is_late_at_the_end_still_kills(run: Run) -> None:
@@ -123,8 +129,8 @@ print(took, time.monotonic() - begun)
     program = run(NUMBERS + HUNG + main, ending)
     assert (program.returncode, program.err) == (0, "")
     took, gone = map(float, program.out.splitlines()[-1].split())
-    assert gone < 3.7
-    assert took < 3.7 if ending == "close" else took < 0.1
+    assert gone < 5.0
+    assert took < 5.0 if ending == "close" else took < 1.0
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -211,7 +217,7 @@ say("bye")
         assert (program.returncode, program.err) == (0, "")
         return seconds_after(program, "bye")
 
-    assert_within(3.0, attempt)
+    assert_within(3.0, attempt, lambda: end_alone(run))
 
 
 def test_a_batch_in_work_on_a_thread_at_the_end(run: Run) -> None:
@@ -238,7 +244,7 @@ say("bye")
         assert (program.returncode, program.err) == (0, "")
         return seconds_after(program, "bye")
 
-    assert_within(3.0, attempt)
+    assert_within(3.0, attempt, lambda: end_alone(run))
 
 
 CLEANUP = """

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.nursery import Program
 from tests.faults.programs import FACES, NUMBERS
+from tests.nursery import Program
 
 Run = Callable[..., Program]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.nursery import Program
 from tests.faults.programs import FACES, NUMBERS, QUICK_FACES
+from tests.nursery import Program
 
 Run = Callable[..., Program]
 
@@ -109,7 +109,7 @@ print("after")
 
 
 @pytest.mark.parametrize("face", QUICK_FACES)
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "statement",
     [

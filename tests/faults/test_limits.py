@@ -14,9 +14,9 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from tests.faults.nursery import Program
 from tests.faults.programs import FACES, NUMBERS
 from tests.leftovers import descendants
+from tests.nursery import Program
 
 Run = Callable[..., Program]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.nursery import Program
 from tests.faults.programs import HUNG, NUMBERS
+from tests.nursery import Program
 
 MAIN = """
 if __name__ == "__main__":

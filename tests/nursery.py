@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import json
 import os
@@ -28,7 +29,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 # ------------------------------------------------------------------------------------------------ the nursery's side
@@ -98,6 +99,8 @@ def main() -> types.CodeType:
     import asyncloader.loader  # noqa: F401
 
     torch.empty(0)
+    gc.collect()
+    gc.freeze()
     request = serve_requests(socket.socket(fileno=int(sys.argv[1])))
     path = request["path"]
     globals()["_nursery"] = sys.modules["__main__"]
