@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,19 @@ class Numbers(Dataset[Any]):
             time.sleep(self._seconds)
         if self._error is not None and (self._at is None or key == self._at):
             raise type(self._error)(*self._error.args)
+        return key
+
+
+class Gated(Numbers):
+    """Two batches of four; the second one waits for a gate, a file."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__(8)
+        self._gate = gate
+
+    def __getitem__(self, key: Any) -> Any:
+        while key == 4 and not self._gate.exists():
+            time.sleep(0.002)
         return key
 
 
@@ -338,6 +352,26 @@ async def test_nothing_is_lost_by_cancelling_at_any_moment(num_workers: int) -> 
             chance.choice(tasks).cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     assert sorted(seen) == list(range(0, 1200, 4))
+
+
+@WORKERS
+async def test_the_end_is_told_when_the_last_batch_is_taken(num_workers: int, tmp_path: Path) -> None:
+    """A task that finds nothing more to be made gets the batch of one that is cancelled, and the end after it."""
+    gate = tmp_path / "gate"
+    iterator = aiter(DataLoader(Gated(gate), batch_size=4, num_workers=num_workers))
+    assert (await anext(iterator)).tolist() == [0, 1, 2, 3]
+    first, second, third = (asyncio.ensure_future(anext(iterator)) for _ in range(3))
+    done, _ = await asyncio.wait([first, second, third], timeout=0.1)
+    assert not done
+    first.cancel()
+    await asyncio.sleep(0)
+    gate.touch()
+    ended = await asyncio.gather(second, third, return_exceptions=True)
+    assert sorted(type(one).__name__ for one in ended) == ["StopAsyncIteration", "Tensor"]
+    (batch,) = (one for one in ended if isinstance(one, torch.Tensor))
+    assert batch.tolist() == [4, 5, 6, 7]
+    with pytest.raises(StopAsyncIteration):
+        await anext(iterator)
 
 
 @WORKERS

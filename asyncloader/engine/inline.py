@@ -26,7 +26,7 @@ from asyncloader.engine.faults import Faults, make_faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.plan import Done
-from asyncloader.engine.portal import EXIT_GRACE_S, get_portal
+from asyncloader.engine.portal import EXIT_GRACE_S, get_portal, stop_daemon
 from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.transport.collate import recycling_collate
@@ -161,7 +161,7 @@ class FetchThread:
         self._fetcher = fetcher
         self._requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        _alive.add(self)
+        _fetching.add(self)
 
     def request(self, keys: Any) -> None:
         """Ask for the batch of these keys."""
@@ -211,25 +211,6 @@ def _cancelled(cause: BaseException) -> RuntimeError:
     return error
 
 
-_alive: weakref.WeakSet[FetchThread] = weakref.WeakSet()
-
-
-def _stop_at_exit() -> None:
-    """End all threads, or wait for them a while: the interpreter's end unwinds a daemon thread wherever it is.
-
-    In the middle of torch's C++ that is ``std::terminate``: the program would be aborted with a core dump.
-    """
-    deadline = time.monotonic() + EXIT_GRACE_S
-    everyone = tuple(_alive)
-    for fetching in everyone:
-        fetching.stop()
-    for fetching in everyone:
-        fetching.join(max(0.0, deadline - time.monotonic()))
-
-
-threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]
-
-
 class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
     """Batches made in this process."""
 
@@ -251,6 +232,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._taking = threading.Lock()
         self._asking = threading.Lock()  # held to read the sampler, and to change the two numbers
         self._wanting = 0  # consumers in `__anext__`
+        _iterators.add(self)
 
     def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults, key: tuple[int, int, int]) -> TimedFetcher:
         """Return what makes batches, with a clock around it."""
@@ -297,6 +279,8 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
     def __next__(self) -> Any:
         self._check_usable()
         with self._taking:
+            if _is_exiting:
+                stop_daemon()
             if self._fetching.unserved and (item := self._left_over()) is not None:
                 try:
                     return item.open()
@@ -342,7 +326,12 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             del item
 
     def _has_news(self) -> bool:
-        return bool(self._fetching.handoff.ready) or self._closed
+        return bool(self._fetching.handoff.ready) or self._closed or self._is_at_end
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the sampler has ended, and what was asked for is taken."""
+        return self._exhausted and not self._fetching.unserved
 
     def _take_or_request(self, asked_at: float) -> Item | None:
         """Take a batch, or see that one is on its way for each consumer that waits and for this one.
@@ -360,11 +349,17 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                     if fetching.unserved < self._wanting:
                         self._request()
                     return None
-                fetching.unserved -= 1
-                self._count_one(item)
+                self._serve(item)
                 if not item.left_out:
                     self._count(item, asked_at)
                     return item
+
+    def _serve(self, item: Item) -> None:
+        """Count an item that is taken; after the last one, those who still wait learn that there is no more."""
+        self._fetching.unserved -= 1
+        self._count_one(item)
+        if self._is_at_end:
+            self._fetching.handoff.wake_all()
 
     def _count(self, item: Item, asked_at: float) -> None:
         if item.passage is not None:
@@ -378,8 +373,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         while self._fetching.unserved > self._wanting:
             with self._asking, contextlib.suppress(IndexError):
                 item = handoff.ready.popleft()
-                self._fetching.unserved -= 1
-                self._count_one(item)
+                self._serve(item)
                 if not item.left_out:
                     self._count(item, 0.0)
                     return item
@@ -395,12 +389,19 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             return keys
 
     def _request(self) -> None:
-        try:
-            keys = self._read_sampler()
-        except StopIteration:
+        """Ask for another batch. If there is none, one may be on its way whose consumer is cancelled: it is waited for.
+
+        Raises:
+            StopAsyncIteration: if everything was taken.
+        """
+        if not self._exhausted:
+            with contextlib.suppress(StopIteration):
+                self._fetching.request(self._read_sampler())
+                return
+        if self._is_at_end:
+            self._record.progress.finished = True
             self._meter.told()
-            raise StopAsyncIteration from None
-        self._fetching.request(keys)
+            raise StopAsyncIteration
 
     def _read_sampler(self) -> Any:
         """Read the next batch of keys that is still to be made."""
@@ -441,3 +442,34 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
     async def aclose(self) -> None:
         """End as `close` does, without blocking the loop."""
         await asyncio.to_thread(self.close)
+
+    def wait_made(self, timeout_s: float) -> None:
+        """Wait until no batch is being made in a caller's thread."""
+        if self._taking.acquire(timeout=timeout_s):
+            self._taking.release()
+
+
+# ------------------------------------------------------------------------------------------------- interpreter's exit
+
+_fetching: weakref.WeakSet[FetchThread] = weakref.WeakSet()
+_iterators: weakref.WeakSet[InlineIterator[Any]] = weakref.WeakSet()
+_is_exiting = False
+
+
+def _stop_at_exit() -> None:
+    """End our threads, and let those of others finish their batch: the interpreter's end unwinds a daemon thread.
+
+    In the middle of torch's C++ that is ``std::terminate``: the program would be aborted with a core dump.
+    """
+    global _is_exiting
+    _is_exiting = True
+    deadline = time.monotonic() + EXIT_GRACE_S
+    for fetching in tuple(_fetching):
+        fetching.stop()
+    for fetching in tuple(_fetching):
+        fetching.join(max(0.0, deadline - time.monotonic()))
+    for iterator in tuple(_iterators):
+        iterator.wait_made(max(0.0, deadline - time.monotonic()))
+
+
+threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]

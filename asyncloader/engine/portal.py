@@ -121,13 +121,9 @@ class Portal:
         self._thread.join(1.0)
 
     def stop_daemon(self) -> None:
-        """Do not return to a daemon thread if the interpreter is exiting.
-
-        Called before something would be raised because of that. The interpreter abandons daemon threads in a moment,
-        wherever they are; until then they would write tracebacks of errors that nobody made.
-        """
+        """Do not return to a daemon thread, before something is raised because the interpreter is exiting."""
         if self.is_closing:
-            _stop_daemon()
+            stop_daemon()
 
     def _close_residents(self) -> tuple[Resident, ...]:
         self.is_closing = True  # what would come to live here from now on would be forgotten
@@ -178,7 +174,12 @@ def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, .
         del future  # it would be in a cycle with the error, whose traceback refers to this frame
 
 
-def _stop_daemon() -> None:
+def stop_daemon() -> None:
+    """Do not return to a daemon thread: the interpreter is exiting.
+
+    It abandons daemon threads in a moment, wherever they are; until then they would write tracebacks of errors that
+    nobody made.
+    """
     if threading.current_thread().daemon:
         threading.Event().wait()
 
@@ -221,7 +222,7 @@ def get_portal() -> Portal:
             _portal = Portal()
         portal = _portal
     if portal is None:
-        _stop_daemon()
+        stop_daemon()
         raise exiting()
     return portal
 
