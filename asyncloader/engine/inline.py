@@ -444,8 +444,8 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         await asyncio.to_thread(self.close)
 
     def wait_made(self, timeout_s: float) -> None:
-        """Wait until no batch is being made in a caller's thread."""
-        if self._taking.acquire(timeout=timeout_s):
+        """Wait until no batch is being made in a caller's thread, which a fork of that process does not have."""
+        if self._pid == os.getpid() and self._taking.acquire(timeout=timeout_s):
             self._taking.release()
 
 

@@ -74,6 +74,29 @@ else:
     assert program.err == "" or (ending == "raise ValueError" and program.err.count("Traceback") == 1)
 
 
+def test_a_fork_does_not_wait_for_a_batch_of_the_parents(run: Run) -> None:
+    """Which a thread was making that is not there; without workers."""
+    main = """
+class Held(Numbers):
+    def __getitem__(self, index):
+        reached.set()
+        threading.Event().wait()
+def seconds_of_a_child():
+    begun = time.monotonic()
+    if (pid := os.fork()) == 0:
+        sys.exit(0)
+    os.waitpid(pid, 0)
+    return time.monotonic() - begun
+reached = threading.Event()
+alone = seconds_of_a_child()
+threading.Thread(target=list, args=(DataLoader(Held()),), daemon=True).start()
+reached.wait()
+print(seconds_of_a_child() - alone < 1)
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out, program.err) == (0, "True\n", "")
+
+
 @pytest.mark.parametrize("face", FACES)
 def test_a_fork_has_loaders_of_its_own(run: Run, face: str) -> None:
     """A child makes iterators anew, with the parent's loader or another, and its own exit ends them."""
