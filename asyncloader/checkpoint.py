@@ -31,6 +31,7 @@ from asyncloader.engine.draws import Draws
 from asyncloader.engine.plan import Plan, load_samplers, own_states, samplers_within
 from asyncloader.engine.progress import Progress
 from asyncloader.errors import StateMismatchError
+from asyncloader.protocols import probe
 from asyncloader.samplers import ElasticSampler
 from asyncloader.workers.snapshot import Start, as_plain, from_plain, is_stateful, plain, unplain
 
@@ -81,7 +82,7 @@ class Fits:
 
 
 def _is_divided(sampler: Any) -> bool:
-    return isinstance(getattr(sampler, "num_replicas", None), int) and isinstance(getattr(sampler, "rank", None), int)
+    return isinstance(probe(sampler, "num_replicas"), int) and isinstance(probe(sampler, "rank"), int)
 
 
 def _length(thing: Any) -> int | None:
@@ -208,7 +209,7 @@ class Beginning:
         if state is not None:
             pairs = zip_longest(self._draws.check(), state["check"][: len(self._before)])
             self._left_alone = [now == saved for now, saved in pairs]
-            loader._epoch = state["epoch"]
+            loader._runs_begun = state["epoch"]
             self._begun = self._draws.from_text(state["draws"])
             self._draws.restore(self._begun)
 
@@ -292,7 +293,9 @@ def initial_state(loader: DataLoader[Any]) -> dict[str, Any]:
     kind = "iterable" if isinstance(loader.dataset, IterableDataset) else "map"
     draws = Draws(loader.generator, samplers_within(loader._index_sampler))
     samplers = plain(own_states(loader._index_sampler))
-    return _state(kind, loader._epoch, Fits.of(loader).describe(), draws.as_text(draws.capture()), samplers=samplers)
+    return _state(
+        kind, loader._runs_begun, Fits.of(loader).describe(), draws.as_text(draws.capture()), samplers=samplers
+    )
 
 
 def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any) -> dict[str, Any]:

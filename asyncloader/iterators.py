@@ -35,10 +35,12 @@ from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Session, State
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
+from asyncloader.protocols import probe
 from asyncloader.workers.backend import Backend
 from asyncloader.workers.handle import WorkerHandle
 from asyncloader.workers.local import LocalPool
 from asyncloader.workers.messages import EpochSpec, WorkerSpec
+from asyncloader.workers.modes import Modes
 from asyncloader.workers.pool import Pool
 from asyncloader.workers.process import WorkerProcess
 from asyncloader.workers.snapshot import is_stateful
@@ -75,7 +77,7 @@ class WorkerIterator(Faces[T_co]):
             raise AssertionError("prefetch_factor must be positive")
         self._num_places = max(1, loader.num_workers)  # one on the portal's loop if there are no workers
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._options = loader._options()
+        self._options = loader._checked_options()
         self._concurrency = concurrency_of(loader)
         self._window = self._window_of(loader)
         self._runs = 0
@@ -115,7 +117,7 @@ class WorkerIterator(Faces[T_co]):
         dataset = loader.dataset
         tells_place = self._options.on_crash != "skip"
         return Policy(
-            replaceable=tells_place and getattr(dataset, "deterministic", False) is True,
+            replaceable=tells_place and probe(dataset, "deterministic") is True,
             is_stream=True,
             tells_place=tells_place,
             keeps_first=is_stateful(dataset) and loader.num_workers > 0,
@@ -192,7 +194,15 @@ class WorkerIterator(Faces[T_co]):
             concurrency=self._concurrency.samples,
             is_async=self._concurrency.is_async,
             snapshot_every=self._options.snapshot_every_n_steps if self._is_iterable else 1,
+            modes=self._modes(loader),
         )
+
+    def _modes(self, loader: DataLoader[T_co]) -> Modes | None:
+        """Look at torch's modes of the caller, where torch's workers would be forked with them."""
+        if not loader.num_workers:
+            return None
+        is_forked = self._options.worker_backend == "thread" or loader._start_context().get_start_method() == "fork"
+        return Modes.of_this_thread() if is_forked else None
 
     def _seeds_each_batch(self) -> bool:
         """Whether workers seed for each batch.
@@ -257,6 +267,7 @@ class WorkerIterator(Faces[T_co]):
         self._check_usable()
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
         while (item := self._take_or_read_on(asked_at)) is None:
+            consumer = self._consumer  # that of another run, if the iterator has begun one meanwhile
             if not consumer.run.handoff.wait(consumer.has_news, deadline) and not consumer.has_news():
                 error = self._wait_report(self._report_overdue())
                 if error is not None and not consumer.has_news():  # it may have come in the last moment
@@ -309,8 +320,6 @@ class WorkerIterator(Faces[T_co]):
             del item
 
     async def _wait_async(self, asked_at: float) -> Item:
-        consumer = self._consumer
-        handoff = consumer.run.handoff
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
         while True:
             try:
@@ -319,7 +328,8 @@ class WorkerIterator(Faces[T_co]):
                 raise StopAsyncIteration from None
             if item is not None:
                 return item
-            if not await handoff.wait_async(consumer.has_news, deadline) and not consumer.has_news():
+            consumer = self._consumer
+            if not await consumer.run.handoff.wait_async(consumer.has_news, deadline) and not consumer.has_news():
                 error = await self._wait_report_async(self._report_overdue())
                 if error is not None and not consumer.has_news():
                     try:
@@ -412,6 +422,10 @@ class WorkerIterator(Faces[T_co]):
         if self._session.pid == os.getpid():
             self._session.request_close()
             await asyncio.to_thread(self._session.wait_closed, END_GRACE_S + 1.0)
+
+    def _shutdown_workers(self) -> None:
+        """End the workers, under the name that torch's iterator has for it, which some programs use."""
+        self.close()
 
     @property
     def _workers(self) -> list[WorkerHandle]:

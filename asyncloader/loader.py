@@ -222,13 +222,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.worker_backend = worker_backend
         self.trace = trace
         self.snapshot_every_n_steps = snapshot_every_n_steps
-        self._epoch = 0
+        self._runs_begun = 0
         self._newest: Callable[[], Any] = _nothing
         self._meter: Meter | None = None
         self._record: Record | None = None
         self._loaded: dict[str, Any] | None = None
         self._tracer: Trace | None = None
-        self._options()
+        self._checked_options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
@@ -240,13 +240,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if "__init__" in vars(cls):
             _name_options(cls.__dict__["__init__"])
 
-    def _options(self) -> Options:
+    def _checked_options(self) -> Options:
         """Check and freeze our options, as they are now."""
         return Options(**{name: getattr(self, name) for name in Options.__dataclass_fields__})
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""
-        now, defaults = self._options(), Options()
+        now, defaults = self._checked_options(), Options()
         changed = [name for name in Options.__dataclass_fields__ if getattr(now, name) != getattr(defaults, name)]
         return ", ".join(f"{name}={getattr(now, name)!r}" for name in changed)
 
@@ -269,7 +269,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _drop_unusable(self) -> None:
         """Forget persistent workers that were closed, or belong to the process that this one was forked from."""
         iterator: Any = self._iterator
-        if iterator is not None and not iterator._is_usable:
+        if iterator is not None and not getattr(iterator, "_is_usable", True):  # a subclass may use torch's
             self._iterator = None
 
     def _get_iterator(self) -> Any:
@@ -332,7 +332,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._loaded = copy.deepcopy(state) or None
         self._record = None
         self._iterator = None
-        self._epoch = 0
+        self._runs_begun = 0
 
     def close(self) -> None:
         """Close the newest iterator and wait until its workers are gone, 3 s at most."""
@@ -341,8 +341,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _next_epoch(self) -> int:
         """Count the runs over the data of this loader."""
-        self._epoch += 1
-        return self._epoch - 1
+        self._runs_begun += 1
+        return self._runs_begun - 1
 
     def _start_context(self) -> BaseContext:
         context = self.multiprocessing_context

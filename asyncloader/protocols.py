@@ -65,6 +65,22 @@ class AsyncResource(Protocol):
         """Close, on every orderly end."""
 
 
+def is_resource(thing: Any) -> bool:
+    """Whether it is an `AsyncResource`, by its class: `isinstance` would ask a ``__getattr__`` as well."""
+    return hasattr(type(thing), "__aenter__") and hasattr(type(thing), "__aexit__")
+
+
+def probe(thing: Any, name: str) -> Any:
+    """Return an attribute that an object may have; None if it does not, or if its ``__getattr__`` fails in its own way.
+
+    torch does not ask for most of those that we ask for, so a ``__getattr__`` that raises a KeyError works there.
+    """
+    try:
+        return getattr(thing, name, None)
+    except Exception:
+        return None
+
+
 def members(dataset: Any) -> Iterator[Any]:
     """Yield the dataset and what is inside torch's wrappers, each once."""
     found: dict[int, Any] = {}
@@ -110,6 +126,6 @@ def _is_async_itself(dataset: Any) -> bool:
     return (
         hasattr(kind, "__aiter__")
         or inspect.iscoroutinefunction(getattr(kind, "__getitem__", None))
-        or inspect.iscoroutinefunction(getattr(dataset, "__getitems__", None))
-        or isinstance(dataset, AsyncResource)
+        or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
+        or is_resource(dataset)
     )

@@ -50,10 +50,10 @@ class Numbers(Dataset[Any]):
 
 
 class Gated(Numbers):
-    """Two batches of four; the second one waits for a gate, a file."""
+    """Batches of four; the second one waits for a gate, a file."""
 
-    def __init__(self, gate: Path) -> None:
-        super().__init__(8)
+    def __init__(self, gate: Path, length: int = 8) -> None:
+        super().__init__(length)
         self._gate = gate
 
     def __getitem__(self, key: Any) -> Any:
@@ -372,6 +372,49 @@ async def test_the_end_is_told_when_the_last_batch_is_taken(num_workers: int, tm
     assert batch.tolist() == [4, 5, 6, 7]
     with pytest.raises(StopAsyncIteration):
         await anext(iterator)
+
+
+@WORKERS
+async def test_a_thread_and_a_task_want_the_batch_of_one_that_is_cancelled(num_workers: int, tmp_path: Path) -> None:
+    """Who asks first gets it, the other one the next; none of them sleeps beside a ready batch."""
+    gate = tmp_path / "gate"
+    iterator = aiter(DataLoader(Gated(gate, 12), batch_size=4, num_workers=num_workers))
+    assert (await anext(iterator)).tolist() == [0, 1, 2, 3]
+    first = asyncio.create_task(anext(iterator))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    await asyncio.sleep(0)
+    with ThreadPoolExecutor(1) as threads:
+        in_thread = asyncio.wrap_future(threads.submit(next, iterator))
+        await asyncio.sleep(0.05)
+        in_task = asyncio.ensure_future(anext(iterator))
+        await asyncio.sleep(0.05)
+        gate.touch()
+        async with asyncio.timeout(SOON_S):
+            found = await asyncio.gather(in_thread, in_task)
+    assert sorted(int(batch[0]) for batch in found) == [4, 8]
+    with pytest.raises(StopAsyncIteration):
+        await anext(iterator)
+
+
+@WORKERS
+async def test_a_state_is_loaded_while_a_task_waits(num_workers: int, tmp_path: Path) -> None:
+    """The task gets its batch, or the one that comes next from there, or a clear error; and the iterator goes on."""
+    gate = tmp_path / "gate"
+    loader = DataLoader(Gated(gate), batch_size=4, num_workers=num_workers)
+    iterator = aiter(loader)
+    state = iterator.state_dict()
+    await anext(iterator)
+    waiting = asyncio.ensure_future(anext(iterator))
+    first = None
+    await asyncio.sleep(0.05)
+    gate.touch()
+    await asyncio.to_thread(iterator.load_state_dict, state)
+    async with asyncio.timeout(SOON_S):
+        with contextlib.suppress(LoaderClosedError):
+            first = int((await waiting)[0])
+        rest = [int(batch[0]) async for batch in iterator]
+    assert (first, rest) in [(0, [4]), (4, [0, 4]), (None, [0, 4])]
 
 
 @WORKERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncloader.protocols import is_async
+from asyncloader.protocols import is_async, probe
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
@@ -50,5 +50,5 @@ def _batch_size(loader: DataLoader[Any]) -> int:
     sampler: Any = loader.batch_sampler
     if sampler is None:
         return 1
-    size = loader.batch_size or getattr(sampler, "batch_size", None)
+    size = loader.batch_size or probe(sampler, "batch_size")
     return size if isinstance(size, int) and size > 0 else _UNKNOWN_BATCH_SIZE

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.plan import Done
 from asyncloader.engine.progress import Progress
@@ -156,4 +157,4 @@ class Consumer:
     def _note_taker(self) -> None:
         """Remember who takes: at interpreter exit, threads that train on are waited for."""
         self._taker = threading.get_ident()
-        self._session.portal.note_user()
+        exits.note_user()

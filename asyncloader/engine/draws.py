@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from asyncloader.protocols import probe
 from asyncloader.workers.snapshot import is_stateful
 
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
@@ -130,7 +131,7 @@ class Draws:
         for sampler in samplers:
             if type(sampler) in _DRAW_NOTHING:
                 continue
-            own = getattr(sampler, "generator", None)
+            own = probe(sampler, "generator")
             own = own if isinstance(own, torch.Generator) else torch.default_generator
             if not any(own is other for other in generators):
                 generators.append(own)

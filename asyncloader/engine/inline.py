@@ -21,17 +21,19 @@ import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.checkpoint import Beginning
+from asyncloader.engine import exits
 from asyncloader.engine.faces import Faces, check_owner
 from asyncloader.engine.faults import Faults, make_faults
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.plan import Done
-from asyncloader.engine.portal import EXIT_GRACE_S, get_portal, stop_daemon
+from asyncloader.engine.portal import get_portal
 from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers import place
 from asyncloader.workers.fetch import Fetcher, IterableFetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.modes import Modes
 from asyncloader.workers.snapshot import Keeper
 
 if TYPE_CHECKING:
@@ -118,9 +120,14 @@ class TimedFetcher:
         self._auto_collation = auto_collation
         self._collate_s = 0.0
         self._count = 0
+        self._one_at_a_time = threading.Lock()  # `for` in one thread, the thread of `async for`
 
     def fetch(self, keys: Any) -> Any:
         """Make the batch of these keys."""
+        with self._one_at_a_time:
+            return self._make(keys)
+
+    def _make(self, keys: Any) -> Any:
         began = time.perf_counter()
         keeper, self.snapshot = self._keeper, None
         if keeper is not None:
@@ -158,15 +165,17 @@ class FetchThread:
     def __init__(self, fetcher: Any) -> None:
         self.handoff: Handoff[Item] = Handoff()
         self.unserved = 0  # requests less batches taken; changed by consumers, one at a time
+        self.wanting = 0  # consumers that wait for one; likewise
         self._fetcher = fetcher
         self._requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        _fetching.add(self)
+        _threads.add(self)
 
     def request(self, keys: Any) -> None:
         """Ask for the batch of these keys."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="asyncloader fetch", daemon=True)
+            modes = Modes.of_this_thread()
+            self._thread = threading.Thread(target=self._run, args=(modes,), name="asyncloader fetch", daemon=True)
             self._thread.start()
         self.unserved += 1
         self._requests.put([keys])
@@ -180,7 +189,11 @@ class FetchThread:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _run(self) -> None:
+    def _run(self, modes: Modes) -> None:
+        with modes.active():
+            self._serve()
+
+    def _serve(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
                 batch = self._fetcher.fetch(request.pop())
@@ -230,8 +243,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._closed = False
         self._exhausted = False
         self._taking = threading.Lock()
-        self._asking = threading.Lock()  # held to read the sampler, and to change the two numbers
-        self._wanting = 0  # consumers in `__anext__`
+        self._asking = threading.Lock()  # held to read the sampler, and to change the thread's two numbers
         _iterators.add(self)
 
     def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults, key: tuple[int, int, int]) -> TimedFetcher:
@@ -245,7 +257,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             if starts[0].snapshot is not None:
                 iterator = None  # that was made before the dataset was in its state
         timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper)
-        options = loader._options()
+        options = loader._checked_options()
         fetch = make_fetcher(
             self._dataset,
             is_iterable=is_iterable,
@@ -277,26 +289,25 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                 return batch
 
     def __next__(self) -> Any:
-        self._check_usable()
-        with self._taking:
-            if _is_exiting:
-                stop_daemon()
-            if self._fetching.unserved and (item := self._left_over()) is not None:
-                try:
-                    return item.open()
-                finally:
-                    del item
-            asked_at = time.perf_counter()
-            try:
-                batch = self._next_here()
-            except StopIteration:
-                self._meter.told()
-                raise
-            except Exception:
-                self._meter.failed()
-                raise
-            self._meter.took(asked_at, self._dataset_fetcher.passage, 0, 0)
-            return batch
+        while True:
+            self._check_usable()
+            with self._taking:
+                if not (_is_exiting and exits.is_left_behind()):
+                    return self._next_from_thread() if self._fetching.unserved else self._next_made_here()
+            exits.stop_daemon()
+
+    def _next_made_here(self) -> Any:
+        asked_at = time.perf_counter()
+        try:
+            batch = self._next_here()
+        except StopIteration:
+            self._meter.told()
+            raise
+        except Exception:
+            self._meter.failed()
+            raise
+        self._meter.took(asked_at, self._dataset_fetcher.passage, 0, 0)
+        return batch
 
     def _next_here(self) -> Any:
         if torch._C._autograd._profiler_enabled() or self._dataset_kind != 0:
@@ -305,25 +316,56 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._num_yielded += 1
         return batch
 
+    def _next_from_thread(self) -> Any:
+        """Take a batch that was asked for by a task that was cancelled, or the next one while tasks wait for theirs."""
+        asked_at = time.perf_counter()
+        fetching = self._fetching
+        self._want(fetching, 1)
+        try:
+            while (item := self._take_or_request(asked_at)) is None:
+                if self._exhausted and fetching.unserved < fetching.wanting:
+                    raise StopIteration  # what comes is for tasks, perhaps of a loop in this thread
+                fetching.handoff.wait(self._has_news, None)
+                self._check_usable()
+        finally:
+            self._want(fetching, -1)
+        try:
+            return item.open()
+        finally:
+            del item
+
     async def __anext__(self) -> Any:
         self._check_usable()
         await self._let_the_loop_turn()
-        asked_at = time.perf_counter()
-        with self._asking:
-            self._wanting += 1
-        try:
-            while (item := self._take_or_request(asked_at)) is None:
-                await self._fetching.handoff.wait_async(self._has_news, None)
-                self._check_usable()
-        finally:
-            with self._asking:
-                self._wanting -= 1
+        item = await self._wait_async(time.perf_counter())
         try:
             return item.open()
         except StopIteration:
             raise StopAsyncIteration from None
         finally:
             del item
+
+    async def _wait_async(self, asked_at: float) -> Item:
+        exits.note_user()
+        while True:
+            fetching = self._fetching
+            self._want(fetching, 1)
+            try:
+                while fetching is self._fetching:  # else the iterator has begun anew, from a state
+                    try:
+                        item = self._take_or_request(asked_at)
+                    except StopIteration:
+                        raise StopAsyncIteration from None
+                    if item is not None:
+                        return item
+                    await fetching.handoff.wait_async(self._has_news, None)
+                    self._check_usable()
+            finally:
+                self._want(fetching, -1)
+
+    def _want(self, fetching: FetchThread, change: int) -> None:
+        with self._asking:
+            fetching.wanting += change
 
     def _has_news(self) -> bool:
         return bool(self._fetching.handoff.ready) or self._closed or self._is_at_end
@@ -334,11 +376,14 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         return self._exhausted and not self._fetching.unserved
 
     def _take_or_request(self, asked_at: float) -> Item | None:
-        """Take a batch, or see that one is on its way for each consumer that waits and for this one.
+        """Take a batch, or see that one is on its way for each consumer that waits.
 
         A batch whose consumer was cancelled waits for the next one: what was asked for is not asked for again. And one
         may be taken by a consumer that has just come, from under those who have waited: so this is looked at anew after
         each wait.
+
+        Raises:
+            StopIteration: if everything was taken.
         """
         fetching = self._fetching
         with self._asking:
@@ -346,7 +391,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                 try:
                     item = fetching.handoff.ready.popleft()
                 except IndexError:
-                    if fetching.unserved < self._wanting:
+                    if fetching.unserved < fetching.wanting:
                         self._request()
                     return None
                 self._serve(item)
@@ -359,6 +404,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._fetching.unserved -= 1
         self._count_one(item)
         if self._is_at_end:
+            self._record.progress.finished = True
             self._fetching.handoff.wake_all()
 
     def _count(self, item: Item, asked_at: float) -> None:
@@ -366,21 +412,6 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             self._meter.took(asked_at, item.passage, 0, len(self._fetching.handoff.ready))
         else:
             self._meter.failed()
-
-    def _left_over(self) -> Item | None:
-        """Take a batch that was made for a task that was cancelled; wait for it if it is being made."""
-        handoff = self._fetching.handoff
-        while self._fetching.unserved > self._wanting:
-            with self._asking, contextlib.suppress(IndexError):
-                item = handoff.ready.popleft()
-                self._serve(item)
-                if not item.left_out:
-                    self._count(item, 0.0)
-                    return item
-                continue
-            handoff.wait(self._has_news, None)
-            self._check_usable()
-        return None
 
     def _next_index(self) -> Any:
         with self._asking:
@@ -392,7 +423,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         """Ask for another batch. If there is none, one may be on its way whose consumer is cancelled: it is waited for.
 
         Raises:
-            StopAsyncIteration: if everything was taken.
+            StopIteration: if everything was taken.
         """
         if not self._exhausted:
             with contextlib.suppress(StopIteration):
@@ -401,7 +432,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         if self._is_at_end:
             self._record.progress.finished = True
             self._meter.told()
-            raise StopAsyncIteration
+            raise StopIteration
 
     def _read_sampler(self) -> Any:
         """Read the next batch of keys that is still to be made."""
@@ -451,25 +482,33 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
 
 # ------------------------------------------------------------------------------------------------- interpreter's exit
 
-_fetching: weakref.WeakSet[FetchThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[FetchThread] = weakref.WeakSet()
 _iterators: weakref.WeakSet[InlineIterator[Any]] = weakref.WeakSet()
 _is_exiting = False
 
 
 def _stop_at_exit() -> None:
-    """End our threads, and let those of others finish their batch: the interpreter's end unwinds a daemon thread.
+    """End our threads, and let daemon threads finish their batch: the interpreter's end unwinds them.
 
     In the middle of torch's C++ that is ``std::terminate``: the program would be aborted with a core dump.
     """
     global _is_exiting
+    exits.wait_for_users()
     _is_exiting = True
-    deadline = time.monotonic() + EXIT_GRACE_S
-    for fetching in tuple(_fetching):
+    deadline = time.monotonic() + exits.EXIT_GRACE_S
+    threads = exits.copied(_threads)
+    for fetching in threads:
         fetching.stop()
-    for fetching in tuple(_fetching):
+    for fetching in threads:
         fetching.join(max(0.0, deadline - time.monotonic()))
-    for iterator in tuple(_iterators):
+    for iterator in exits.copied(_iterators):
         iterator.wait_made(max(0.0, deadline - time.monotonic()))
 
 
+def _begin_in_child() -> None:
+    global _is_exiting
+    _is_exiting = False
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]

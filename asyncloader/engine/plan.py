@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
+from asyncloader.protocols import probe
 from asyncloader.workers.snapshot import is_stateful
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def samplers_within(index_sampler: Any) -> list[Any]:
         sampler = todo.pop(0)
         if sampler is not None and not any(sampler is other for other in found):
             found.append(sampler)
-            todo += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+            todo += [probe(sampler, name) for name in ("batch_sampler", "sampler")]
     return found
 
 
@@ -150,5 +151,5 @@ def own_states(index_sampler: Any) -> dict[str, Any] | None:
 
 
 def _epoch(sampler: Any) -> int | None:
-    epoch = getattr(sampler, "epoch", None)
-    return epoch if isinstance(epoch, int) and callable(getattr(sampler, "set_epoch", None)) else None
+    epoch = probe(sampler, "epoch")
+    return epoch if isinstance(epoch, int) and callable(probe(sampler, "set_epoch")) else None

@@ -15,8 +15,6 @@ after ``concurrent.futures`` was imported and so run before its hook.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.process  # its exit hook must be registered before ours
-import concurrent.futures.thread
 import contextlib
 import multiprocessing.util
 import os
@@ -29,13 +27,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from asyncloader.engine import exits
 from asyncloader.errors import LoaderClosedError, could_not_start, exiting
 from asyncloader.workers.process import try_descriptors
 
 T = TypeVar("T")
-
-EXIT_GRACE_S = 1.5
-"""At interpreter exit workers get this long to end by themselves, then they are killed. Seconds."""
 
 _DESCRIPTORS = 12
 """More than a loop needs."""
@@ -59,7 +55,6 @@ class Portal:
         self.loop = _new_event_loop()
         self.residents: set[Resident] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
-        self._users: set[threading.Thread] = set()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="asyncloader", daemon=True)
         self._thread.start()
@@ -112,10 +107,10 @@ class Portal:
         if self._is_closed or self.pid != os.getpid():
             return
         self._is_closed = True
-        self._wait_for_users()
-        deadline = time.monotonic() + EXIT_GRACE_S + 1.0
+        exits.wait_for_users()
+        deadline = time.monotonic() + exits.EXIT_GRACE_S + 1.0
         with contextlib.suppress(TimeoutError):
-            for resident in self.call(self._close_residents).result(EXIT_GRACE_S):
+            for resident in self.call(self._close_residents).result(exits.EXIT_GRACE_S):
                 resident.wait_closed(max(0.0, deadline - time.monotonic()))
         self.post(self._stop)
         self._thread.join(1.0)
@@ -123,13 +118,13 @@ class Portal:
     def stop_daemon(self) -> None:
         """Do not return to a daemon thread, before something is raised because the interpreter is exiting."""
         if self.is_closing:
-            stop_daemon()
+            exits.stop_daemon()
 
     def _close_residents(self) -> tuple[Resident, ...]:
         self.is_closing = True  # what would come to live here from now on would be forgotten
         residents = tuple(self.residents)
         for resident in residents:
-            resident.close_soon(EXIT_GRACE_S)
+            resident.close_soon(exits.EXIT_GRACE_S)
         return residents
 
     def _stop(self) -> None:
@@ -141,29 +136,6 @@ class Portal:
             resident.close_soon(0.0)
         self.loop.stop()
 
-    def note_user(self) -> None:
-        """Remember the calling thread as one that takes batches."""
-        thread = threading.current_thread()
-        if thread not in self._users:
-            for other in tuple(self._users):
-                if not other.is_alive():
-                    self._users.discard(other)
-            self._users.add(thread)
-
-    def _wait_for_users(self) -> None:
-        """Let threads that train on after the main thread has returned come to their end.
-
-        All that ever took a batch, for a thread may just be between two epochs. The interpreter would wait for them as
-        well, but only after this hook. Threads of an executor end when concurrent.futures' own hook tells them to,
-        which would be too late: it is told now.
-        """
-        while waiting := [thread for thread in tuple(self._users) if _may_go_on(thread)]:
-            pooled = concurrent.futures.thread._threads_queues
-            if any(thread in pooled for thread in waiting):
-                concurrent.futures.thread._python_exit()
-            for thread in waiting:
-                thread.join()
-
 
 def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, ...]) -> None:
     try:
@@ -172,20 +144,6 @@ def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, .
         future.set_exception(error)
     finally:
         del future  # it would be in a cycle with the error, whose traceback refers to this frame
-
-
-def stop_daemon() -> None:
-    """Do not return to a daemon thread: the interpreter is exiting.
-
-    It abandons daemon threads in a moment, wherever they are; until then they would write tracebacks of errors that
-    nobody made.
-    """
-    if threading.current_thread().daemon:
-        threading.Event().wait()
-
-
-def _may_go_on(thread: threading.Thread) -> bool:
-    return thread.is_alive() and not thread.daemon and thread is not threading.main_thread()
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -207,24 +165,18 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 _portal: Portal | None = None
 _making = threading.Lock()
-_is_exiting = False  # nobody would close a portal that is made from now on
+_is_exiting = False  # a portal that is made from now on ends with the process
 
 
 def get_portal() -> Portal:
-    """Return the portal of this process, started at first use.
-
-    Raises:
-        LoaderClosedError: if the interpreter is exiting and has none.
-    """
+    """Return the portal of this process, started at first use."""
     global _portal
+    if _portal is None and _is_exiting:
+        exits.stop_daemon()
     with _making:
-        if _portal is None and not _is_exiting:
+        if _portal is None:
             _portal = Portal()
-        portal = _portal
-    if portal is None:
-        stop_daemon()
-        raise exiting()
-    return portal
+        return _portal
 
 
 def _forget() -> None:
@@ -242,8 +194,8 @@ _inherited: list[Any] = []
 
 def _close_at_exit() -> None:
     global _is_exiting
-    with _making:
-        _is_exiting = True
+    exits.wait_for_users()
+    _is_exiting = True
     if _portal is not None:
         _portal.close()
 

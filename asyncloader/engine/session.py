@@ -185,7 +185,8 @@ class Session:
 
     def _begin(self, run: Run) -> None:
         """Begin another run with the same workers. What is left of the last one is dropped."""
-        self.run = run
+        last, self.run = self.run, run
+        last.handoff.wake_all()
         self._outbox.clear()  # of workers that are not started yet, for the last run
         if self.state is State.OPEN:
             self.pool.begin_epoch(run.epoch)

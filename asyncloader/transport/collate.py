@@ -45,6 +45,8 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     stacker = Stacker(recycler.allocate, RECYCLED_MIN, in_worker=False)
 
     def collate(batch: Any) -> Any:
+        if torch.get_default_device().type != "cpu":  # numbers and arrays become tensors there
+            return collate_fn(batch)
         recycler.begin_batch()
         # torch's map is looked at each time: the user may change it
         replaced = {**torch_collate.default_collate_fn_map, **_replacements(stacker)}
@@ -91,7 +93,7 @@ class Stacker:
             out = torch.frombuffer(memory, dtype=first.dtype).view(len(batch), *first.shape)
             return torch.stack(batch, 0, out=out)
         stacked = torch.stack(batch, 0)
-        if self._in_worker and (stacked.dtype is not first.dtype or stacked.requires_grad):
+        if self._in_worker and (stacked.dtype is not first.dtype or stacked.requires_grad or not _is_plain(stacked)):
             return torch.stack(batch, 0, out=first.new_empty(stacked.shape))
         return stacked
 
@@ -115,10 +117,15 @@ class Stacker:
         return self._in_worker or all(t.dtype is first.dtype and not t.requires_grad for t in batch)
 
 
+def _is_plain(stacked: torch.Tensor) -> bool:
+    """Whether the result has torch's layout: stacked without memory, samples in channels-last order keep theirs."""
+    return type(stacked) is not torch.Tensor or stacked.is_contiguous()
+
+
 def _are_alike(batch: Sequence[Array]) -> bool:
     """Whether concatenating these arrays is all there is to do (torch refuses negative strides, other byte orders)."""
     dtype, shape = batch[0].dtype, batch[0].shape
-    if dtype not in numpy_dtypes or not shape or shape[0] == 0:
+    if dtype not in numpy_dtypes or not shape or 0 in shape:
         return False
     return all(type(a) is np.ndarray and a.dtype is dtype and a.shape == shape and a.flags.c_contiguous for a in batch)
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from asyncloader.cores import usable_cores
 from asyncloader.workers import place
+from asyncloader.workers.modes import Modes
 from asyncloader.workers.overlap import Base, Job, settle
 
 _TICK_S = 0.005
@@ -54,6 +55,7 @@ class Lanes(Base):
         self._most = concurrency
         self._cores = max(1, min(concurrency, usable_cores() // max(1, num_workers)))
         self._whole = getattr(dataset, "__getitems__", None) if auto_collation else None
+        self._modes = Modes.of_this_thread()
         self._to_do: deque[tuple[Job, int]] = deque()
         self._at: dict[int, tuple[Job, int]] = {}  # by thread, what it is at
         self._tick: asyncio.TimerHandle | None = None
@@ -156,15 +158,19 @@ class Lanes(Base):
         ident = threading.get_ident()
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS, where all lanes are always awake
             self._clocks.append(time.pthread_getcpuclockid(ident))
-        while self._tokens.get():
-            while (work := self._next()) is not None:
-                job, position = work
-                if not job.is_over:
-                    self._at[ident] = work
-                    self._get(job, position)
-                    del self._at[ident]
-                del work, job
+        with self._modes.active():
+            while self._tokens.get():
+                self._work(ident)
         self._tell(self._on_lane_end)
+
+    def _work(self, ident: int) -> None:
+        while (work := self._next()) is not None:
+            job, position = work
+            if not job.is_over:
+                self._at[ident] = work
+                self._get(job, position)
+                del self._at[ident]
+            del work, job
 
     def _next(self) -> tuple[Job, int] | None:
         """Take the next sample to do; None if there is none, or others are to do it: then the lane sleeps."""

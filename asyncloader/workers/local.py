@@ -204,9 +204,10 @@ class LocalWorker:
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         try:
             server = self._make_server(spec, epoch)
-            server.open()
-            server.run()
-            server.close()
+            with server.modes():
+                server.open()
+                server.run()
+                server.close()
         except ParentGone:
             pass
         except BaseException as error:

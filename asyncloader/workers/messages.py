@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from asyncloader.options import OnError
+from asyncloader.workers.modes import Modes
 from asyncloader.workers.snapshot import Start
 
 HEADER = struct.Struct("<QB7x")
@@ -114,6 +115,7 @@ class WorkerSpec:
         concurrency: Samples that one worker fetches at once.
         snapshot_every: Batches from one snapshot of the dataset's state to the next.
         is_async: The dataset is async; else its samples are fetched on threads where there are several at once.
+        modes: Of the thread that iterates; None where the worker is not to have them.
     """
 
     dataset: Any
@@ -129,6 +131,7 @@ class WorkerSpec:
     concurrency: int = 1
     is_async: bool = False
     snapshot_every: int = 1
+    modes: Modes | None = None
 
     @property
     def overlaps(self) -> bool:

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from time import perf_counter
 from typing import Any
 
-from asyncloader.protocols import AsyncResource, members
+from asyncloader.protocols import is_resource, members
 from asyncloader.workers import place
 from asyncloader.workers.fetch import BadSample, Mender
 from asyncloader.workers.lanes import Lanes
@@ -92,7 +92,7 @@ class OverlapServer(Server):
 
     async def _enter_all(self, resources: AsyncExitStack) -> None:
         for member in members(self._spec.dataset):
-            if isinstance(member, AsyncResource):
+            if is_resource(member):
                 await resources.enter_async_context(member)
 
     def _make_fetcher(self, dataset: Any) -> None:
@@ -138,7 +138,10 @@ class OverlapServer(Server):
         """Tell at which awaits the samples of a ticket are."""
         if not self._is_open:
             return "The dataset is being opened (__aenter__).\n"
-        return self._overlap.where(seq) if self._overlap is not None else ""
+        try:
+            return self._overlap.where(seq) if self._overlap is not None else ""
+        except Exception as error:  # of the dataset's own kinds of awaitables
+            return f"Where the samples are could not be found out: {error!r}\n"
 
     def again(self, seq: int) -> None:
         """Cancel what is in flight of a ticket, and begin with it anew."""

@@ -29,9 +29,10 @@ def serve(
     try:
         server = _make_server(worker_id, ProcessLine(worker_id, channel, arena), epoch, source)
         del source
-        server.open()
-        server.run()
-        server.close()
+        with server.modes():
+            server.open()
+            server.run()
+            server.close()
         gc.collect()  # what the dataset holds in cycles runs its cleanup too
     except ParentGone:
         _wait_to_be_killed()

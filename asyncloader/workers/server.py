@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -54,6 +55,11 @@ class Server:
         self._cpu_s = line.cpu_clock()
         self._stalls = Stalls()
         self._looked_at = 0.0
+
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Give the calling thread the modes of the one that iterates."""
+        modes = self._spec.modes if self._failure is None else None
+        return contextlib.nullcontext() if modes is None else modes.active()
 
     # -------------------------------------------------------------------------------------------------- opening
 

@@ -10,15 +10,36 @@ tells it once. Without any there are no snapshots, and a worker begins with leav
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from asyncloader.protocols import probe
+
+log = logging.getLogger("asyncloader")
+
 
 def is_stateful(thing: Any) -> bool:
-    """Whether it can tell its state and take it back."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    """Whether it can tell its state and take it back, without being told anything.
+
+    A module's state is its weights, which are not a place in the data. Some datasets' ``state_dict`` takes arguments
+    that only their own loader knows.
+    """
+    tell, take = probe(thing, "state_dict"), probe(thing, "load_state_dict")
+    if not (callable(tell) and callable(take)) or isinstance(thing, torch.nn.Module):
+        return False
+    try:
+        inspect.signature(tell).bind()
+    except TypeError:
+        return False
+    except ValueError:  # of an extension, whose signature cannot be known
+        pass
+    return True
 
 
 def plain(state: Any) -> Any:
@@ -141,5 +162,14 @@ class Keeper:
         self._made += 1
         if not self._things or self._made % self._every:
             return None
-        states = {name: thing.state_dict() for name, thing in self._things.items()}
-        return plain({"dataset": None, "iterator": None, "ended": ended, **states})
+        try:
+            states = {name: thing.state_dict() for name, thing in self._things.items()}
+            return plain({"dataset": None, "iterator": None, "ended": ended, **states})
+        except Exception:
+            log.warning(
+                "The state of the dataset could not be taken, and is not asked for again in this run: to go on from "
+                "here, batches since the last one are read again and dropped.",
+                exc_info=True,
+            )
+            self._things = {}
+            return None

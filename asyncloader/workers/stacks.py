@@ -42,7 +42,7 @@ def _suspended(awaited: Any) -> tuple[list[FrameType], Any]:
     for _ in range(_LONGEST):
         for kind in ("cr", "gi", "ag"):
             frame = getattr(awaited, f"{kind}_frame", None)
-            if frame is not None:
+            if isinstance(frame, FrameType):
                 frames.append(frame)
                 awaited = getattr(awaited, f"{kind}_await" if kind != "gi" else "gi_yieldfrom")
                 break
