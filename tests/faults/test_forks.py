@@ -91,7 +91,7 @@ reached = threading.Event()
 alone = seconds_of_a_child()
 threading.Thread(target=list, args=(DataLoader(Held()),), daemon=True).start()
 reached.wait()
-print(seconds_of_a_child() - alone < 1)
+print(min(seconds_of_a_child() for _ in range(3)) - alone < 1)
 """
     program = run(NUMBERS + main)
     assert (program.returncode, program.out, program.err) == (0, "True\n", "")
