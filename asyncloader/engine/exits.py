@@ -21,7 +21,17 @@ T = TypeVar("T")
 EXIT_GRACE_S = 1.5
 """Workers and threads get this long to end by themselves. Seconds."""
 
+is_exiting = False
+"""Threads that train on have ended, and nobody would end what is made from now on."""
+
 _users: set[threading.Thread] = set()
+
+
+def begin() -> None:
+    """Wait for those who are waited for; who comes later is too late."""
+    global is_exiting
+    wait_for_users()
+    is_exiting = True
 
 
 def note_user() -> None:
@@ -78,4 +88,10 @@ def _may_go_on(thread: threading.Thread) -> bool:
     return thread.is_alive() and not thread.daemon and thread is not threading.main_thread()
 
 
-os.register_at_fork(after_in_child=_users.clear)
+def _begin_in_child() -> None:
+    global is_exiting
+    is_exiting = False
+    _users.clear()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

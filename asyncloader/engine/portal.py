@@ -165,13 +165,12 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 _portal: Portal | None = None
 _making = threading.Lock()
-_is_exiting = False  # a portal that is made from now on ends with the process
 
 
 def get_portal() -> Portal:
     """Return the portal of this process, started at first use."""
     global _portal
-    if _portal is None and _is_exiting:
+    if _portal is None and exits.is_exiting:
         exits.stop_daemon()
     with _making:
         if _portal is None:
@@ -181,9 +180,8 @@ def get_portal() -> Portal:
 
 def _forget() -> None:
     """In a forked child: the thread is not there, the loop's descriptors are shared with the parent. Touch nothing."""
-    global _portal, _making, _is_exiting
+    global _portal, _making
     _making = threading.Lock()
-    _is_exiting = False
     if _portal is not None:
         _inherited.append(_portal)  # kept, or its finalizers would close what the parent uses
         _portal = None
@@ -193,9 +191,7 @@ _inherited: list[Any] = []
 
 
 def _close_at_exit() -> None:
-    global _is_exiting
-    exits.wait_for_users()
-    _is_exiting = True
+    exits.begin()
     if _portal is not None:
         _portal.close()
 
