@@ -33,16 +33,13 @@ from asyncloader.workers.fetch import BadSample
 from asyncloader.workers.line import ParentGone
 from asyncloader.workers.messages import EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.overlap_server import OverlapServer
-from asyncloader.workers.process import State
+from asyncloader.workers.process import STACK_TIMEOUT_S, State
 from asyncloader.workers.server import Server
 from asyncloader.workers.sizes import batch_bytes
 from asyncloader.workers.worker_info import set_worker_info
 
 _HANDOVER_S = 3.0
 """A worker that takes the place of a hung one on the same loop waits so long for it to close what it has open."""
-
-_ANSWER_S = 0.5
-"""The loop of a worker that turns answers within this time where it is. Seconds."""
 
 
 class LocalLine:
@@ -315,7 +312,7 @@ class LocalWorker:
         else:
             self._stack_waiters.append(tell)
             if len(self._stack_waiters) == 1:
-                self._quiet_timer = self._loop.call_later(_ANSWER_S, self.on_awaits, "")
+                self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self.on_awaits, "")
                 self._line.put(Kind.WHERE, seq)
 
     def on_awaits(self, awaits: str) -> None:

@@ -42,7 +42,7 @@ from asyncloader.workers.channel import BadFrame, Channel, open_pair
 from asyncloader.workers.messages import EpochSpec, Kind
 
 _OUTPUT_BYTES = 64 << 10
-_STACK_TIMEOUT_S = 0.5
+STACK_TIMEOUT_S = 0.5
 _STACK_QUIET_S = 0.03
 _EXITCODE_TRIES = 50
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
@@ -368,14 +368,14 @@ class WorkerProcess:
         self._awaits = None
         if self.overlaps:
             self.channel.send(Kind.WHERE, pickle.dumps(seq))
-        self._quiet_timer = self._loop.call_later(_STACK_TIMEOUT_S, self._tell_stack)
+        self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self._tell_stack)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptors["pid"], STACK_SIGNAL)
 
     def _on_quiet(self) -> None:
         """What faulthandler writes is here. Its loop, if it has one that turns, answers within a moment as well."""
         if self.overlaps and self._awaits is None:
-            self._quiet_timer = self._loop.call_later(_STACK_TIMEOUT_S - _STACK_QUIET_S, self._tell_stack)
+            self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S - _STACK_QUIET_S, self._tell_stack)
         else:
             self._tell_stack()
 

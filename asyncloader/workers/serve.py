@@ -8,7 +8,7 @@ import gc
 import os
 import socket
 import sys
-import time
+import threading
 import traceback
 from typing import Any
 
@@ -60,7 +60,7 @@ def _wait_to_be_killed() -> None:
     """
     with contextlib.suppress(OSError, ValueError):  # whoever read what it prints may be gone as well
         _clean_up()
-    time.sleep(_KILLED_WITHIN_S)
+    threading.Event().wait(_KILLED_WITHIN_S)
     os._exit(1)
 
 
