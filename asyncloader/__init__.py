@@ -21,11 +21,11 @@ if TYPE_CHECKING:
         WorkerStartError,
     )
     from asyncloader.loader import DataLoader
+    from asyncloader.observe.stats import LoaderStats
+    from asyncloader.observe.trace import tracing
     from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
     from asyncloader.samplers import ElasticSampler
-    from asyncloader.stats import LoaderStats
-    from asyncloader.trace import tracing
-    from asyncloader.workers.place import sample_rng
+    from asyncloader.workers.child.sample_context import sample_rng
 else:
 
     def __getattr__(name: str) -> Any:
@@ -73,7 +73,7 @@ _MODULES = {
     "AsyncResource": "protocols",
     "DataLoader": "loader",
     "ElasticSampler": "samplers",
-    "LoaderStats": "stats",
-    "sample_rng": "workers.place",
-    "tracing": "trace",
+    "LoaderStats": "observe.stats",
+    "sample_rng": "workers.child.sample_context",
+    "tracing": "observe.trace",
 }

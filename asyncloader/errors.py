@@ -10,7 +10,7 @@
         └── WorkerDiedError                                        a worker process ended on its own
 
 What a dataset, sampler or ``collate_fn`` raises is not in this tree: it is raised as it was (see
-:mod:`asyncloader.workers.failure`).
+:mod:`asyncloader.workers.protocol.failure`).
 """
 
 from __future__ import annotations

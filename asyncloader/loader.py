@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from asyncloader.checkpoint import Record, check, initial_state
-from asyncloader.engine.concurrency import concurrency_of
-from asyncloader.engine.meter import Meter
-from asyncloader.options import (
+from asyncloader.iteration.checkpoint import Record, check, initial_state
+from asyncloader.iteration.concurrency import concurrency_of
+from asyncloader.observe.meter import Meter
+from asyncloader.observe.stats import LoaderStats
+from asyncloader.observe.trace import Trace, active_trace
+from asyncloader.protocols import accept_iterable
+from asyncloader.settings import (
     RUN_AHEAD_BYTES,
     OnCrash,
     OnError,
@@ -31,13 +34,10 @@ from asyncloader.options import (
     Seeding,
     WorkerBackend,
 )
-from asyncloader.protocols import accept_iterable
-from asyncloader.stats import LoaderStats
-from asyncloader.trace import Trace, active_trace
 
 if TYPE_CHECKING:
-    from asyncloader.engine.inline import InlineIterator
-    from asyncloader.iterators import WorkerIterator
+    from asyncloader.iteration.inline_iterator import InlineIterator
+    from asyncloader.iteration.worker_iterator import WorkerIterator
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -354,8 +354,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
     """Import the engine once a loader is made. Who only imports this module, as spawned workers do, goes without."""
-    from asyncloader.engine.inline import InlineIterator
-    from asyncloader.iterators import WorkerIterator
+    from asyncloader.iteration.inline_iterator import InlineIterator
+    from asyncloader.iteration.worker_iterator import WorkerIterator
 
     return InlineIterator, WorkerIterator
 

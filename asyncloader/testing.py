@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader.engine.plan import samplers_within
+from asyncloader.iteration.plan import samplers_within
 from asyncloader.loader import DataLoader
 
 __all__ = ["assert_resumable", "assert_resumable_async"]

@@ -95,7 +95,7 @@ def main() -> types.CodeType:
     import numpy  # noqa: F401
     import torch
 
-    import asyncloader.iterators
+    import asyncloader.iteration.worker_iterator
     import asyncloader.loader  # noqa: F401
 
     torch.empty(0)

@@ -69,11 +69,11 @@ def test_other_names_do_not_exist() -> None:
 
 def test_workers_import_little() -> None:
     """Imports go one way; a spawned worker imports nothing of the engine, nor does a main module with our names."""
-    for line in ("import asyncloader.workers.serve", "from asyncloader import DataLoader, WorkerDiedError"):
+    for line in ("import asyncloader.workers.child.serve", "from asyncloader import DataLoader, WorkerDiedError"):
         script = f"""
 import sys
 {line}
-engine = ("asyncloader.iterators", "asyncloader.engine.session", "asyncloader.engine.portal", "uvloop")
+engine = ("asyncloader.iteration.worker_iterator", "asyncloader.engine.session", "asyncloader.engine.portal", "uvloop")
 print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)
 """
         found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

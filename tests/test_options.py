@@ -10,7 +10,7 @@ import pytest
 import torch.utils.data
 
 from asyncloader import AsyncLoaderError, ConfigurationError, DataLoader
-from asyncloader.options import Options
+from asyncloader.settings import Options
 
 OURS = [field.name for field in dataclasses.fields(Options)]
 

@@ -18,7 +18,7 @@ import torch
 import tqdm.asyncio
 
 from asyncloader import DataLoader, LoaderStats
-from asyncloader.tally import Tally, Timing
+from asyncloader.observe.tally import Tally, Timing
 from tests.loads import Load
 
 

@@ -16,7 +16,7 @@ import torch.utils.data
 from torch.utils.data import RandomSampler, TensorDataset
 
 from asyncloader import DataLoader
-from asyncloader.options import Options
+from asyncloader.settings import Options
 
 OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "seeding": "worker", "run_ahead_bytes": 0, "max_retries": 5}
 NUMBERS = list(range(12))

@@ -15,8 +15,8 @@ import pytest
 from asyncloader import DataLoader, tracing
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
-from asyncloader.iterators import WorkerIterator
-from asyncloader.trace import to_html
+from asyncloader.iteration.worker_iterator import WorkerIterator
+from asyncloader.observe.trace import to_html
 from tests.loads import Load
 from tests.programs import run_python
 

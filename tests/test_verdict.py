@@ -20,8 +20,8 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
-from asyncloader.iterators import WorkerIterator
-from asyncloader.stats import LoaderStats
+from asyncloader.iteration.worker_iterator import WorkerIterator
+from asyncloader.observe.stats import LoaderStats
 from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import best_of_three
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, tracing
-from asyncloader.trace import to_html
+from asyncloader.observe.trace import to_html
 from tests.loads import Load
 
 pytestmark = pytest.mark.browser

@@ -17,8 +17,8 @@ import torch
 import torch.utils.data
 
 from asyncloader.cli.report import Report
-from asyncloader.cores import usable_cores
 from asyncloader.loader import DataLoader
+from asyncloader.observe.cores import usable_cores
 from asyncloader.transport.budget import available_bytes, total_bytes
 
 _FEW_DESCRIPTORS = 1024

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncloader.stats import LoaderStats
+from asyncloader.observe.stats import LoaderStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 from asyncloader.cli.measure import Run, run
 from asyncloader.cli.report import Report
 from asyncloader.cli.source import Source
-from asyncloader.cores import usable_cores
 from asyncloader.loader import DataLoader
+from asyncloader.observe.cores import usable_cores
 from asyncloader.protocols import is_async
 
 _GAIN = 1.05

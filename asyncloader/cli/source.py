@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.utils.data
 
 from asyncloader.loader import DataLoader
-from asyncloader.options import Options
+from asyncloader.settings import Options
 
 _TORCH = (
     "num_workers",

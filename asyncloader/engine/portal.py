@@ -5,7 +5,7 @@
     interpreter exit ── close ────────> └──────────────────────────┘
 
 Why a thread of its own: work goes on while the trainer computes, whichever face it uses and whether it has a loop. And
-it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.workers.process`).
+it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.workers.parent.process`).
 
 Interpreter exit. A ``ProcessPoolExecutor`` whose worker does not end hangs the exit (its manager thread is joined
 before any ``atexit`` handler runs), so the portal closes what is alive from ``threading._register_atexit``, registered
@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncloader.engine import exits
 from asyncloader.errors import LoaderClosedError, could_not_start, exiting
-from asyncloader.workers.process import try_descriptors
+from asyncloader.workers.parent.process import try_descriptors
 
 T = TypeVar("T")
 

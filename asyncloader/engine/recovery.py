@@ -17,10 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncloader.engine.actions import Fail, Replace, Ticket
-from asyncloader.engine.losses import Rests, explain_death, explain_failed_starts
+from asyncloader.engine.backoff import Rests, explain_death, explain_failed_starts
 from asyncloader.engine.run import Item
 from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
-from asyncloader.options import OnTimeout
+from asyncloader.settings import OnTimeout
 from asyncloader.workers.backend import Worker
 
 if TYPE_CHECKING:

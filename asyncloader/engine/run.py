@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from asyncloader.engine.faults import Faults
 from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.meter import Meter, Passage
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
-from asyncloader.workers.fetch import BadSample
-from asyncloader.workers.messages import EpochSpec
+from asyncloader.observe.faults import Faults
+from asyncloader.observe.meter import Meter, Passage
+from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.protocol.messages import EpochSpec
 
 
 class Item(NamedTuple):

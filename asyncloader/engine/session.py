@@ -23,16 +23,16 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send
-from asyncloader.engine.meter import Passage
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Item, PlanEnd, Run
 from asyncloader.errors import LoaderClosedError, describe_keys, exiting
+from asyncloader.observe.meter import Passage
 from asyncloader.workers.backend import Backend, Worker
-from asyncloader.workers.failure import LocalError, RemoteError
-from asyncloader.workers.fetch import BadSample
-from asyncloader.workers.messages import Record
+from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.protocol.failure import LocalError, RemoteError
+from asyncloader.workers.protocol.messages import Record
 
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""

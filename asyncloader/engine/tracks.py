@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncloader.workers.snapshot import Start
+from asyncloader.workers.protocol.snapshot import Start
 
 
 class Track:

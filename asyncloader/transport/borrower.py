@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.transport import codec
+from asyncloader.transport.free_list import Region, capacity_for
 from asyncloader.transport.loans import Loan
-from asyncloader.transport.shelf import Region, capacity_for
 
 if TYPE_CHECKING:
     from asyncloader.transport.slab import SlabPool

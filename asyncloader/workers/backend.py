@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from asyncloader.workers.failure import LocalError, RemoteError
-from asyncloader.workers.fetch import BadSample
-from asyncloader.workers.messages import EpochSpec, Record
+from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.protocol.failure import LocalError, RemoteError
+from asyncloader.workers.protocol.messages import EpochSpec, Record
 
 
 class Worker(Protocol):

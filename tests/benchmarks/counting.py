@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 from time import perf_counter, thread_time
 
-from asyncloader.engine.meter import Meter
-from asyncloader.workers.messages import Record
+from asyncloader.observe.meter import Meter
+from asyncloader.workers.protocol.messages import Record
 from tests.benchmarks.bench import Bench, Target, main
 
 BATCHES = 256

@@ -13,7 +13,7 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
-from asyncloader.iterators import WorkerIterator
+from asyncloader.iteration.worker_iterator import WorkerIterator
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncloader.engine.actions import VOID, Deliver, Fail, Finish, Read, Replace, Send, Ticket
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
-from asyncloader.workers.snapshot import Start
+from asyncloader.workers.protocol.snapshot import Start
 
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
 OVERHEAD_BYTES = 4096
@@ -35,9 +35,9 @@ class Reader:
 class Model(RuleBasedStateMachine):
     """A trainer, its workers and its pinning thread, reduced to what the scheduler can see of them.
 
-    The consumer reads its sampler as :class:`asyncloader.iterators.WorkerIterator` does: as far as the window, and to
-    `Read.until` only when it waits. A worker does its tickets in the order in which it got them, or, where samples
-    overlap, in any order. Between `returned` and `ready` lies the pinning, which may change the order.
+    The consumer reads its sampler as :class:`asyncloader.iteration.worker_iterator.WorkerIterator` does: as far as the
+    window, and to `Read.until` only when it waits. A worker does its tickets in the order in which it got them, or,
+    where samples overlap, in any order. Between `returned` and `ready` lies the pinning, which may change the order.
 
     A worker of a stream reads one batch of it for each ticket. If the stream is *told* (its dataset tells its state,
     or can be read again) a lost worker is replaced as the session does it, with a `Track`, and every batch of the

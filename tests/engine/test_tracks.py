@@ -6,7 +6,7 @@ import random
 from collections import deque
 
 from asyncloader.engine.tracks import Track
-from asyncloader.workers.snapshot import Start, as_plain, from_plain
+from asyncloader.workers.protocol.snapshot import Start, as_plain, from_plain
 
 
 def test_the_place_is_before_the_first_that_is_missing() -> None:

@@ -15,8 +15,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from asyncloader.workers.channel import BadFrame, Channel, FrameBuffer, WorkerChannel, frame, open_pair
-from asyncloader.workers.messages import HEADER, MAX_FRAME_BYTES, Kind
+from asyncloader.workers.parent.channel import BadFrame, Channel, FrameBuffer, WorkerChannel, frame, open_pair
+from asyncloader.workers.protocol.messages import HEADER, MAX_FRAME_BYTES, Kind
 
 SOON_S = 10.0
 FRAME = st.tuples(

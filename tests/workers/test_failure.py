@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.failure import RemoteError, RemoteTraceback
+from asyncloader.workers.protocol.failure import RemoteError, RemoteTraceback
 
 WHERE = "in DataLoader worker process 3"
 

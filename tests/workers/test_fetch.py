@@ -8,7 +8,7 @@ import pytest
 import torch.utils.data._utils.fetch as torch_fetch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader.workers.fetch import make_fetcher
+from asyncloader.workers.child.fetch import make_fetcher
 
 
 class Plain(Dataset[int]):

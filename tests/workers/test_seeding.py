@@ -14,7 +14,7 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.workers.seeding import BatchSeeder, mix, seed_worker
+from asyncloader.workers.child.seeding import BatchSeeder, mix, seed_worker
 
 
 def draw() -> tuple[float, float, float]:

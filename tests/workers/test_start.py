@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import DataLoader
-from asyncloader.workers import pool, process
+from asyncloader.workers.parent import pool, process
 
 
 class Squares(Dataset[int]):

@@ -1,0 +1,1 @@
+"""The consumer's thread: iterators, what they read of the sampler, states."""

@@ -1,0 +1,437 @@
+"""The two faces of one run over the data: ``for`` and ``async for``.
+
+    _BaseDataLoaderIter (torch's: sampler, base seed, flags)
+    ├── WorkerIterator    over a session with workers
+    └── InlineIterator    num_workers=0, in asyncloader.iteration.inline_iterator
+
+Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncloader.iteration.consumer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import warnings
+import weakref
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import _sharding_worker_init_fn
+
+from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.portal import Portal, get_portal
+from asyncloader.engine.recovery import Policy
+from asyncloader.engine.run import Item, Run
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.session import END_GRACE_S, Session, State
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
+from asyncloader.iteration.base_iterator import Faces, check_owner
+from asyncloader.iteration.checkpoint import Beginning
+from asyncloader.iteration.concurrency import concurrency_of
+from asyncloader.iteration.consumer import Consumer
+from asyncloader.observe.faults import make_faults
+from asyncloader.observe.meter import Meter
+from asyncloader.protocols import probe
+from asyncloader.workers.backend import Backend
+from asyncloader.workers.local.pool import LocalPool
+from asyncloader.workers.parent.handle import WorkerHandle
+from asyncloader.workers.parent.pool import Pool
+from asyncloader.workers.parent.process import WorkerProcess
+from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
+from asyncloader.workers.protocol.modes import Modes
+from asyncloader.workers.protocol.snapshot import is_stateful
+
+if TYPE_CHECKING:
+    from asyncloader.loader import DataLoader
+
+T_co = TypeVar("T_co", covariant=True)
+
+_ANSWER_S = 3.0
+
+_REPLICAS = (
+    "For multiprocessing data-loading, this could be caused by not properly configuring the "
+    "IterableDataset replica at each worker. Please see "
+    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+)
+
+
+class WorkerIterator(Faces[T_co]):
+    """Batches that workers make, in order.
+
+    Several threads or tasks may take from one iterator; each batch goes to exactly one of them. After an exception that
+    stands for a batch the iterator goes on with the next one.
+
+    Args:
+        loader: Whose settings are read, once.
+        wait_for_start: Return when the workers have been started (``iter``); else the first ``anext`` waits for it.
+    """
+
+    def __init__(self, loader: DataLoader[T_co], *, wait_for_start: bool, state: dict[str, Any] | None = None) -> None:
+        beginning = Beginning(loader, state)
+        super().__init__(loader)
+        if loader.num_workers and not loader.prefetch_factor:
+            raise AssertionError("prefetch_factor must be positive")
+        self._num_places = max(1, loader.num_workers)  # one on the portal's loop if there are no workers
+        self._is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._options = loader._checked_options()
+        self._concurrency = concurrency_of(loader)
+        self._window = self._window_of(loader)
+        self._runs = 0
+        run = self._prepare(loader, beginning, first_iter=True)
+        self._session = self._make_session(loader, run)
+        self._finalizer = weakref.finalize(self, self._session.request_close)
+        self._finalizer.atexit = False
+        self._begin(run, beginning)
+        # The first window is read before the workers start: they find their tickets waiting.
+        self._started: Future[None] | None = self._session.portal.call(self._session.start)
+        if wait_for_start:
+            self._wait_started(self._started)
+
+    def _window_of(self, loader: DataLoader[T_co]) -> int:
+        """Return how many batches are in flight or waiting: torch's number, or what `concurrency` needs."""
+        return max(loader.prefetch_factor or 1, self._concurrency.batches) * self._num_places
+
+    def _make_session(self, loader: DataLoader[T_co], run: Run) -> Session:
+        portal = get_portal()
+        return Session(
+            portal,
+            self._make_pool(loader, portal),
+            run,
+            self._policy(loader),
+            self._make_pinner(portal),
+        )
+
+    def _policy(self, loader: DataLoader[T_co]) -> Policy:
+        """Say how the session is to find out whether a worker that died can be replaced.
+
+        Not where a batch of a stream is to be left out: another worker would begin before it. Where a dataset tells
+        its state, what this process has of it is what workers began with, but only in their first run, and only if
+        they have processes or threads of their own.
+        """
+        if not self._is_iterable:
+            return Policy(replaceable=True, on_timeout=self._options.on_timeout)
+        dataset = loader.dataset
+        tells_place = self._options.on_crash != "skip"
+        return Policy(
+            replaceable=tells_place and probe(dataset, "deterministic") is True,
+            is_stream=True,
+            tells_place=tells_place,
+            keeps_first=is_stateful(dataset) and loader.num_workers > 0,
+            on_timeout=self._options.on_timeout,
+        )
+
+    def _make_pool(self, loader: DataLoader[T_co], portal: Portal) -> Backend:
+        """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes."""
+        spec = self._worker_spec(loader)
+        if loader.num_workers == 0 or self._options.worker_backend == "thread":
+            return LocalPool(portal.loop, spec, on_threads=loader.num_workers > 0)
+        pool = Pool(portal.loop, loader._start_context(), spec)
+        pool.pack()
+        return pool
+
+    def _make_pinner(self, portal: Portal) -> Pinner | None:
+        return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
+
+    def _prepare(self, loader: DataLoader[T_co], beginning: Beginning, *, first_iter: bool) -> Run:
+        beginning.mark()
+        shared_seed = self._shared_seed
+        super()._reset(loader, first_iter)
+        if first_iter:
+            self._shared_seed = shared_seed  # workers that are started get the first one, as torch's do
+        self._open_plan(loader, beginning, keeps_seed=self._persistent_workers)
+        return self._make_run(loader)
+
+    def _make_run(self, loader: DataLoader[T_co]) -> Run:
+        options = self._options
+        self._runs += 1
+        scheduler = Scheduler(
+            num_workers=self._num_places,
+            prefetch_factor=self._window // self._num_places,
+            scheduling="static" if self._is_iterable else options.scheduling,
+            in_order=loader.in_order,
+            run_ahead_bytes=options.run_ahead_bytes,
+            on_crash=options.on_crash,
+            on_timeout=options.on_timeout,
+            max_retries=options.max_retries,
+            overlapping=self._concurrency.batches,
+            first=self._record.progress.position,
+            next_worker=self._record.progress.next_worker,
+        )
+        epoch = self._record.epoch
+        key = (int(self._base_seed), epoch, self._rank)
+        faults = make_faults(loader)
+        self._meter = loader._meter = Meter(
+            epoch,
+            self._num_places,
+            self._window,
+            faults,
+            loader._open_trace(),
+            is_iterable=self._is_iterable,
+            scheduling=options.scheduling,
+            run_ahead_bytes=options.run_ahead_bytes,
+            persistent_workers=loader.persistent_workers,
+            concurrency=self._concurrency.samples,
+            in_process=self._num_workers == 0 or options.worker_backend == "thread",
+        )
+        return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed, self._record.starts), faults, self._meter)
+
+    def _worker_spec(self, loader: DataLoader[T_co]) -> WorkerSpec:
+        return WorkerSpec(
+            dataset=self._dataset,
+            is_iterable=self._is_iterable,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            worker_init_fn=self._init_fn(loader),
+            num_workers=loader.num_workers,
+            base_seed=int(self._base_seed),
+            seed_each_batch=self._seeds_each_batch(),
+            on_error=self._options.on_error,
+            concurrency=self._concurrency.samples,
+            is_async=self._concurrency.is_async,
+            snapshot_every=self._options.snapshot_every_n_steps if self._is_iterable else 1,
+            modes=self._modes(loader),
+        )
+
+    def _modes(self, loader: DataLoader[T_co]) -> Modes | None:
+        """Look at torch's modes of the caller, where torch's workers would be forked with them."""
+        if not loader.num_workers:
+            return None
+        is_forked = self._options.worker_backend == "thread" or loader._start_context().get_start_method() == "fork"
+        return Modes.of_this_thread() if is_forked else None
+
+    def _seeds_each_batch(self) -> bool:
+        """Whether workers seed for each batch.
+
+        Samples of several batches that are fetched at once share the generators: a seed would be nobody's. And workers
+        in this process would seed those of the trainer.
+        """
+        is_alone = self._options.worker_backend == "process" and not self._concurrency.overlaps
+        return self._options.seeding == "batch" and not self._is_iterable and is_alone
+
+    def _init_fn(self, loader: DataLoader[T_co]) -> Any:
+        """Return the user's function, with torch's sharding of data pipes before it."""
+        if not loader.num_workers:
+            return None
+        if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            return loader.worker_init_fn
+        return partial(_sharding_worker_init_fn, loader.worker_init_fn, self._world_size, self._rank)
+
+    def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
+        """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
+        self._window = self._window_of(loader)
+        beginning = Beginning(loader, None)
+        run = self._prepare(loader, beginning, first_iter=first_iter)
+        self._session.push(run)
+        self._begin(run, beginning)
+
+    def _begin(self, run: Run, beginning: Beginning) -> None:
+        """Begin to read the sampler, whose iterator torch's `_reset` has made anew."""
+        self._consumer = Consumer(self._session, run, self._sampler_iter, self._window, self._record.progress)
+        beginning.end()
+
+    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+        self._finalizer()
+        WorkerIterator.__init__(self, loader, wait_for_start=False, state=state)
+
+    @property
+    def _is_usable(self) -> bool:
+        """Whether it can begin another run."""
+        session = self._session
+        is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
+        return is_there and not session.gave_up and not session.recovery.has_lost
+
+    # -------------------------------------------------------------------------------------------------- taking
+
+    def __next__(self) -> Any:
+        if torch._C._autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                return self._next()
+        return self._next()
+
+    def _next(self) -> Any:
+        consumer = self._consumer
+        if consumer.run.handoff.ready and self._session.pid == os.getpid() and (item := consumer.take()) is not None:
+            try:
+                return self._open(item)
+            finally:
+                del item  # a traceback that refers to this frame would keep the iterator, and its workers, alive
+        asked_at = time.perf_counter()
+        if self._started is not None:
+            check_owner(self._session.pid)
+            self._wait_started(self._started)
+        self._check_usable()
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        while (item := self._take_or_read_on(asked_at)) is None:
+            consumer = self._consumer  # that of another run, if the iterator has begun one meanwhile
+            if not consumer.run.handoff.wait(consumer.has_news, deadline) and not consumer.has_news():
+                error = self._wait_report(self._report_overdue())
+                if error is not None and not consumer.has_news():  # it may have come in the last moment
+                    try:
+                        raise error
+                    finally:
+                        del error
+                deadline = time.monotonic() + self._timeout
+        try:
+            return self._open(item)
+        finally:
+            del item
+
+    def _wait_started(self, started: Future[None]) -> None:
+        try:
+            started.result()
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
+        finally:
+            if started.done():
+                self._started = None
+            del started  # a traceback that refers to this frame, and to which the future refers, would be a cycle
+
+    async def _wait_started_async(self, started: Future[None]) -> None:
+        try:
+            await asyncio.shield(asyncio.wrap_future(started))
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
+        finally:
+            if started.done():
+                self._started = None
+            del started
+
+    async def __anext__(self) -> Any:
+        await self._let_the_loop_turn()
+        asked_at = time.perf_counter()
+        if self._started is not None:
+            check_owner(self._session.pid)
+            await self._wait_started_async(self._started)
+        self._check_usable()
+        if (item := self._consumer.take()) is None:
+            item = await self._wait_async(asked_at)
+        try:
+            return self._open(item)
+        except StopIteration:
+            raise StopAsyncIteration from None
+        finally:
+            del item
+
+    async def _wait_async(self, asked_at: float) -> Item:
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        while True:
+            try:
+                item = self._take_or_read_on(asked_at)
+            except StopIteration:
+                raise StopAsyncIteration from None
+            if item is not None:
+                return item
+            consumer = self._consumer
+            if not await consumer.run.handoff.wait_async(consumer.has_news, deadline) and not consumer.has_news():
+                error = await self._wait_report_async(self._report_overdue())
+                if error is not None and not consumer.has_news():
+                    try:
+                        raise error
+                    finally:
+                        del error
+                deadline = time.monotonic() + self._timeout
+            self._last_turn = time.monotonic()
+
+    def _take_or_read_on(self, asked_at: float) -> Item | None:
+        """Take an item, or find out that there will be none, or do what can be done before waiting."""
+        consumer = self._consumer
+        if (item := consumer.take(asked_at)) is not None:
+            return item
+        self._check_usable()
+        try:
+            consumer.read_on()
+        finally:
+            if consumer.exhausted and not self._persistent_workers:
+                self._finalizer()  # the workers may go
+        return None
+
+    def _open(self, item: Item) -> Any:
+        """Return the batch, or raise what came in its place."""
+        if item.error is None and self._is_iterable:
+            self._num_yielded += 1
+            self._warn_if_longer()
+        try:
+            return item.open()
+        finally:
+            del item  # a traceback refers to this frame
+
+    def _warn_if_longer(self) -> None:
+        """Warn as torch does when an iterable dataset gives more than it said."""
+        length = self._IterableDataset_len_called
+        if length is None or self._num_yielded <= length:
+            return
+        warnings.warn(
+            f"Length of IterableDataset {self._dataset} was reported to be {length}"
+            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+            + (_REPLICAS if self._num_workers else ""),
+            stacklevel=5,
+        )
+
+    def _check_usable(self) -> None:
+        session = self._session
+        check_owner(session.pid)
+        if session.state in (State.CLOSING, State.CLOSED) and not self._consumer.exhausted:
+            session.portal.stop_daemon()
+            raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
+
+    # ------------------------------------------------------------------------------------------------- timeouts
+
+    def _report_overdue(self) -> Future[BatchTimeoutError | None]:
+        """Have the session look after the awaited batch; get the error to raise, or None to wait on."""
+        future: Future[BatchTimeoutError | None] = Future()
+
+        def tell(error: BatchTimeoutError | None) -> None:
+            if not future.done():
+                future.set_result(error)
+
+        self._session.portal.post(self._session.recovery.overdue, self._timeout, tell)
+        return future
+
+    def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
+        """Wait for the session's answer, which comes within a second, unless something blocks its loop."""
+        try:
+            return report.result(_ANSWER_S)
+        except TimeoutError:
+            return loop_blocked(self._timeout, self._session.portal.where())
+
+    async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
+        except TimeoutError:
+            return loop_blocked(self._timeout, self._session.portal.where())
+
+    # --------------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone."""
+        self._finalizer.detach()
+        if self._session.pid == os.getpid():
+            self._session.request_close()
+            self._session.wait_closed(END_GRACE_S + 1.0)
+
+    async def aclose(self) -> None:
+        """End the run as `close` does, without blocking the loop."""
+        self._finalizer.detach()
+        if self._session.pid == os.getpid():
+            self._session.request_close()
+            await asyncio.to_thread(self._session.wait_closed, END_GRACE_S + 1.0)
+
+    def _shutdown_workers(self) -> None:
+        """End the workers, under the name that torch's iterator has for it, which some programs use."""
+        self.close()
+
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        """The worker processes, as torch's iterator shows them; none if the workers are in this one."""
+        workers = self._session.pool.processes
+        return [WorkerHandle(worker) for worker in workers if isinstance(worker, WorkerProcess)]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} taken={self._consumer.taken} {self._session!r}>"

@@ -1,0 +1,241 @@
+"""Count what one run over the data does, as it goes by.
+
+    loop thread ── came, pinned, failed ──┐
+    consumers (under their lock) ── took ─┴──> Meter ── stats() in any thread ──> LoaderStats
+
+Each side has numbers of its own, so nothing is locked. A batch costs about 3 us here.
+
+Clocks: `time.perf_counter` is one clock for all processes of a machine (CLOCK_MONOTONIC), so what a worker notes can be
+compared with what is noted here.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter, process_time
+from typing import Any, Final
+
+from asyncloader.observe.cores import usable_cores
+from asyncloader.observe.faults import Faults
+from asyncloader.observe.stats import LoaderStats, Stages, WorkerStats
+from asyncloader.observe.tally import Tally, Timing
+from asyncloader.observe.trace import Trace
+from asyncloader.workers.protocol.messages import Record
+
+log = logging.getLogger("asyncloader")
+
+_MADE: Final = ("queue", "fetch", "collate", "encode", "transfer", "decode", "work")
+_TAKEN: Final = ("waited", "ready", "order")
+
+
+class Passage:
+    """The way of one batch through this process: its number, when it was there, when it was its turn."""
+
+    __slots__ = ("made_at", "ready_at", "seq")
+
+    def __init__(self, seq: int, made_at: float) -> None:
+        self.seq = seq
+        self.made_at = made_at
+        self.ready_at = made_at
+
+
+class Meter:
+    """The figures of one run.
+
+    Args:
+        epoch: Which run of the loader, from 0.
+        num_workers: 0 if the consumer's process makes the batches.
+        window: Batches being made or waiting at a time.
+        faults: What was mended in this run.
+        trace: Where a timeline is written.
+        options: What the verdict wants to know of the loader's options.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        num_workers: int,
+        window: int,
+        faults: Faults | None = None,
+        trace: Trace | None = None,
+        **options: Any,
+    ) -> None:
+        self.faults = faults
+        self._epoch = epoch
+        self._num_workers = num_workers
+        self._window = window
+        self._options = options
+        self._trace = trace
+        if trace is not None:
+            trace.epoch(epoch)
+        self._began = perf_counter()
+        self._is_told = False
+        # Written by the loop thread.
+        self._made = Tally(len(_MADE))
+        self._pinned = Tally(1)
+        self._batches = [0] * num_workers
+        self._busy_s = [0.0] * num_workers
+        self._idle_s = [0.0] * num_workers
+        self._cpu_us = 0
+        self._stalled_us = 0
+        self._samples = 0
+        self._bytes = 0
+        self._errors = 0
+        self._made_here = 0
+        # Written by consumers, one at a time.
+        self._taken = Tally(len(_TAKEN))
+        self._taken_count = 0
+        self._first_at = 0.0
+        self._last_at = self._began
+        self._first_cpu_s = 0.0
+        self._last_cpu_s = 0.0
+        self._used_sum = 0
+        self._ready_sum = 0
+        self._training_s = 0.0
+
+    # ------------------------------------------------------------------------------------------- loop thread
+
+    def came(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int) -> Passage:
+        """Count a batch that a worker made, and has just been read.
+
+        Args:
+            worker: Who made it.
+            record: What the worker noted.
+            sent_at: When its ticket was sent.
+            arrived_at: When it began to be read.
+            nbytes: Its size.
+        """
+        now = perf_counter()
+        fetch, collate, encode = record.fetch_us * 1e-6, record.collate_us * 1e-6, record.encode_us * 1e-6
+        work = fetch + collate + encode
+        began = record.began_us * 1e-6
+        self._made.add(
+            (max(0.0, began - sent_at), fetch, collate, encode, max(0.0, now - began - work), now - arrived_at, work)
+        )
+        if self._batches[worker]:  # its first wait was for the start
+            self._idle_s[worker] += record.wait_us * 1e-6
+        self._batches[worker] += 1
+        self._busy_s[worker] += work
+        self._cpu_us += record.cpu_us
+        self._stalled_us += record.stalled_us
+        self._samples += record.samples
+        self._bytes += nbytes
+        if self._trace is not None:
+            stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
+            self._trace.batch(record.seq, worker, sent_at, began, stages, arrived_at)
+        return Passage(record.seq, now)
+
+    def made_here(self, began: float, collate_s: float, samples: int) -> Passage:
+        """Count a batch that this process has just made itself."""
+        now = perf_counter()
+        work = now - began
+        seq, self._made_here = self._made_here, self._made_here + 1
+        self._made.add((0.0, work - collate_s, collate_s, 0.0, 0.0, 0.0, work))
+        self._samples += samples
+        if self._trace is not None:
+            self._trace.batch(seq, -1, 0.0, began, (("fetch", work - collate_s), ("collate", collate_s)), 0.0)
+        return Passage(seq, now)
+
+    def pinned(self, passage: Passage, seconds: float) -> None:
+        """Count a copy into page-locked memory, which has just been made."""
+        self._pinned.add((seconds,))
+        passage.made_at = passage.ready_at = perf_counter()
+        if self._trace is not None:
+            self._trace.pinned(passage.seq, seconds)
+
+    def failed(self) -> None:
+        """Count an exception that is handed over in place of a batch."""
+        self._errors += 1
+
+    # --------------------------------------------------------------------------------------------- consumers
+
+    def took(self, asked_at: float, passage: Passage, used: int, ready: int) -> None:
+        """Count a batch that a consumer takes.
+
+        Args:
+            asked_at: Since when the consumer waited for it, 0.0 if it did not.
+            passage: Of the batch.
+            used: Batches being made or waiting.
+            ready: Batches that lay ready.
+        """
+        now = perf_counter()
+        waited = now - asked_at if asked_at else 0.0
+        if self._taken_count:
+            self._taken.add((waited, now - passage.ready_at, passage.ready_at - passage.made_at))
+            self._training_s += max(0.0, now - self._last_at - waited)
+            self._last_cpu_s = process_time()
+        else:
+            self._first_at = now
+            self._first_cpu_s = self._last_cpu_s = process_time()
+        if self._trace is not None:
+            self._trace.taken(passage.seq, self._last_at if self._taken_count else 0.0, asked_at, now, ready)
+            if self._trace.is_due:
+                self._trace.write()
+        self._last_at = now
+        self._taken_count += 1
+        self._used_sum += used
+        self._ready_sum += ready
+
+    def told(self) -> None:
+        """Say in the log, once, how the run went: everything was taken."""
+        if self._is_told:
+            return
+        self._is_told = True
+        self.write_trace()
+        if log.isEnabledFor(logging.INFO):
+            stats = self.stats()
+            log.info(
+                "epoch %d: %d batches in %.3g s (%.4g/s); %s",
+                stats.epoch,
+                stats.batches,
+                stats.elapsed_s,
+                stats.batches_per_s,
+                stats.verdict,
+                extra={"stats": stats.as_dict()},  # plain: formatters that write JSON write it down
+            )
+
+    # -------------------------------------------------------------------------------------------- any thread
+
+    def write_trace(self) -> None:
+        """See that the timeline is in its file so far."""
+        if self._trace is not None:
+            self._trace.write()
+
+    def stats(self) -> LoaderStats:
+        """Return the figures so far."""
+        made, taken, pinned = self._made.take(), self._taken.take(), self._pinned.take()
+        timing = {name: Timing(made, column) for column, name in enumerate(_MADE)}
+        faults, count = self.faults, self._taken_count
+        return LoaderStats(
+            epoch=self._epoch,
+            num_workers=self._num_workers,
+            cores=usable_cores(),
+            batches=count,
+            samples=self._samples,
+            bytes=self._bytes,
+            elapsed_s=self._last_at - self._began,
+            first_batch_s=self._first_at - self._began if count else 0.0,
+            training_s=self._training_s,
+            waited=Timing(taken, 0),
+            ready=Timing(taken, 1),
+            work=timing.pop("work"),
+            stages=Stages(**timing, pin=Timing(pinned, 0), order=Timing(taken, 2)),
+            workers=tuple(
+                WorkerStats(worker, self._batches[worker], self._busy_s[worker], self._idle_s[worker])
+                for worker in range(self._num_workers)
+            ),
+            worker_cpu_s=self._cpu_us * 1e-6,
+            worker_stalled_s=self._stalled_us * 1e-6,
+            main_cpu_s=self._last_cpu_s - self._first_cpu_s,
+            window=self._window,
+            window_used=self._used_sum / count if count else 0.0,
+            window_ready=self._ready_sum / count if count else 0.0,
+            errors=self._errors,
+            retries=faults.retries if faults else 0,
+            replacements=faults.replacements if faults else 0,
+            timeouts=faults.timeouts if faults else 0,
+            bad_count=faults.bad_count if faults else 0,
+            bad_samples=tuple(bad.key for bad in tuple(faults.bad_samples)) if faults else (),
+            left_out=tuple(batch.keys for batch in tuple(faults.left_out)) if faults else (),
+            options=self._options,
+        )

@@ -1,0 +1,259 @@
+"""Say what limits a run and what would help, from its statistics. Arithmetic, no clock.
+
+The model. A batch takes the trainer `train` seconds, a worker `work` seconds, and all cores together `cpu` seconds of
+work, so with k workers on c cores a batch comes every
+
+    max(train, work / k, cpu / c)   seconds at best.
+
+Where the workers are busy and the trainer waits, the middle term is the largest: more workers help until another term
+is. Where workers stand idle and the trainer waits all the same, batches are held up behind a slow one, or on their way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from asyncloader.observe.stats import LoaderStats
+
+Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer", "pin", "order", "overhead"]
+
+_HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
+_BUSY = 0.8  # workers busy for more than this share of their time are what limits
+_FULL = 0.85  # cores in use for more than this share of their time are full
+_MOST_WORKERS = 64
+_MOST_CONCURRENCY = 4096
+_LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
+_SMALL_BATCH_S = 300e-6
+_RUN_AHEAD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What limits a run, in words and in numbers.
+
+    Attributes:
+        limit: "training" (nothing to gain here), "fetch", "collate", "transfer", "pin" (that stage of the batches),
+            "order" (workers stood idle behind a slow batch), "overhead" (batches too small), or "unknown" (too few
+            batches to tell).
+        text: The sentence.
+        advice: Options of the loader to change, and to what.
+        gain: How many times as fast the whole would become by the advice, roughly; 1.0 if there is nothing to gain.
+    """
+
+    limit: Limit
+    text: str
+    advice: dict[str, Any] = field(default_factory=dict)
+    gain: float = 1.0
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        return {"limit": self.limit, "text": self.text, "advice": self.advice, "gain": self.gain}
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """A batch in seconds: what it took, and what it takes each part."""
+
+    batch: float
+    train: float
+    work: float
+    worker_cpu: float  # that it used, or was ready to use while others had the cores
+    stalled: float  # the latter
+    main_cpu: float
+    cores: int
+    workers: int
+
+    @property
+    def cpu_floor(self) -> float:
+        return (self.worker_cpu + self.main_cpu) / self.cores
+
+    def at_best(self, workers: int, *, saved: float = 0.0, saved_here: float = 0.0) -> float:
+        """Return the seconds a batch with so many workers, if so much less work was to be done there and here."""
+        work = max(0.0, self.work - saved)
+        cpu = max(0.0, self.cpu_floor - (saved + saved_here) / self.cores)
+        return max(self.train - saved_here, work / workers, cpu, _LEAST_BATCH_S)
+
+    def enough_workers(self) -> int:
+        """Return with how many workers something else limits."""
+        other = max(self.train, self.cpu_floor, _LEAST_BATCH_S)
+        most = max(self.workers, self.cores) if self.computes else _MOST_WORKERS
+        return max(1, min(most, math.ceil(self.work / other - 0.05)))
+
+    @property
+    def computes(self) -> bool:
+        """Whether work is computing, not waiting: then workers beyond the cores have nothing to run on."""
+        return self.worker_cpu > 0.5 * self.work
+
+
+def judge(stats: LoaderStats) -> Verdict:
+    """Say what limited this run and what would help."""
+    count = stats.batches - 1
+    if count < max(4, 2 * stats.num_workers) or not stats.work.count:
+        return Verdict("unknown", f"{stats.batches} batches are too few to judge by")
+    waited, train = stats.waited.total_s / count, stats.training_s / count
+    costs = _Costs(
+        batch=waited + train,
+        train=train,
+        # Where a worker fetches several batches at once each of them takes longer than it occupies the worker.
+        work=min(stats.work.mean_s, (waited + train) * (stats.num_workers or math.inf)),
+        worker_cpu=(stats.worker_cpu_s + stats.worker_stalled_s) / stats.work.count,
+        stalled=stats.worker_stalled_s / stats.work.count,
+        main_cpu=max(0.0, stats.main_cpu_s - stats.worker_cpu_s * bool(stats.options.get("in_process"))) / count,
+        cores=stats.cores,
+        workers=stats.num_workers,
+    )
+    verdict = _judge(stats, costs)
+    late = stats.first_batch_s / stats.elapsed_s
+    if stats.num_workers and late > 0.2 and not stats.options.get("persistent_workers"):
+        text = (
+            f"{verdict.text}; {late:.0%} of the time passed before the first batch: persistent_workers=True spares "
+            "later epochs that"
+        )
+        verdict = Verdict(verdict.limit, text, verdict.advice, verdict.gain)
+    return verdict
+
+
+def _judge(stats: LoaderStats, costs: _Costs) -> Verdict:
+    if stats.waited_share < _HARDLY:
+        return _training(stats, costs)
+    told = f"training waited {stats.waited_share:.0%} of its time"
+    if not stats.num_workers:
+        return _inline(stats, costs, told)
+    told += f"; workers were busy {stats.busy_share:.0%} of theirs"
+    if stats.stages.pin.mean_s > _FULL * costs.batch:
+        return _pin(stats, costs, told)
+    packing = stats.stages.encode.mean_s + stats.stages.decode.mean_s
+    if packing > max(_SMALL_BATCH_S, stats.stages.fetch.mean_s + stats.stages.collate.mean_s):
+        return _transfer(stats, costs, told)
+    if stats.busy_share > _BUSY:
+        return _workers(stats, costs, told)
+    if costs.work < _SMALL_BATCH_S and costs.batch < _SMALL_BATCH_S:
+        text = f"{told}; passing on such small batches takes longer than making them: a larger batch_size would help"
+        return Verdict("overhead", text)
+    return _order(stats, costs, told)
+
+
+def _training(stats: LoaderStats, costs: _Costs) -> Verdict:
+    told = "training never waited" if stats.waited_share < 0.01 else f"training waited {stats.waited_share:.0%}"
+    needed = costs.workers and max(1, math.ceil(costs.work / costs.batch * 1.1))
+    if needed < costs.workers:
+        idle = costs.workers - needed
+        verb = "is" if idle == 1 else "are"
+        text = f"{told}: {idle} of {costs.workers} workers {verb} idle"
+        return Verdict("training", text, {"num_workers": needed})
+    return Verdict("training", f"{told}: the loader keeps up, faster training steps are what would help")
+
+
+def _inline(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+    enough = costs.enough_workers()
+    gain = costs.batch / costs.at_best(enough)
+    share = stats.stages.fetch.mean_s / costs.work
+    stage: Limit = "fetch" if share >= 0.5 else "collate"
+    told += f", and makes its batches itself ({stage} is {max(share, 1 - share):.0%} of that)"
+    if gain < 1.1:
+        return Verdict(stage, f"{told}; workers would not help: {_cores_full(costs)}")
+    return Verdict(
+        stage, f"{told}; {_worker_words(enough, 0)} would make it {_times(gain)}", {"num_workers": enough}, gain
+    )
+
+
+def _workers(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+    """The workers limit: more of them, or less work."""
+    stages = stats.stages
+    stage: Limit = "fetch" if stages.fetch.mean_s >= stages.collate.mean_s else "collate"
+    mean_s = stages.fetch.mean_s if stage == "fetch" else stages.collate.mean_s
+    told += f", {stage} is {mean_s / stats.work.mean_s:.0%} of that"
+    enough = costs.enough_workers()
+    gain = costs.batch / costs.at_best(enough)
+    if enough > costs.workers and gain >= 1.1:
+        if stats.options.get("concurrency", 1) > 1 and not costs.computes:
+            return _concurrency(stats, costs, told)
+        text = f"{told}: more workers would help, {_worker_words(enough, costs.workers)} make it {_times(gain)}"
+        if not costs.computes:
+            text += "; they mostly wait, so concurrency would help as well"
+        return Verdict(stage, text, {"num_workers": enough}, gain)
+    if costs.computes and (costs.workers >= costs.cores or costs.cpu_floor > _FULL * costs.batch):
+        return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
+    return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")
+
+
+def _concurrency(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+    """The workers await as many samples as they may, and have time left: more samples at once."""
+    best = max(costs.train, costs.cpu_floor, costs.worker_cpu / costs.workers, _LEAST_BATCH_S)
+    gain = costs.batch / best
+    if gain < 1.1:
+        return Verdict("fetch", f"{told}: more workers would help, a higher concurrency hardly")
+    concurrency = min(_MOST_CONCURRENCY, math.ceil(stats.options["concurrency"] * gain))
+    text = f"{told}: they mostly wait, concurrency={concurrency} could make it {_times(gain)}"
+    return Verdict("fetch", text, {"concurrency": concurrency}, gain)
+
+
+def _transfer(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+    """Batches are pickled there and read here: Python objects, or tensors that could not go through shared memory."""
+    encode, decode = stats.stages.encode.mean_s, stats.stages.decode.mean_s
+    gain = costs.batch / costs.at_best(costs.workers, saved=encode, saved_here=min(decode, costs.train))
+    text = (
+        f"{told}, but {encode + decode:.2g} s a batch go into packing and unpacking it ({stats.bytes / 1e6:.0f} MB in "
+        f"all): tensors or arrays in place of Python objects would travel through shared memory and make it "
+        f"{_times(gain)}"
+    )
+    return Verdict("transfer", text, {}, gain)
+
+
+def _pin(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+    gain = costs.batch / costs.at_best(costs.workers)
+    text = (
+        f"{told}, but the pin thread was busy {min(1.0, stats.stages.pin.mean_s / costs.batch):.0%}: without "
+        f"pin_memory, or with smaller batches (bytes in place of floats, say), it could be {_times(gain)}"
+    )
+    return Verdict("pin", text, {"pin_memory": False}, gain)
+
+
+def _order(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+    """Workers stood idle although the trainer waited."""
+    options = stats.options
+    gain = costs.batch / costs.at_best(costs.workers)
+    slow = stats.work.longest_s / costs.work
+    told += f": they stood idle behind slow batches (the slowest took {slow:.0f} times the mean)"
+    if gain < 1.1:  # a hiccup or two, no more
+        return _training(stats, costs)
+    if options.get("is_iterable"):
+        text = (
+            f"{told}; shards of equal cost, or more of them in advance (prefetch_factor), could make it {_times(gain)}"
+        )
+        return Verdict("order", text, {"prefetch_factor": 4 * stats.window // costs.workers}, gain)
+    batch_bytes = stats.bytes / stats.work.count + 4096
+    ahead = int(2 * batch_bytes * slow * costs.workers)
+    advice: dict[str, Any] = {}
+    if ahead > options.get("run_ahead_bytes", 0):
+        advice["run_ahead_bytes"] = max(_RUN_AHEAD_BYTES, ahead)
+    if options.get("scheduling") == "static":
+        advice["scheduling"] = "dynamic"
+    if not advice:
+        return Verdict("order", f"{told}; a few slow samples decide, make those cheaper", {}, gain)
+    said = " and ".join(f"{name}={value!r}" for name, value in advice.items())
+    return Verdict("order", f"{told}; {said} could make it {_times(gain)}", advice, gain)
+
+
+def _worker_words(enough: int, now: int) -> str:
+    if enough >= _MOST_WORKERS:
+        return f"{enough} or more"
+    if now:
+        return f"up to about {enough}" if enough > now + 1 else f"{enough}"
+    return f"num_workers={enough}"
+
+
+def _cores_full(costs: _Costs) -> str:
+    full = "the core is full" if costs.cores == 1 else f"all {costs.cores} cores are full"
+    others = costs.stalled > 0.2 * costs.work and costs.workers <= costs.cores
+    return full + " (others use them as well)" * others
+
+
+def _times(gain: float) -> str:
+    return f"{gain:.1f} times as fast"

@@ -1,0 +1,142 @@
+"""The first steps of a worker process: its ends of the connections, signals, and what ends it with its parent.
+
+Imports next to nothing: under spawn that comes before :func:`gc.freeze`, and by the imports of torch and of the main
+module a collection has come near, which would take 60 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures.process
+import concurrent.futures.thread
+import contextlib
+import faulthandler
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any, cast
+
+if sys.platform != "win32":
+    import fcntl
+
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (9 if hasattr(signal, "SIGRTMIN") else 0)
+"""Makes a worker write the stacks of its threads. Not SIGUSR1, which Slurm and Lightning use."""
+
+CAN_TELL = b"\n"
+"""The first that a worker writes into its pipe for output: from now on the signal does not end it."""
+
+
+@dataclass
+class Ends:
+    """A worker's ends of its connections to the parent.
+
+    Attributes:
+        channel: The messages.
+        liveness: A pipe into which nobody writes; it hangs up when the parent is gone.
+        output: A pipe for what faulthandler writes.
+    """
+
+    channel: socket.socket
+    liveness: int = -1
+    output: int = -1
+
+    def close(self) -> None:
+        """Close them, in the parent, once the worker has them."""
+        self.channel.close()
+        for fd in (self.liveness, self.output):
+            if fd >= 0:
+                os.close(fd)
+
+    def __reduce__(self) -> Any:
+        # Under spawn and forkserver this is pickled while the process is launched, which passes descriptors on.
+        return _rebuild, tuple(DupFd(fd) for fd in (self.channel.fileno(), self.liveness, self.output))
+
+
+def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
+    return Ends(socket.socket(fileno=channel.detach()), liveness.detach(), output.detach())
+
+
+def start(worker_id: int, ends: Ends, source: Any, arena: Any, start_method: str, epoch: Any) -> None:
+    """Make this process a worker and stay until told to end: the initializer of the executor, which never needs a task.
+
+    A task would come through the executor's queue, for which two threads of the parent must have their turns while it
+    forks the next worker: 4 ms of the 22 until a first batch. Executors hide what an initializer raises, so nothing is
+    raised in here that `serve` has not dealt with.
+
+    Args:
+        worker_id: From 0.
+        ends: Connections to the parent.
+        source: The work: a WorkerSpec under fork, else a Parcel of one.
+        arena: Handle of the shared memory, or None.
+        start_method: How the process was started.
+        epoch: The run over the data that the first tickets belong to.
+    """
+    _become_worker(ends, start_method)
+    from asyncloader.workers.child.serve import serve
+
+    serve(worker_id, ends.channel, source, arena, start_method, epoch)
+
+
+def _become_worker(ends: Ends, start_method: str) -> None:
+    _settle_signals()
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # Ctrl-C in the terminal is for the trainer; and a worker is killed with its children
+    _die_with_parent(ends.liveness)
+    if start_method == "fork":
+        _forget_the_parents_exit()
+    # What is here by now stays. Under fork a collection would write to, and so copy, every page that holds objects of
+    # the trainer; and one over all that torch has brought takes 60 ms.
+    gc.freeze()
+    _report_crashes(ends.output)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # not before: the signal for stacks would have ended the process
+
+
+def _settle_signals() -> None:
+    """Undo what a fork inherits: else a SIGTERM to the worker would run the trainer's own handlers."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio._set_running_loop(None)
+
+
+def _die_with_parent(liveness: int) -> None:
+    """Let the kernel kill this process group when the last writer of the pipe is gone.
+
+    A worker that is busy, or holds the interpreter's lock for ever, or left children behind, goes as well. The end of
+    the channel would not do: siblings may hold copies of it, and a busy worker does not read.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)
+    else:
+        threading.Thread(target=_watch, args=(liveness,), name="liveness", daemon=True).start()
+    if select.select([liveness], [], [], 0)[0]:
+        os._exit(1)  # it was gone already
+
+
+def _watch(liveness: int) -> None:
+    os.read(liveness, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _forget_the_parents_exit() -> None:
+    """Do not run the exit handlers of the trainer at the end of a forked worker."""
+    atexit._clear()
+    cast(Any, concurrent.futures.process)._threads_wakeups.clear()
+    cast(Any, concurrent.futures.thread)._threads_queues.clear()
+
+
+def _report_crashes(output: int) -> None:
+    faulthandler.enable(output, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, output, all_threads=True, chain=False)
+    os.write(output, CAN_TELL)

@@ -1,0 +1,289 @@
+"""Get the samples of one batch from the dataset, as torch's fetchers do.
+
+Kept apart from collation, which torch's fetchers do in the same call, so that each can be timed and answered for.
+
+With ``on_error="skip"`` or ``"replace"`` a sample that raises does not cost its batch: the fetcher catches it, keeps a
+note in ``bad``, and mends the batch without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from asyncloader.settings import OnError
+from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.protocol.failure import RemoteError
+
+
+class BadSample(NamedTuple):
+    """A sample that raised: its key, its place in the batch, and what it raised."""
+
+    key: Any
+    position: int
+    error: RemoteError
+
+
+class NoGoodSample(Exception):
+    """Every sample of a batch raised. ``first`` is what the first one raised."""
+
+    def __init__(self, first: Exception) -> None:
+        super().__init__("no sample of the batch is good")
+        self.first = first
+
+
+Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end, always on the same loop."""
+
+
+class Fetcher(Protocol):
+    """Gets the samples of one batch after the other.
+
+    Samples that turn out to be awaitables, of a dataset that could not be known to be async, are awaited: those of a
+    batch together.
+
+    Attributes:
+        bad: The samples of the last batch that raised, and were left out or replaced.
+    """
+
+    bad: Sequence[BadSample]
+
+    def __call__(self, keys: Any) -> Any:
+        """Return the list of samples; without automatic batching the one sample."""
+
+
+class MapFetcher:
+    """Fetches from a map-style dataset."""
+
+    bad: Sequence[BadSample] = ()
+
+    def __init__(self, dataset: Any, auto_collation: bool, run: Run) -> None:
+        self._dataset = dataset
+        self._auto_collation = auto_collation
+        self._run = run
+
+    def __call__(self, keys: Any) -> Any:
+        """Return the list of samples; without automatic batching the one sample."""
+        dataset = self._dataset
+        here = place.here()
+        if not self._auto_collation:
+            here.position = 0
+            return _settled([dataset[keys]], self._run)[0]
+        if getattr(dataset, "__getitems__", None):
+            return _settled(dataset.__getitems__(keys), self._run)
+        samples = [dataset[key] for here.position, key in enumerate(keys)]
+        here.position = place.BATCH
+        return _settled(samples, self._run)
+
+
+class IterableFetcher:
+    """Fetches from an iterator over an iterable dataset. Raises StopIteration when there is nothing more.
+
+    Attributes:
+        iterator: The iterator.
+        ended: It has come to its end, and is not asked again.
+    """
+
+    bad: Sequence[BadSample] = ()
+
+    def __init__(self, dataset: Any, auto_collation: bool, drop_last: bool, run: Run, iterator: Any = None) -> None:
+        self.iterator = iter(dataset) if iterator is None else iterator
+        self._auto_collation = auto_collation
+        self._drop_last = drop_last
+        self._run = run
+        self.ended = False
+
+    def __call__(self, keys: Any) -> Any:
+        """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
+        if self.ended:
+            raise StopIteration
+        here = place.here()
+        if not self._auto_collation:
+            here.position = 0
+            return _settled([next(self.iterator)], self._run)[0]
+        samples = []
+        for here.position, _ in enumerate(keys):
+            try:
+                samples.append(next(self.iterator))
+            except StopIteration:
+                self.ended = True
+                break
+        here.position = place.BATCH
+        if not samples or (self._drop_last and len(samples) < len(keys)):
+            raise StopIteration
+        return _settled(samples, self._run)
+
+
+class Mender:
+    """Collects the samples of one batch, the bad ones too, and makes the best of them.
+
+    Args:
+        on_error: "skip" leaves bad samples out; "replace" puts good ones of the same batch in their places.
+        where: For the notes: "in DataLoader worker process 3".
+    """
+
+    def __init__(self, on_error: OnError, where: str) -> None:
+        self.bad: list[BadSample] = []
+        self._samples: list[Any] = []
+        self._places: list[int] = []  # in the batch, of each entry of _samples
+        self._on_error = on_error
+        self._where = where
+        self._first: Exception | None = None
+
+    def good(self, position: int, sample: Any) -> None:
+        """Take the sample that belongs to this place of the batch."""
+        self._samples.append(sample)
+        self._places.append(position)
+
+    def failed(self, position: int, key: Any, error: Exception) -> None:
+        """Take note of a sample that raised."""
+        self._first = self._first or error
+        self.bad.append(BadSample(key, position, RemoteError.capture(error, self._where)))
+
+    def mended(self) -> list[Any]:
+        """Return the samples in order, without the bad ones or with others in their places.
+
+        Which good sample takes a place depends on the place alone, so that a batch that is made again is the same.
+
+        Raises:
+            NoGoodSample: if there is none.
+        """
+        samples = self._samples
+        if not self.bad:
+            return samples
+        if not samples:
+            assert self._first is not None
+            raise NoGoodSample(self._first)
+        if self._on_error == "skip":
+            return samples
+        by_place = dict(zip(self._places, samples, strict=True))
+        return [by_place.get(i, samples[i % len(samples)]) for i in range(len(samples) + len(self.bad))]
+
+
+class TolerantMapFetcher(MapFetcher):
+    """Fetches from a map-style dataset, and mends batches with bad samples.
+
+    Where ``__getitems__`` raises, the samples are fetched one by one, to find out which are good.
+    """
+
+    def __init__(self, dataset: Any, auto_collation: bool, run: Run, on_error: OnError, where: str) -> None:
+        super().__init__(dataset, auto_collation, run)
+        self._on_error = on_error
+        self._where = where
+
+    def __call__(self, keys: Any) -> Any:
+        """Return the good samples; see `Mender`."""
+        self.bad = ()
+        if self._auto_collation and getattr(self._dataset, "__getitems__", None):
+            try:
+                return _settled(self._dataset.__getitems__(keys), self._run)
+            except Exception:
+                pass
+        mender = Mender(self._on_error, self._where)
+        here = place.here()
+        for position, key in enumerate(keys if self._auto_collation else [keys]):
+            here.position = position
+            try:
+                mender.good(position, _settled([self._dataset[key]], self._run)[0])
+            except Exception as error:
+                mender.failed(position, key, error)
+        here.position = place.BATCH
+        self.bad = mender.bad
+        samples = mender.mended()
+        return samples if self._auto_collation else samples[0]
+
+
+class TolerantIterableFetcher(IterableFetcher):
+    """Fetches from an iterator, and passes over samples that raise, as long as the iterator goes on after them.
+
+    A generator does not: what it raises is raised, for the epoch would be silently short. A bad sample takes a place in
+    its batch, so an iterator that raises for ever still comes back from each call.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        auto_collation: bool,
+        drop_last: bool,
+        run: Run,
+        iterator: Any,
+        on_error: OnError,
+        where: str,
+    ) -> None:
+        super().__init__(dataset, auto_collation, drop_last, run, iterator)
+        self._on_error = on_error
+        self._where = where
+
+    def __call__(self, keys: Any) -> Any:
+        """Return the good ones of as many samples as there are keys, or of what is left."""
+        self.bad = ()
+        if self.ended:
+            raise StopIteration
+        mender = Mender(self._on_error, self._where)
+        self.bad = mender.bad
+        wanted = len(keys) if self._auto_collation else 1
+        position = 0
+        here = place.here()
+        while position < wanted and not self.ended:
+            here.position = position
+            try:
+                mender.good(position, _settled([next(self.iterator)], self._run)[0])
+            except StopIteration:
+                self.ended = True
+                break
+            except Exception as error:
+                if _is_over(self.iterator):
+                    raise
+                mender.failed(position, None, error)
+            position += 1
+        here.position = place.BATCH
+        if not position or (self._auto_collation and self._drop_last and position < wanted):
+            raise StopIteration
+        samples = mender.mended()
+        return samples if self._auto_collation else samples[0]
+
+
+def _is_over(iterator: Any) -> bool:
+    return inspect.isgenerator(iterator) and iterator.gi_frame is None
+
+
+def _settled(samples: Any, run: Run) -> Any:
+    """Return the samples; those that are still to be awaited, awaited."""
+    if hasattr(type(samples), "__await__"):
+        samples = run(_value(samples))
+    # Looked at type by type: most batches have one, and a look at each of a thousand samples would take as long as
+    # fetching them.
+    if type(samples) is list and any(hasattr(kind, "__await__") for kind in set(map(type, samples))):
+        return run(_gather(samples))
+    return samples
+
+
+async def _gather(samples: list[Any]) -> list[Any]:
+    return await asyncio.gather(*map(_value, samples))
+
+
+async def _value(sample: Any) -> Any:
+    return await sample if hasattr(type(sample), "__await__") else sample
+
+
+def make_fetcher(
+    dataset: Any,
+    *,
+    is_iterable: bool,
+    auto_collation: bool,
+    drop_last: bool,
+    run: Run = asyncio.run,
+    on_error: OnError = "raise",
+    where: str = "",
+    iterator: Any = None,
+) -> Fetcher:
+    """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already."""
+    if on_error == "raise":
+        if is_iterable:
+            return IterableFetcher(dataset, auto_collation, drop_last, run, iterator)
+        return MapFetcher(dataset, auto_collation, run)
+    if is_iterable:
+        return TolerantIterableFetcher(dataset, auto_collation, drop_last, run, iterator, on_error, where)
+    return TolerantMapFetcher(dataset, auto_collation, run, on_error, where)

@@ -1,0 +1,356 @@
+"""Samples of many tickets in flight at once, each batch finished as soon as its own samples are there.
+
+    add(seq, keys) ──> jobs in order ── a slot is free ──> in flight ── last sample of its job ──> finished(job)
+                                            ^   (up to `concurrency` samples, of any number of jobs)  │
+                                            └──────────────────── a slot is free again ───────────────┘
+
+The contract, whatever gets the samples (coroutines here, threads in
+:mod:`asyncloader.workers.child.thread_fetcher`, an async iterator in :mod:`asyncloader.workers.child.stream`):
+
+- success: `finished` is called once for each job, with its samples in the order of its keys.
+- failure: what a sample raises ends its own job, whose other samples are cancelled, and touches no other; where bad
+  samples are tolerated the others are waited for.
+- cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped.
+
+All of it belongs to one loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+from torch.utils.data import StackDataset, Subset
+
+from asyncloader.protocols import is_async, members
+from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child.stacks import task_stack
+
+_TASKS_SHOWN = 3
+
+
+class Job:
+    """A ticket whose samples are being fetched.
+
+    Attributes:
+        count: How many samples it has.
+        started: How many of them have been asked for.
+        missing: How many are not here yet.
+        samples: By position; what is missing or bad is None.
+        errors: What samples raised, by position.
+        fatal: What was raised that no batch can be made after.
+        is_over: It is finished, or was dropped: what still comes of it is for nobody.
+        tasks: What fetches its samples, by position, or as a whole under `place.BATCH`.
+        arrived: Where threads fetch the samples, the positions of those that are here.
+        begun_at: When the first sample was asked for; on `time.perf_counter`, seconds.
+        snapshot: State of the stream when the last sample had been read, or None.
+    """
+
+    __slots__ = (
+        "arrived",
+        "begun_at",
+        "count",
+        "errors",
+        "fatal",
+        "is_over",
+        "keys",
+        "missing",
+        "samples",
+        "seq",
+        "snapshot",
+        "started",
+        "tasks",
+    )
+
+    def __init__(self, seq: int, keys: Any, count: int) -> None:
+        self.seq = seq
+        self.keys = keys
+        self.count = count
+        self.started = 0
+        self.missing = count
+        self.samples: list[Any] = [None] * count
+        self.errors: dict[int, BaseException] = {}
+        self.fatal: BaseException | None = None
+        self.is_over = False
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.arrived: list[int] = []
+        self.begun_at = perf_counter()
+        self.snapshot: Any = None
+
+
+class Overlap(Protocol):
+    """Gets the samples of jobs, several at once."""
+
+    def add(self, seq: int, keys: Any) -> None:
+        """Take another ticket."""
+
+    def drop(self) -> None:
+        """Forget all jobs, and cancel what is in flight."""
+
+    async def aclose(self) -> None:
+        """Drop everything, and wait until nothing runs any more."""
+
+    def again(self, seq: int) -> None:
+        """Cancel what is in flight of a job, and begin with it anew."""
+
+    def where(self, seq: int) -> str:
+        """Tell at which await the samples of a job are; "" if there is nothing to tell."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no job."""
+
+
+class Base:
+    """What all ways of overlapping share: jobs, slots, and what becomes of a sample.
+
+    Args:
+        key: Base seed, epoch, rank: for `sample_rng`.
+        auto_collation: The keys of a ticket are a list; else they are the one key of the one sample.
+        concurrency: Samples in flight at most.
+        tolerant: Go on with the other samples of a job when one raises.
+        finished: Gets each job once.
+    """
+
+    def __init__(
+        self,
+        key: tuple[int, int, int],
+        auto_collation: bool,
+        concurrency: int,
+        tolerant: bool,
+        finished: Callable[[Job], None],
+    ) -> None:
+        self._key = key
+        self._auto_collation = auto_collation
+        self._free = concurrency
+        self._tolerant = tolerant
+        self._finished = finished
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Job] = deque()  # with samples that were not asked for
+        self._jobs: dict[int, Job] = {}
+        self._cancelled: set[asyncio.Task[None]] = set()  # and not ended yet
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} jobs={list(self._jobs)} waiting={len(self._waiting)} free={self._free}>"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no job."""
+        return not self._jobs
+
+    def add(self, seq: int, keys: Any) -> None:
+        """Take another ticket."""
+        job = Job(seq, keys, len(keys) if self._auto_collation else 1)
+        self._jobs[seq] = job
+        if job.count:
+            self._waiting.append(job)
+            self._fill()
+        else:
+            self._conclude(job)
+
+    def drop(self) -> None:
+        """Forget all jobs, and cancel what is in flight."""
+        jobs, self._jobs = self._jobs, {}
+        self._waiting.clear()
+        for job in jobs.values():
+            self._cancel(job)
+
+    def again(self, seq: int) -> None:
+        """Cancel what is in flight of a job, and begin with it anew, before all others."""
+        if (job := self._jobs.get(seq)) is None:
+            return
+        if job.started < job.count:
+            self._waiting.remove(job)
+        self._cancel(job)
+        self._jobs[seq] = anew = Job(seq, job.keys, job.count)
+        self._waiting.appendleft(anew)
+        self._fill()
+
+    async def aclose(self) -> None:
+        """Drop everything, and wait until nothing runs any more."""
+        self.drop()
+        while self._cancelled:
+            await asyncio.wait(tuple(self._cancelled))
+
+    def where(self, seq: int) -> str:
+        """Tell at which await the samples of a job are."""
+        job = self._jobs.get(seq)
+        if job is None:
+            return ""
+        words = f"{job.missing - len(job.arrived)} of the {job.count} samples of the batch are not here yet.\n"
+        if job.started < job.count:
+            words += f"{job.count - job.started} of them were not asked for: all slots are taken by earlier samples.\n"
+        stacks = [stack for task in tuple(job.tasks.values()) if (stack := task_stack(task))]
+        return words + "".join(f"A sample is at:\n{stack}" for stack in list(dict.fromkeys(stacks))[:_TASKS_SHOWN])
+
+    def _fill(self) -> None:
+        """Ask for samples as long as there is a slot."""
+        raise NotImplementedError
+
+    def _spawn(self, job: Job, position: int, coroutine: Coroutine[Any, Any, None]) -> None:
+        job.tasks[position] = self._loop.create_task(coroutine)
+
+    def _take(self, job: Job, position: int, sample: Any, error: BaseException | None = None) -> None:
+        """Take what has become of a sample. Its slot is free again."""
+        job.tasks.pop(position, None)
+        self._free += 1
+        if error is None:
+            job.samples[position] = sample
+        else:
+            job.errors[position] = error
+        job.missing -= 1
+        if error is not None and not self._may_go_on(error):
+            job.fatal = error
+        if not job.missing or job.fatal is not None:
+            self._conclude(job)
+        else:
+            self._fill()
+
+    def _may_go_on(self, error: BaseException) -> bool:
+        """Whether the other samples of the batch are wanted after this one raised."""
+        return self._tolerant and isinstance(error, Exception)
+
+    def _conclude(self, job: Job) -> None:
+        """Finish a job. What comes next is asked for before, to be on its way while the batch is collated."""
+        del self._jobs[job.seq]
+        if job.started < job.count:
+            self._waiting.remove(job)
+        self._cancel(job)
+        self._fill()
+        self._finished(job)
+
+    def _cancel(self, job: Job) -> None:
+        """Cancel what is in flight of a job. A slot is free again when its task has ended, not before."""
+        job.is_over = True
+        for position, task in job.tasks.items():
+            task.cancel()
+            self._cancelled.add(task)
+            task.add_done_callback(partial(self._on_cancelled, job.count if position == place.BATCH else 1))
+
+    def _on_cancelled(self, slots: int, task: asyncio.Task[None]) -> None:
+        self._cancelled.discard(task)
+        self._free += slots
+        if not task.cancelled():
+            task.exception()  # nobody wants it, and it should not be reported as lost
+        self._fill()
+
+
+class Coroutines(Base):
+    """Samples of a map-style dataset, each in a task of its own."""
+
+    def __init__(self, dataset: Any, *args: Any) -> None:
+        super().__init__(*args)
+        self._dataset = dataset
+        self._get_samples = batch_method(dataset) if self._auto_collation else None
+        self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
+
+    def _fill(self) -> None:
+        while self._free > 0 and self._waiting:
+            job = self._waiting[0]
+            if not job.started:
+                job.begun_at = perf_counter()
+            if self._get_samples is not None:
+                self._waiting.popleft()
+                self._start_whole(job)
+            else:
+                position = job.started
+                job.started += 1
+                if job.started == job.count:
+                    self._waiting.popleft()
+                self._free -= 1
+                self._spawn(job, position, self._get(job, position))
+
+    def _start_whole(self, job: Job) -> None:
+        """Ask for all samples in one call. It takes as many slots; more than there are, if need be."""
+        job.started = job.count
+        self._free -= job.count
+        self._spawn(job, place.BATCH, self._get_whole(job))
+
+    async def _get(self, job: Job, position: int) -> None:
+        place.enter(self._key, job.seq, position)
+        sample, error = None, None
+        try:
+            sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
+            if hasattr(type(sample), "__await__"):
+                sample = await sample
+            if self._is_stacked:
+                sample = await settle(sample)
+        except BaseException as raised:
+            error = raised
+        if job.is_over:
+            _pass_on_cancellation(error)
+            return
+        try:
+            self._take(job, position, sample, error)
+        finally:
+            del job, sample, error  # a traceback refers to this frame
+
+    async def _get_whole(self, job: Job) -> None:
+        place.enter(self._key, job.seq)
+        samples: Any = None
+        error: BaseException | None = None
+        try:
+            assert self._get_samples is not None
+            samples = self._get_samples(job.keys)
+            if hasattr(type(samples), "__await__"):
+                samples = await samples
+            if any(hasattr(type(sample), "__await__") for sample in samples):
+                samples = await asyncio.gather(*map(settle, samples))
+        except BaseException as raised:
+            error = raised
+        if job.is_over:
+            _pass_on_cancellation(error)
+            return
+        try:
+            self._take_whole(job, samples, error)
+        finally:
+            del job, samples, error
+
+    def _take_whole(self, job: Job, samples: Any, error: BaseException | None) -> None:
+        del job.tasks[place.BATCH]
+        if error is not None and self._tolerant and isinstance(error, Exception):
+            for position in range(job.count):  # one by one, to find out which are good
+                self._spawn(job, position, self._get(job, position))
+            return
+        self._free += job.count
+        if error is None:
+            job.samples = samples
+        else:
+            job.fatal = error
+        job.missing = 0
+        self._conclude(job)
+
+
+def _pass_on_cancellation(error: BaseException | None) -> None:
+    """Raise it again if it is one: it was ours, and is not to be swallowed. Anything else is for nobody any more."""
+    if isinstance(error, asyncio.CancelledError):
+        raise error
+
+
+def batch_method(dataset: Any) -> Callable[[Any], Any] | None:
+    """Return the dataset's ``__getitems__`` if it has one that fetches a batch together.
+
+    torch's wrappers have one of their own that calls ``__getitem__`` for each sample where what they wrap has none; for
+    an async dataset it would make all coroutines of a batch at once, or measure the length of one.
+    """
+    kind = type(dataset)
+    if isinstance(dataset, Subset) and kind.__getitems__ is Subset.__getitems__:
+        return dataset.__getitems__ if batch_method(dataset.dataset) else None
+    if isinstance(dataset, StackDataset) and kind.__getitems__ is StackDataset.__getitems__ and is_async(dataset):
+        return None
+    return getattr(dataset, "__getitems__", None) or None
+
+
+async def settle(sample: Any) -> Any:
+    """Await a sample, or what a StackDataset put together of the samples of several datasets."""
+    if hasattr(type(sample), "__await__"):
+        return await sample
+    if type(sample) is tuple:
+        return tuple(await asyncio.gather(*map(settle, sample)))
+    if type(sample) is dict:
+        return dict(zip(sample, await asyncio.gather(*map(settle, sample.values())), strict=True))
+    return sample

@@ -1,0 +1,82 @@
+"""What a worker process does: open the dataset, answer tickets, end cleanly. Runs in the worker's main thread."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+from asyncloader.workers.child.overlap_server import OverlapServer
+from asyncloader.workers.child.server import Server
+from asyncloader.workers.child.transport import ParentGone, ProcessLine
+from asyncloader.workers.parent.channel import WorkerChannel
+from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
+
+_KILLED_WITHIN_S = 1.5
+
+
+def serve(
+    worker_id: int, channel_end: socket.socket, source: Any, arena: Any, start_method: str, epoch: EpochSpec
+) -> None:
+    """Stay until told to end; see :func:`asyncloader.workers.child.bootstrap.start`, which calls it."""
+    channel = WorkerChannel(channel_end)
+    try:
+        server = _make_server(worker_id, ProcessLine(worker_id, channel, arena), epoch, source)
+        del source
+        with server.modes():
+            server.open()
+            server.run()
+            server.close()
+        gc.collect()  # what the dataset holds in cycles runs its cleanup too
+    except ParentGone:
+        _wait_to_be_killed()
+    except BaseException as error:
+        _leave(error)
+    finally:
+        if start_method != "spawn":
+            # No interpreter exit follows that would run them; what the trainer had registered was cleared.
+            atexit._run_exitfuncs()
+        channel.close()
+
+
+def _make_server(worker_id: int, line: ProcessLine, epoch: EpochSpec, source: Any) -> Server:
+    try:
+        spec = source if isinstance(source, WorkerSpec) else source.open()
+    except Exception as error:
+        return Server(worker_id, line, epoch, error)
+    return (OverlapServer if spec.overlaps else Server)(worker_id, line, epoch, spec)
+
+
+def _wait_to_be_killed() -> None:
+    """Clean up and stay, for a moment: the connection is gone, so the parent is, or is about to kill this process.
+
+    To return would have the executor write to connections that may be gone too, and tell of it on stderr.
+    """
+    with contextlib.suppress(OSError, ValueError):  # whoever read what it prints may be gone as well
+        _clean_up()
+    threading.Event().wait(_KILLED_WITHIN_S)
+    os._exit(1)
+
+
+def _leave(error: BaseException) -> None:
+    """End the process as an uncaught exception would: the parent sees a death with its exit code."""
+    code = 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    elif not isinstance(error, KeyboardInterrupt):  # the main process raises that by itself
+        traceback.print_exception(error)
+    _clean_up()
+    os._exit(code)
+
+
+def _clean_up() -> None:
+    """Do what an interpreter does at its end and `os._exit` does not."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,234 @@
+"""Answer tickets: open the dataset, fetch, collate, send. In a worker process or a worker thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from asyncloader.observe.cores import Stalls
+from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child.fetch import BadSample, Fetcher, IterableFetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.child.seeding import BatchSeeder, mix
+from asyncloader.workers.child.transport import Line, micros
+from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
+from asyncloader.workers.protocol.snapshot import Keeper, Start
+
+_LOOK_EVERY_S = 0.001
+
+
+class Server:
+    """Answers tickets, one after the other.
+
+    Args:
+        worker_id: From 0.
+        line: To the parent.
+        epoch: The run over the data that the first tickets belong to.
+        spec: What to work with; or why there is nothing: then that answers every ticket.
+    """
+
+    def __init__(self, worker_id: int, line: Line, epoch: EpochSpec, spec: WorkerSpec | Exception) -> None:
+        self._id = worker_id
+        self._line = line
+        self._epoch = epoch
+        self._tickets: deque[tuple[int, Any]] = deque()
+        self._spec: WorkerSpec
+        self._failure: Any = None
+        if isinstance(spec, WorkerSpec):
+            self._spec = spec
+        else:
+            self._failure = line.capture(spec)
+        self._fetch: Fetcher | None = None
+        self._keeper: Keeper | None = None
+        self._seed: BatchSeeder | None = None
+        self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
+        self._ended = False
+        self._idle_since = perf_counter()
+        self._cpu_s = line.cpu_clock()
+        self._stalls = Stalls()
+        self._looked_at = 0.0
+
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Give the calling thread the modes of the one that iterates."""
+        modes = self._spec.modes if self._failure is None else None
+        return contextlib.nullcontext() if modes is None else modes.active()
+
+    # -------------------------------------------------------------------------------------------------- opening
+
+    def open(self) -> None:
+        """Seed, run ``worker_init_fn``, make a fetcher. What they raise answers every ticket."""
+        self._enter()
+        self._begin_epoch()
+        self._line.send(Kind.READY)
+
+    def _enter(self) -> None:
+        if self._failure is not None:
+            return
+        spec = self._spec
+        starts = self._epoch.starts or {}
+        if (snapshot := starts.get(self._id, Start()).snapshot) is not None:
+            # Streams of random numbers begin anew with the process; those from the beginning of the run were used.
+            spec = replace(spec, base_seed=mix(spec.base_seed, crc32(repr(snapshot).encode())) >> 2)
+        try:
+            self._line.enter(self._id, spec, partial(self._reseed_pipe, spec.dataset))
+            if spec.worker_init_fn is not None:
+                spec.worker_init_fn(self._id)
+        except Exception as error:
+            self._failure = self._line.capture(error)
+
+    def _begin_epoch(self) -> None:
+        """Make the iterator of an iterable dataset anew, and the seeds of this run."""
+        if self._failure is not None:
+            return
+        try:
+            self._make_fetcher(self._reseed_pipe(self._spec.dataset))
+        except Exception as error:
+            self._failure = self._line.capture(error)
+        self._ended = False
+
+    def _make_fetcher(self, dataset: Any) -> None:
+        spec, keeper = self._spec, self._make_keeper(dataset)
+        self._fetch = make_fetcher(
+            dataset,
+            is_iterable=spec.is_iterable,
+            auto_collation=spec.auto_collation,
+            drop_last=spec.drop_last,
+            run=self._run_coroutine,
+            on_error=spec.on_error,
+            where=self._line.where,
+        )
+        if keeper is not None and isinstance(self._fetch, IterableFetcher):
+            self._fetch.ended = keeper.attach(self._fetch.iterator)
+        self._seed = BatchSeeder(self._epoch.key) if spec.seed_each_batch else None
+
+    def _make_keeper(self, dataset: Any) -> Keeper | None:
+        """Bring the dataset into the state that the run begins with; return what tells its state from now on."""
+        starts = self._epoch.starts
+        self._keeper = None if starts is None else Keeper(dataset, self._spec.snapshot_every, starts[self._id])
+        return self._keeper
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine)
+
+    def _reseed_pipe(self, dataset: Any) -> Any:
+        if self._epoch.shared_seed is None:  # not an IterDataPipe
+            return dataset
+        from torch.utils.data.graph_settings import apply_random_seed
+
+        shared_rng = torch.Generator()
+        shared_rng.manual_seed(self._epoch.shared_seed)
+        return apply_random_seed(dataset, shared_rng)
+
+    # -------------------------------------------------------------------------------------------------- serving
+
+    def run(self) -> None:
+        """Answer tickets until END."""
+        while self._read_messages():
+            seq, keys = self._tickets.popleft()
+            if not self._ended:
+                self._answer(seq, keys)
+                self._stalls.look()
+                self._idle_since = perf_counter()
+
+    def _read_messages(self) -> bool:
+        """Read what is there, wait if there is no ticket; False when told to end.
+
+        Looked at before a ticket, so that END and a new epoch do not wait behind a queue; but not more often than every
+        millisecond, for a look is a system call.
+        """
+        while not self._tickets or perf_counter() - self._looked_at > _LOOK_EVERY_S:
+            message = self._line.receive(wait=not self._tickets)
+            self._looked_at = perf_counter()
+            if message is None:
+                return True
+            kind, contents = message
+            if kind == Kind.TICKETS:
+                self._tickets.extend(contents)
+            elif kind == Kind.EPOCH:
+                self._tickets.clear()
+                self._epoch = contents
+                self._begin_epoch()
+            elif kind == Kind.END:
+                return False
+        return True
+
+    def _answer(self, seq: int, keys: Any) -> None:
+        started = perf_counter()
+        try:
+            if self._fetch is None or self._failure is not None:
+                self._line.send(Kind.FAILURE, self._record(seq, started), self._failure)
+                return
+            if self._seed is not None:
+                self._seed(seq)
+            place.enter(self._epoch.key, seq)
+            keeper, snapshot = self._keeper, None
+            if keeper is not None:
+                keeper.leave_out(self._fetch, keys)
+            samples = self._fetch(keys)
+            if keeper is not None:
+                snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
+            fetched = perf_counter()
+            count = len(samples) if self._spec.auto_collation and hasattr(samples, "__len__") else 1
+            batch = [self._line.collate(self._spec.collate_fn, samples)]
+            del samples
+            record = self._record(seq, started, fetched, count)
+            if snapshot is not None:
+                self._line.send(Kind.STATE, record, snapshot)
+            self._line.send_batch(record, batch, self._fetch.bad)
+        except BaseException as error:
+            if self._line.ends(error):
+                raise
+            self._fail(self._record(seq, started), error, () if self._fetch is None else self._fetch.bad)
+
+    def _fail(self, record: Record, error: BaseException, bad: Sequence[BadSample]) -> None:
+        """Tell what became of a ticket that there is no batch for."""
+        if isinstance(error, StopIteration) and self._spec.is_iterable:
+            self._ended = True
+            self._line.send(Kind.EXHAUSTED, record)
+            return
+        if isinstance(error, NoGoodSample):
+            self._line.send(Kind.BAD, record, list(bad))
+            if self._spec.on_error == "skip":
+                self._line.send(Kind.LEFT_OUT, record)
+                return
+            error = error.first
+        self._line.send(Kind.FAILURE, record, self._line.capture(error))
+
+    def _record(self, seq: int, started: float, fetched: float | None = None, samples: int = 0) -> Record:
+        """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the one before."""
+        now = perf_counter()
+        fetched = now if fetched is None else fetched
+        cpu_before, self._cpu_s = self._cpu_s, self._line.cpu_clock()
+        return Record(
+            seq=seq,
+            began_us=int(started * 1e6),
+            epoch=self._epoch.number,
+            wait_us=micros(started - self._idle_since),
+            fetch_us=micros(fetched - started),
+            collate_us=micros(now - fetched),
+            encode_us=0,
+            cpu_us=micros(self._cpu_s - cpu_before),
+            stalled_us=micros(self._stalls.take()),
+            samples=samples,
+        )
+
+    # --------------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Let the dataset, its iterator and what they hold run their own cleanup."""
+        self._line.leave()
+        self._fetch = None
+        if self._runner is not None:
+            self._runner.close()
+        if hasattr(self, "_spec"):
+            del self._spec

@@ -1,0 +1,268 @@
+"""The samples of an async iterable dataset: read one after the other, awaited several at once.
+
+An iterator has one position, so there is one reader. What it yields may be awaitable itself: then up to `concurrency`
+such samples are in flight, and the reader goes on. See :mod:`asyncloader.workers.child.overlap` for the contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from torch.utils.data import ChainDataset
+
+from asyncloader.protocols import is_async
+from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child.overlap import Base, Job, settle
+from asyncloader.workers.child.stacks import generator_stack, task_stack
+from asyncloader.workers.protocol.snapshot import Keeper
+
+
+class Stream(Base):
+    """Samples of one run over an iterable dataset.
+
+    A batch in which a sample raised is read to its end all the same, so that what the next batch begins with does not
+    depend on timing.
+
+    Args:
+        dataset: Async iterable, or an iterable of samples of which some are awaitables.
+        drop_last: Leave out an incomplete last batch.
+        exhausted: Called once with the first ticket that there are no samples for, after all before it are finished.
+        after: The end of the run before: the dataset is not read twice at a time.
+        keeper: Keeps the state of the dataset, if that is to be kept.
+        arguments: Those of `Base`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        drop_last: bool,
+        exhausted: Callable[[int], None],
+        after: asyncio.Task[None] | None,
+        keeper: Keeper | None,
+        *arguments: Any,
+    ) -> None:
+        super().__init__(*arguments)
+        self._drop_last = drop_last
+        self._exhausted = exhausted
+        self._iterator = open_stream(dataset)
+        self._keeper = keeper
+        self._is_async = hasattr(type(self._iterator), "__anext__")
+        self._has_ended = keeper is not None and keeper.attach(self._iterator)
+        self._too_late: list[int] = []  # tickets after the end of the data
+        self._work = asyncio.Event()
+        self._reading: Job | None = None
+        self._reader = self._loop.create_task(self._read(after))
+
+    def add(self, seq: int, keys: Any) -> None:
+        """Take another ticket; its keys say how many samples it has."""
+        if self._has_ended:
+            self._too_late.append(seq)
+            self._tell_if_exhausted()
+        else:
+            super().add(seq, keys)
+
+    def drop(self) -> None:
+        """Forget all jobs, cancel what is in flight, and stop reading."""
+        super().drop()
+        self._reader.cancel()
+
+    async def aclose(self) -> None:
+        """Drop everything, and let the iterator end in its own way."""
+        self.drop()
+        await asyncio.wait({self._reader})
+        if not self._reader.cancelled():
+            self._reader.result()
+        await super().aclose()
+        if (close := getattr(self._iterator, "aclose", None)) is not None:
+            await close()
+
+    def again(self, seq: int) -> None:
+        """Do nothing: to cancel a read would end most iterators, and with them the epoch."""
+
+    def where(self, seq: int) -> str:
+        """Tell at which await the samples of a job are, or the reader."""
+        words = super().where(seq)
+        if self._reading is not None and self._reading.seq <= seq:
+            words += f"The dataset is read at:\n{generator_stack(self._iterator) or task_stack(self._reader)}"
+        return words
+
+    def _fill(self) -> None:
+        self._work.set()
+
+    async def _read(self, after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await asyncio.wait({after})
+        while not self._has_ended:
+            while not self._waiting or self._free <= 0:
+                self._work.clear()
+                await self._work.wait()
+            job = self._reading = self._waiting[0]
+            if not job.started and self._keeper is not None:
+                for _ in range(self._keeper.gap()):
+                    await self._leave_out(job)
+                    await asyncio.sleep(0)  # the line is read meanwhile
+                    if self._has_ended:
+                        return
+            await self._read_sample(job)
+            self._reading = None
+
+    async def _leave_out(self, job: Job) -> None:
+        """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
+        for position in range(job.count):
+            place.enter(self._key, job.seq, position)
+            try:
+                sample = await anext(self._iterator) if self._is_async else next(self._iterator)
+            except (StopIteration, StopAsyncIteration):
+                self._end(job)  # not asked again: some iterators would begin anew
+                return
+            except (Exception, asyncio.CancelledError) as error:  # it was raised in its time
+                if job.is_over:
+                    raise
+                if self._costs_batch(error):
+                    return
+                continue
+            if inspect.iscoroutine(sample):
+                sample.close()
+            elif isinstance(sample, asyncio.Future):
+                sample.cancel()
+
+    def _costs_batch(self, error: BaseException) -> bool:
+        """Whether a batch ends where the iterator raised this; else it goes on with the next sample."""
+        return not (self._tolerant and isinstance(error, Exception)) or _is_over(self._iterator)
+
+    async def _read_sample(self, job: Job) -> None:
+        position = job.started
+        if not position:
+            job.begun_at = perf_counter()
+        place.enter(self._key, job.seq, position)
+        try:
+            sample = await anext(self._iterator) if self._is_async else next(self._iterator)
+        except (StopIteration, StopAsyncIteration):
+            self._end(job)
+            return
+        except asyncio.CancelledError as error:
+            if job.is_over:
+                raise
+            self._fail(job, position, error)
+            return
+        except BaseException as error:
+            self._fail(job, position, error)
+            return
+        self._advance(job)
+        if hasattr(type(sample), "__await__"):
+            self._spawn(job, position, self._await(job, position, sample))
+            job.tasks[position].add_done_callback(partial(_close, sample))
+        else:
+            self._take(job, position, sample)
+
+    def _advance(self, job: Job) -> None:
+        self._free -= 1
+        job.started += 1
+        if job.started == job.count:
+            self._waiting.popleft()
+            self._keep(job)
+
+    def _keep(self, job: Job) -> None:
+        """Take the state of the dataset: exactly the samples up to those of this job have been read."""
+        if self._keeper is not None:
+            job.snapshot = self._keeper.take(ended=self._has_ended)
+
+    async def _await(self, job: Job, position: int, sample: Any) -> None:
+        place.enter(self._key, job.seq, position)
+        error: BaseException | None = None
+        try:
+            sample = await settle(sample)
+        except BaseException as raised:
+            if job.is_over and isinstance(raised, asyncio.CancelledError):
+                raise
+            error = raised
+        if not job.is_over:
+            try:
+                self._take(job, position, sample, error)
+            finally:
+                del job, sample, error  # a traceback refers to this frame
+
+    def _may_go_on(self, error: BaseException) -> bool:
+        return isinstance(error, (Exception, asyncio.CancelledError))
+
+    def _fail(self, job: Job, position: int, error: BaseException) -> None:
+        """The iterator raised. If it can go on, this cost a sample; else, or if none may be bad, the batch."""
+        if self._costs_batch(error):
+            job.fatal = error
+            self._cut(job, position)
+        else:
+            self._advance(job)
+            self._take(job, position, None, error)
+
+    def _end(self, job: Job) -> None:
+        """There are no more samples."""
+        self._has_ended = True
+        kept = job.started > 0 and not (self._drop_last and self._auto_collation)
+        if not kept:
+            self._too_late.append(job.seq)
+            self._waiting.popleft()
+            del self._jobs[job.seq]
+            self._cancel(job)
+        self._too_late += [late.seq for late in self._waiting if late is not job]
+        for seq in self._too_late:
+            self._jobs.pop(seq, None)
+        if kept:
+            self._cut(job, job.started)
+        self._waiting.clear()
+        self._tell_if_exhausted()
+
+    def _cut(self, job: Job, count: int) -> None:
+        """Make do with fewer samples than there are keys."""
+        job.missing -= job.count - count
+        job.count = count
+        del job.samples[count:]
+        self._waiting.popleft()
+        self._keep(job)
+        if not job.missing or job.fatal is not None:
+            self._conclude(job)
+
+    def _conclude(self, job: Job) -> None:
+        super()._conclude(job)
+        self._tell_if_exhausted()
+
+    def _tell_if_exhausted(self) -> None:
+        # Not before, for whoever is told forgets what else this worker has in flight.
+        if self._has_ended and self._too_late and not self._jobs:
+            seq, self._too_late = self._too_late[0], []
+            self._exhausted(seq)
+
+
+def open_stream(dataset: Any) -> Any:
+    """Begin to iterate over a dataset: an async iterator, or a plain one."""
+    if isinstance(dataset, ChainDataset) and is_async(dataset):
+        return _chain(dataset.datasets)
+    return aiter(dataset) if hasattr(type(dataset), "__aiter__") else iter(dataset)
+
+
+async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:
+    for dataset in datasets:
+        iterator = open_stream(dataset)
+        if hasattr(type(iterator), "__anext__"):
+            async for sample in iterator:
+                yield sample
+        else:
+            for sample in iterator:
+                yield sample
+
+
+def _close(sample: Any, task: asyncio.Task[None]) -> None:
+    """Close a coroutine that never began, because its task was cancelled before; else Python warns of it."""
+    if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED:
+        sample.close()
+
+
+def _is_over(iterator: Any) -> bool:
+    """Whether this is a generator that has ended: after an exception it will yield no more."""
+    if inspect.isasyncgen(iterator):
+        return iterator.ag_frame is None
+    return inspect.isgenerator(iterator) and iterator.gi_frame is None

@@ -1,0 +1,241 @@
+"""The samples of a plain map-style dataset, several at once, on threads: for calls that block.
+
+    add ──> samples to do, in order ──> up to k lanes (threads), each one sample at a time
+                                           └── the last sample of a job, or a bad one ──> the loop: finished(job)
+
+The loop has nothing to do with single samples: a lane takes the next one itself. A lane that hangs holds one sample,
+and so one batch. See :mod:`asyncloader.workers.child.overlap` for the contract; what a lane is at cannot be
+cancelled, but what a dropped job still had to do is passed over.
+
+Threads that do not wait for anything only get into each other's way: for samples that take 14 us, 16 of them took 2.4
+times as long as one. So there is one lane, or one for each core that the worker may count on, until lanes are seen to
+wait: every 5 ms their CPU time is looked at. While they use less than half a core twice as many are woken, as long as
+there is something to do; one goes back to sleep while they use as much as they can get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from asyncloader.observe.cores import usable_cores
+from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child.overlap import Base, Job, settle
+from asyncloader.workers.protocol.modes import Modes
+
+_TICK_S = 0.005
+_WAITING = 0.5  # cores: lanes that use less in all are waiting for something
+_COMPUTING = 0.9  # for each core of the worker's share: more is not to be had
+
+
+class Lanes(Base):
+    """Samples on threads of their own, started as they are needed."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_workers: int,
+        key: tuple[int, int, int],
+        auto_collation: bool,
+        concurrency: int,
+        *rest: Any,
+    ) -> None:
+        super().__init__(key, auto_collation, concurrency, *rest)
+        self._dataset = dataset
+        self._most = concurrency
+        self._cores = max(1, min(concurrency, usable_cores() // max(1, num_workers)))
+        self._whole = getattr(dataset, "__getitems__", None) if auto_collation else None
+        self._modes = Modes.of_this_thread()
+        self._to_do: deque[tuple[Job, int]] = deque()
+        self._at: dict[int, tuple[Job, int]] = {}  # by thread, what it is at
+        self._tick: asyncio.TimerHandle | None = None
+        self._looked_at = 0.0
+        self._cpu_s = 0.0  # of all lanes, then
+        self._lock = threading.Lock()  # held to change the next two
+        self._num_awake = 0
+        self._num_to_sleep = 0
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # wake a lane each; False ends it
+        self._lanes: list[threading.Thread] = []
+        self._clocks: list[int] = []
+        self._num_running = 0
+        self._lane_ended = asyncio.Event()
+
+    def drop(self) -> None:
+        """Forget all jobs; lanes end after the sample that each is at."""
+        super().drop()
+        self._to_do.clear()
+        if self._tick is not None:
+            self._tick.cancel()
+        for _ in self._lanes:
+            self._tokens.put(False)
+
+    async def aclose(self) -> None:
+        """Drop everything, and wait until the lanes have ended."""
+        self.drop()
+        while self._num_running:
+            self._lane_ended.clear()
+            await self._lane_ended.wait()
+        for lane in self._lanes:
+            lane.join()  # it has only to return
+
+    def again(self, seq: int) -> None:
+        """Do nothing: a thread cannot be cancelled."""
+
+    def where(self, seq: int) -> str:
+        """Tell where the lanes are that have samples of a job."""
+        words = super().where(seq)
+        frames = sys._current_frames()
+        for ident, (job, _) in tuple(self._at.items()):
+            if job.seq == seq and not job.is_over and ident in frames:
+                words += f"A sample is at:\n{''.join(traceback.format_stack(frames[ident]))}"
+        return words
+
+    def _fill(self) -> None:
+        """Let the lanes know of all samples: that there are no more lanes bounds what is in flight."""
+        if not self._waiting:
+            return
+        while self._waiting:
+            job = self._waiting.popleft()
+            positions = range(job.count) if self._whole is None else [place.BATCH]
+            self._to_do.extend((job, position) for position in positions)
+            job.started = job.count
+        with self._lock:
+            if not self._num_awake:
+                self._wake_lane()
+        if self._tick is None:
+            self._look()
+
+    def _wake_lane(self) -> None:
+        """Let one more lane work. With the lock held."""
+        if self._num_awake < len(self._lanes):
+            self._tokens.put(True)
+        else:
+            context = contextvars.copy_context()
+            name = f"asyncloader lane {len(self._lanes)}"
+            lane = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
+            self._lanes.append(lane)
+            self._num_running += 1
+            self._tokens.put(True)
+            lane.start()
+        self._num_awake += 1
+
+    def _look(self) -> None:
+        """Begin to measure."""
+        self._looked_at, self._cpu_s = perf_counter(), self._lanes_cpu_s()
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+
+    def _on_tick(self) -> None:
+        """Wake lanes if those that are awake wait for something, or let one sleep if they get in each other's way."""
+        self._tick = None
+        if not self._to_do:
+            return
+        cores = (self._lanes_cpu_s() - self._cpu_s) / (perf_counter() - self._looked_at)
+        with self._lock:
+            if cores < _WAITING or self._num_awake < self._cores:
+                self._num_to_sleep = 0
+                for _ in range(min(max(1, self._num_awake), self._most - self._num_awake, len(self._to_do))):
+                    self._wake_lane()
+            elif cores > _COMPUTING * self._cores and self._num_awake > self._cores:
+                self._num_to_sleep = 1
+        self._look()
+
+    def _lanes_cpu_s(self) -> float:
+        return sum(time.clock_gettime(clock) for clock in tuple(self._clocks))
+
+    # ---------------------------------------------------------------------------------------------------- a lane
+
+    def _run(self) -> None:
+        ident = threading.get_ident()
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS, where all lanes are always awake
+            self._clocks.append(time.pthread_getcpuclockid(ident))
+        with self._modes.active():
+            while self._tokens.get():
+                self._work(ident)
+        self._tell(self._on_lane_end)
+
+    def _work(self, ident: int) -> None:
+        while (work := self._next()) is not None:
+            job, position = work
+            if not job.is_over:
+                self._at[ident] = work
+                self._get(job, position)
+                del self._at[ident]
+            del work, job
+
+    def _next(self) -> tuple[Job, int] | None:
+        """Take the next sample to do; None if there is none, or others are to do it: then the lane sleeps."""
+        while True:
+            with self._lock:
+                if self._num_to_sleep and self._num_awake > 1:
+                    self._num_to_sleep = 0
+                    self._num_awake -= 1
+                    return None
+            try:
+                return self._to_do.popleft()
+            except IndexError:
+                with self._lock:
+                    if not self._to_do:
+                        self._num_awake -= 1
+                        return None
+
+    def _get(self, job: Job, position: int) -> None:
+        place.enter(self._key, job.seq, position)
+        if position <= 0:
+            job.begun_at = perf_counter()
+        try:
+            if position == place.BATCH:
+                self._get_whole(job)
+            else:
+                sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
+                job.samples[position] = self._awaited(sample) if hasattr(type(sample), "__await__") else sample
+        except BaseException as error:
+            if position == place.BATCH and self._may_go_on(error):
+                self._to_do.extendleft((job, single) for single in reversed(range(job.count)))
+                return
+            job.errors[max(position, 0)] = error
+            if not self._may_go_on(error):
+                self._tell(self._on_bad, job, error)
+                return
+        # Each step is one operation on a list. Two lanes may both see that the job is complete: it is told twice.
+        job.arrived.append(position)
+        if position == place.BATCH or len(job.arrived) == job.count:
+            self._tell(self._on_complete, job)
+
+    def _get_whole(self, job: Job) -> None:
+        assert self._whole is not None
+        job.samples = self._whole(job.keys)
+
+    def _awaited(self, sample: Any) -> Any:
+        """Await a sample of a dataset that nobody could know to be async, on the loop."""
+        return asyncio.run_coroutine_threadsafe(settle(sample), self._loop).result()
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # -------------------------------------------------------------------------------------------------- the loop
+
+    def _on_lane_end(self) -> None:
+        self._num_running -= 1
+        self._lane_ended.set()
+
+    def _on_complete(self, job: Job) -> None:
+        if not job.is_over:
+            job.missing = 0
+            self._conclude(job)
+
+    def _on_bad(self, job: Job, error: BaseException) -> None:
+        if not job.is_over:
+            job.fatal = error
+            job.errors.clear()
+            self._conclude(job)

@@ -1,0 +1,216 @@
+"""A worker's end of its connection to the parent, whatever that is made of.
+
+    parent ── tickets, epochs, END ──> receive / listen ──> Server
+    parent <── outcomes ────────────── send, send_batch <── Server
+
+`ProcessLine` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in the
+trainer's own process is in :mod:`asyncloader.workers.local.pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from time import perf_counter, process_time
+from typing import Any, Protocol
+
+import torch
+import torch.utils.data._utils.worker as torch_worker
+
+from asyncloader.transport import collate
+from asyncloader.transport.codec import Encoder
+from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.child.seeding import seed_worker
+from asyncloader.workers.parent.channel import WorkerChannel
+from asyncloader.workers.protocol.failure import RemoteError
+from asyncloader.workers.protocol.messages import RECORD, Kind, Record, WorkerSpec
+
+
+class ParentGone(BaseException):
+    """The connection has ended: there is nobody to work for."""
+
+
+class Line(Protocol):
+    """What a server needs of its connection. For the thread that serves.
+
+    Attributes:
+        where: For the words of errors: "in DataLoader worker process 3".
+    """
+
+    where: str
+
+    @property
+    def cpu_clock(self) -> Callable[[], float]:
+        """Tells the CPU seconds of the worker."""
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
+
+    def leave(self) -> None:
+        """Undo what others could see of that."""
+
+    def receive(self, *, wait: bool) -> tuple[int, Any] | None:
+        """Return the next message, kind and contents; None if there is none and ``wait`` is false.
+
+        Raises:
+            ParentGone: if there will be none.
+        """
+
+    def listen(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None]) -> None:
+        """From now on call ``ready`` on the loop whenever there may be something to receive."""
+
+    def unlisten(self) -> None:
+        """Do so no more."""
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether the worker cannot go on after this exception; else it stands for the batch."""
+
+    def capture(self, error: BaseException) -> Any:
+        """Make of an exception what is sent as a FAILURE."""
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Make a batch, in memory that suits the connection."""
+
+    def send(self, kind: int, record: Record | None = None, body: Any = None) -> None:
+        """Send a message, which is small."""
+
+    def send_batch(self, record: Record, batch: list[Any], bad: Sequence[BadSample]) -> None:
+        """Send a batch, which is taken out of the list: nothing of the caller's may refer to it any more.
+
+        Raises:
+            Exception: what cannot be sent; then nothing was.
+        """
+
+
+class ProcessLine:
+    """The line of a worker process.
+
+    Args:
+        worker_id: From 0.
+        channel: To the parent.
+        arena: Handle of the shared memory, or None.
+    """
+
+    cpu_clock = staticmethod(process_time)
+
+    def __init__(self, worker_id: int, channel: WorkerChannel, arena: Any) -> None:
+        self.where = f"in DataLoader worker process {worker_id}"
+        self._channel = channel
+        self._slabs = arena.attach() if arena is not None else None
+        if self._slabs is not None:
+            self._slabs.ask = self._ask
+        self._encoder = Encoder(self._slabs)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: Callable[[], None]
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
+        torch.set_num_threads(1)
+        seed = seed_worker(spec.base_seed, worker_id)
+        self.send(Kind.UP)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
+        )
+        collate.install(self._encoder)
+
+    def leave(self) -> None:
+        """Let go of the dataset that ``get_worker_info()`` refers to."""
+        torch_worker._worker_info = None
+
+    # ------------------------------------------------------------------------------------------------- receiving
+
+    def receive(self, *, wait: bool) -> tuple[int, Any] | None:
+        """Return the next message. Slabs that came with it are known."""
+        try:
+            frame = self._channel.receive(wait=wait)
+        except (EOFError, OSError) as error:
+            raise ParentGone from error
+        if frame is None:
+            return None
+        kind, body = frame
+        contents: Any = pickle.loads(body) if body else None
+        if kind == Kind.TICKETS:
+            contents, loans = contents
+            if loans and self._slabs is not None:
+                self._slabs.add(loans)
+        return kind, contents
+
+    def listen(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None]) -> None:
+        """Watch the socket."""
+        self._loop, self._ready = loop, ready
+        loop.add_reader(self._channel.fileno(), ready)
+        os.set_blocking(self._channel.fileno(), True)  # which libuv has ended; `_ask` and sending rely on it
+        loop.call_soon(ready)  # what was read from the socket before
+
+    def unlisten(self) -> None:
+        """Leave the socket alone."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._channel.fileno())
+            self._loop = None
+
+    def _ask(self, sizes: Any, returned: Any) -> Any:
+        """Get slabs of these sizes from the parent: a round trip. Messages that come meanwhile are kept."""
+        self._send(Kind.ASK, pickle.dumps((sizes, returned)))
+        passed: list[tuple[int, bytes]] = []
+        try:
+            while (frame := self._channel.receive(wait=True)) is not None and frame[0] != Kind.LOANS:
+                passed.append(frame)
+        except (EOFError, OSError) as error:
+            raise ParentGone from error
+        assert frame is not None
+        self._channel.put_back(passed)
+        if passed and self._loop is not None:
+            self._loop.call_soon(self._ready)  # the socket will not tell of them again
+        return pickle.loads(frame[1])
+
+    # --------------------------------------------------------------------------------------------------- sending
+
+    def ends(self, error: BaseException) -> bool:
+        """As torch: SystemExit and the like end the process. A cancelled task of the dataset's own is no reason to."""
+        return not isinstance(error, (Exception, asyncio.CancelledError))
+
+    def capture(self, error: BaseException) -> Any:
+        """Make of an exception what crosses the channel."""
+        return RemoteError.capture(error, self.where)
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Make a batch, straight into slabs where torch's default does it."""
+        with self._encoder.allocating():
+            return collate_fn(samples)
+
+    def send(self, kind: int, record: Record | None = None, body: Any = None) -> None:
+        """Send a frame."""
+        parts = [RECORD.pack(*record)] if record is not None else []
+        if body is not None:
+            parts.append(_pickled_bad(body) if kind == Kind.BAD else pickle.dumps(body))
+        self._send(kind, *parts)
+
+    def send_batch(self, record: Record, batch: list[Any], bad: Sequence[BadSample]) -> None:
+        """Encode a batch and send it."""
+        began = perf_counter()
+        parts = self._encoder.encode(batch.pop())
+        self._encoder.release()
+        record = record._replace(encode_us=micros(perf_counter() - began))
+        if bad:
+            self.send(Kind.BAD, record, list(bad))
+        self._send(Kind.RESULT, RECORD.pack(*record), *parts)
+
+    def _send(self, kind: int, *parts: Any) -> None:
+        try:
+            self._channel.send(kind, *parts)
+        except OSError as error:
+            raise ParentGone from error
+
+
+def micros(seconds: float) -> int:
+    """Return a time as a record holds it."""
+    return max(0, min(int(seconds * 1e6), 0xFFFFFFFF))
+
+
+def _pickled_bad(bad: list[BadSample]) -> bytes:
+    try:
+        return pickle.dumps(bad)
+    except Exception:  # keys that unpickle, or they would not be here, but do not pickle
+        return pickle.dumps([sample._replace(key=repr(sample.key)) for sample in bad])

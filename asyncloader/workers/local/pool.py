@@ -1,0 +1,435 @@
+"""Workers in this process: on threads of their own, or one on the portal's loop (num_workers=0, async datasets).
+
+    session ── start, send, replace, end ──> LocalPool ── one LocalWorker with a LocalLine per worker id
+            <── on_ready, on_batch, ... ──── (posted to the loop)
+
+The same servers as in worker processes; nothing is pickled. A thread cannot be killed: one that hangs is left alone,
+with its line hung up, and ends when what it is at returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
+
+from asyncloader.errors import could_not_start
+from asyncloader.transport.collate import recycling_collate
+from asyncloader.workers.backend import Listener
+from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.child.overlap_server import OverlapServer
+from asyncloader.workers.child.server import Server
+from asyncloader.workers.child.transport import ParentGone
+from asyncloader.workers.local.copies import private_copy
+from asyncloader.workers.local.sizes import batch_bytes
+from asyncloader.workers.local.worker_info import set_worker_info
+from asyncloader.workers.parent.process import STACK_TIMEOUT_S, State
+from asyncloader.workers.protocol.failure import LocalError
+from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
+
+_HANDOVER_S = 3.0
+"""A worker that takes the place of a hung one on the same loop waits so long for it to close what it has open."""
+
+
+class LocalLine:
+    """Both ends of the connection: messages in through a queue, outcomes out as calls on the parent's loop.
+
+    Args:
+        where: For the words of errors; "" on the portal's loop, where there is no worker in the user's eyes.
+        post: Gives an outcome (kind, record, body, bytes) to the parent.
+    """
+
+    cpu_clock = staticmethod(thread_time)
+
+    def __init__(self, where: str, post: Callable[[int, Record | None, Any, int], None]) -> None:
+        self.where = where
+        self._post = post
+        self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._is_hung_up = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: Callable[[], None]
+        self._context: contextvars.Context
+        self._collate: Callable[[Any], Any] | None = None
+
+    # ----------------------------------------------------------------------------------------- the parent's side
+
+    def put(self, kind: int, contents: Any = None) -> None:
+        """Send the worker a message."""
+        self._messages.put((kind, contents))
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended, and so has its loop
+                loop.call_soon_threadsafe(self._ready, context=self._context)
+
+    def hang_up(self) -> None:
+        """Take nothing from the worker any more, and have it end as soon as it looks."""
+        self._is_hung_up = True
+        self.put(Kind.END)
+
+    # ----------------------------------------------------------------------------------------- the worker's side
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Become a worker in torch's eyes, in this thread. Its generators are everybody's: they are not seeded."""
+        if self.where:
+            info = torch_worker.WorkerInfo(
+                id=worker_id,
+                num_workers=spec.num_workers,
+                seed=spec.base_seed + worker_id,
+                dataset=open_dataset(),
+                worker_method="thread",
+            )
+            set_worker_info(info)
+
+    def leave(self) -> None:
+        """Do nothing: the surroundings end with the thread."""
+
+    def receive(self, *, wait: bool) -> tuple[int, Any] | None:
+        """Return the next message."""
+        try:
+            message = self._messages.get(wait)
+        except queue.Empty:
+            message = None
+        if self._is_hung_up:
+            raise ParentGone
+        return message
+
+    def listen(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None]) -> None:
+        """Have the parent call ``ready`` on the loop, in the context of this worker."""
+        self._ready, self._context = ready, contextvars.copy_context()
+        self._loop = loop
+        loop.call_soon(ready)  # for what came before
+
+    def unlisten(self) -> None:
+        """Have it do so no more."""
+        self._loop = None
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether the worker cannot go on after this: the user's SystemExit is told instead, to who waits for it."""
+        return isinstance(error, ParentGone)
+
+    def capture(self, error: BaseException) -> Any:
+        """Hand the exception over as it is."""
+        return LocalError(error, self.where)
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Make a batch, in memory that is used again where torch's default does it."""
+        if self._collate is None:
+            self._collate = recycling_collate(collate_fn)
+        return self._collate(samples)
+
+    def send(self, kind: int, record: Record | None = None, body: Any = None) -> None:
+        """Hand an outcome over."""
+        if not self._is_hung_up:
+            self._post(kind, record, body, 0)
+
+    def send_batch(self, record: Record, batch: list[Any], bad: Sequence[BadSample]) -> None:
+        """Hand a batch over."""
+        if bad:
+            self.send(Kind.BAD, record, list(bad))
+        if not self._is_hung_up:
+            self._post(Kind.RESULT, record, batch[0], batch_bytes(batch.pop()))
+
+
+class LocalWorker:
+    """A worker in this process. Belongs to the loop thread, but for what `WorkerProcess` too allows to others."""
+
+    is_telling = True
+
+    def __init__(
+        self,
+        worker_id: int,
+        loop: asyncio.AbstractEventLoop,
+        pool: LocalPool,
+        on_thread: bool,
+        before: LocalWorker | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.state = State.NEW
+        self.pid = os.getpid()
+        self.exitcode: int | None = None
+        self.output = bytearray()
+        self.is_ready = False
+        self.started_at = 0.0
+        self._loop = loop
+        self._pool = pool
+        self._before = before
+        self._line = LocalLine(f"in DataLoader worker thread {worker_id}" if on_thread else "", self._post)
+        self._server: Server | None = None
+        self._thread: threading.Thread | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._on_thread = on_thread
+        self._timer: asyncio.TimerHandle | None = None
+        self._dead = threading.Event()
+        self._stack_waiters: list[Callable[[str], None]] = []
+        self._quiet_timer: asyncio.TimerHandle
+
+    def __repr__(self) -> str:
+        return f"<LocalWorker {self.worker_id} {self.state.name}>"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is at work, or ending."""
+        return self.state in (State.RUNNING, State.ENDING)
+
+    # -------------------------------------------------------------------------------------------------- lifecycle
+
+    def start(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        """Start the thread, or the task."""
+        if self._on_thread:
+            name = f"asyncloader worker {self.worker_id}"
+            self._thread = threading.Thread(target=self._run, args=(spec, epoch), name=name, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise could_not_start(OSError(11, str(error))) from error
+        else:
+            self._task = self._loop.create_task(self._serve(spec, epoch))
+        self.state = State.RUNNING
+        self.started_at = time.monotonic()
+
+    def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        try:
+            server = self._make_server(spec, epoch)
+            with server.modes():
+                server.open()
+                server.run()
+                server.close()
+        except ParentGone:
+            pass
+        except BaseException as error:
+            self._report(error)
+        finally:
+            with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+                self._loop.call_soon_threadsafe(self._on_end)
+
+    async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        """Work on the portal's loop, where another worker may still be closing what the same dataset has open."""
+        if (before := self._before) is not None and before._task is not None:
+            self._before = None
+            await asyncio.wait({before._task}, timeout=_HANDOVER_S)
+        try:
+            server = self._make_server(spec, epoch)
+            server.open()
+            assert isinstance(server, OverlapServer)
+            await server.serve()
+            server.close()
+        except (ParentGone, asyncio.CancelledError):
+            pass
+        except BaseException as error:
+            self._report(error)
+        finally:
+            self._on_end()
+
+    def _make_server(self, spec: WorkerSpec, epoch: EpochSpec) -> Server:
+        if self._on_thread:
+            spec = spec.with_dataset(private_copy(spec.dataset))
+        self._server = (OverlapServer if spec.overlaps else Server)(self.worker_id, self._line, epoch, spec)
+        return self._server
+
+    def _report(self, error: BaseException) -> None:
+        """Write down what the user's code raised while it was closed, where nobody waits for anything."""
+        context = {"message": f"A DataLoader worker ended with an exception ({self!r})", "exception": error}
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
+
+    def end(self, grace_s: float) -> None:
+        """Tell the worker to finish; abandon it after ``grace_s`` seconds."""
+        if not self.is_alive:
+            return
+        self.state = State.ENDING
+        self._line.put(Kind.END)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(grace_s, 0.0), self.kill)
+
+    def kill(self) -> None:
+        """Hang up, and cancel what can be cancelled."""
+        if not self.is_alive:
+            return
+        self._line.hang_up()
+        if self._task is not None:
+            self._task.cancel()
+        self._on_end(is_abandoned=True)
+
+    def _on_end(self, *, is_abandoned: bool = False) -> None:
+        if self.state is State.DEAD:
+            return
+        expected = is_abandoned or self.state is State.ENDING
+        self.state = State.DEAD
+        self.on_awaits("")
+        if self._timer is not None:
+            self._timer.cancel()
+        if is_abandoned:
+            self._thread = None
+        self._dead.set()
+        self._pool.on_exit(self, expected)
+
+    def wait_dead(self, timeout_s: float | None) -> bool:
+        """Wait until it has ended, or was abandoned. Not on the loop thread."""
+        began = time.monotonic()
+        if not self._dead.wait(timeout_s):
+            return False
+        if (thread := self._thread) is not None:
+            thread.join(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began)))
+        return True
+
+    # --------------------------------------------------------------------------------------------------- messages
+
+    def put(self, kind: int, contents: Any) -> None:
+        """Send it a message."""
+        self._line.put(kind, contents)
+
+    def _post(self, kind: int, record: Record | None, body: Any, nbytes: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._pool.on_outcome, self, kind, record, body, nbytes, perf_counter())
+
+    # ---------------------------------------------------------------------------------------------------- stacks
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Tell where the thread is, and at which awaits the samples of the ticket are.
+
+        It is asked when somebody has waited too long. On the portal's loop that cancels them, and begins them again. A
+        loop on a thread answers itself, for only then nothing runs on it that is looked at; if it turns.
+        """
+        server = self._server
+        if not isinstance(server, OverlapServer):
+            tell(self._thread_stack())
+        elif self._task is not None:
+            awaits = server.where(seq)
+            server.again(seq)
+            tell(awaits)
+        else:
+            self._stack_waiters.append(tell)
+            if len(self._stack_waiters) == 1:
+                self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self.on_awaits, "")
+                self._line.put(Kind.WHERE, seq)
+
+    def on_awaits(self, awaits: str) -> None:
+        """The worker's loop has answered where the samples of the ticket are, or did not in time."""
+        waiters, self._stack_waiters = self._stack_waiters, []
+        if waiters:
+            self._quiet_timer.cancel()
+            text = awaits + self._thread_stack()
+            for tell in waiters:
+                tell(text)
+
+    def _thread_stack(self) -> str:
+        thread = self._thread
+        frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+        return f"The thread is at:\n{''.join(traceback.format_stack(frame))}" if frame is not None else ""
+
+
+class LocalPool:
+    """Owner of the workers of one iterator that run in this process; see `Pool` for the methods. Loop thread only.
+
+    Args:
+        loop: The portal's loop.
+        spec: What the workers work with.
+        on_threads: Each on a thread; else there is one, on the loop itself.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, spec: WorkerSpec, *, on_threads: bool) -> None:
+        self.processes: list[LocalWorker] = []
+        self.listener: Listener | None = None
+        self._loop = loop
+        self._spec = spec
+        self._on_threads = on_threads
+        self._epoch: EpochSpec
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<LocalPool {self.processes!r}>"
+
+    def start(self, epoch: EpochSpec) -> Iterator[int]:
+        """Start one worker after the other, and yield the id of each."""
+        self._epoch = epoch
+        for worker in range(max(1, self._spec.num_workers)):
+            self.processes.append(self._start_one(worker))
+            yield worker
+
+    def _start_one(self, worker: int, before: LocalWorker | None = None) -> LocalWorker:
+        started = LocalWorker(worker, self._loop, self, self._on_threads, before)
+        started.start(self._spec, self._epoch)
+        return started
+
+    def discard(self, worker: int) -> None:
+        """Abandon this worker, whose end then is nobody's concern: another will take its place."""
+        self.processes[worker].kill()
+
+    def replace(self, worker: int) -> None:
+        """Start a new worker under this id, whose last one has ended or was discarded."""
+        self.processes[worker] = self._start_one(worker, self.processes[worker])
+
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data; tickets of the last one are forgotten."""
+        self._epoch = epoch
+        for worker in self.processes:
+            worker.put(Kind.EPOCH, epoch)
+
+    def end(self, grace_s: float) -> None:
+        """Tell all workers to finish; abandon what is left after ``grace_s`` seconds."""
+        self._closing = True
+        for worker in self.processes:
+            worker.end(grace_s)
+        self._maybe_closed()
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all workers are gone. In any thread but the loop's."""
+        deadline = time.monotonic() + timeout_s
+        waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in tuple(self.processes)]
+        return all(waits)
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
+        """Give the worker tickets."""
+        self.processes[worker].put(Kind.TICKETS, tickets)
+
+    # ------------------------------------------------------------------------------------------------- receiving
+
+    def on_outcome(
+        self, worker: LocalWorker, kind: int, record: Record | None, body: Any, nbytes: int, arrived_at: float
+    ) -> None:
+        """Take a message from a worker."""
+        listener = self.listener
+        if listener is None or not worker.is_alive or self.processes[worker.worker_id] is not worker:
+            return
+        if kind == Kind.READY:
+            worker.is_ready = True
+            listener.on_ready(worker.worker_id)
+        elif kind == Kind.AWAITS:
+            worker.on_awaits(body)
+        elif record is not None and record.epoch == self._epoch.number:
+            if kind == Kind.RESULT:
+                listener.on_batch(worker.worker_id, record, body, nbytes, arrived_at)
+            elif kind == Kind.BAD:
+                listener.on_bad_samples(worker.worker_id, record, body)
+            elif kind == Kind.STATE:
+                listener.on_state(worker.worker_id, record, body)
+            elif kind == Kind.LEFT_OUT:
+                listener.on_left_out(worker.worker_id, record)
+            elif kind == Kind.EXHAUSTED:
+                listener.on_exhausted(worker.worker_id, record)
+            else:
+                listener.on_failure(worker.worker_id, record, body)
+
+    def on_exit(self, worker: LocalWorker, expected: bool) -> None:
+        """A worker has ended, or was abandoned."""
+        if not (expected or self._closing) and self.listener is not None:
+            self.listener.on_died(worker.worker_id, worker)
+        self._maybe_closed()
+
+    def _maybe_closed(self) -> None:
+        if self._closing and not any(worker.is_alive for worker in self.processes):
+            listener, self.listener = self.listener, None
+            if listener is not None:
+                listener.on_closed()

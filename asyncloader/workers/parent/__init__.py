@@ -1,0 +1,1 @@
+"""Worker processes, seen from the process that trains."""

@@ -1,0 +1,237 @@
+"""The workers of one iterator: start them, give them tickets, replace the dead, end them.
+
+    session ── start, send, replace, end ──> Pool ── one WorkerProcess and one slab borrower per worker id
+            <── on_ready, on_batch, on_failure, on_exhausted, on_died, ...
+
+A worker id keeps its place when its process is replaced. With persistent workers a pool outlives its sessions; frames
+that belong to an earlier run are dropped here, after their slabs were given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.context import BaseContext
+from time import perf_counter
+from typing import Any
+
+from asyncloader.transport.slab import SlabPool, slab_pool
+from asyncloader.workers.backend import Listener
+from asyncloader.workers.parent.process import WorkerProcess
+from asyncloader.workers.protocol.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec
+from asyncloader.workers.protocol.pickled_spec import Parcel
+
+
+class Pool:
+    """Owner of the worker processes of one iterator, on the loop thread.
+
+    Args:
+        loop: The portal's loop.
+        context: How processes are started.
+        spec: What the workers work with.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, context: BaseContext, spec: WorkerSpec) -> None:
+        self.processes: list[WorkerProcess] = []
+        self.listener: Listener | None = None
+        self._loop = loop
+        self._context = context
+        self._spec = spec
+        self._source: WorkerSpec | Parcel[WorkerSpec] = spec
+        self._slabs = slab_pool()
+        self._slabs.call_later = loop.call_later
+        self._slabs.wake = partial(_trim_if_idle, self._slabs, loop)
+        self._borrowers: dict[WorkerProcess, Any] = {}
+        self._outstanding = [0] * spec.num_workers
+        self._epoch: EpochSpec
+        self._leaving: set[WorkerProcess] = set()
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.processes!r}>"
+
+    # ---------------------------------------------------------------------------------------------- lifecycle
+
+    def pack(self) -> None:
+        """Pickle what the workers need, unless they inherit it. In the caller's thread: the dataset is the user's.
+
+        Raises:
+            Exception: as the pickling of the dataset or a function raises it, after a warning in torch's words.
+        """
+        method = self._context.get_start_method()
+        if method == "fork":
+            return
+        try:
+            self._source = Parcel(self._spec)
+        except Exception:
+            warnings.warn(
+                "Got pickle error when attempting to start a worker Process. This might be because the worker Process "
+                f'arguments are not picklable. The current multiprocessing start method is {method!r}; with "fork" '
+                "nothing is pickled. See https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-"
+                "forkserver-start-methods",
+                stacklevel=6,
+            )
+            raise
+
+    def start(self, epoch: EpochSpec) -> Iterator[int]:
+        """Start one process after the other, and yield the id of each. On failure those that did start are ended.
+
+        Raises:
+            WorkerStartError: if the system has no room.
+        """
+        self._epoch = epoch
+        try:
+            for worker in range(self._spec.num_workers):
+                self.processes.append(self._start_one(worker))
+                yield worker
+        except BaseException:
+            self.end(0.0)
+            raise
+
+    def _start_one(self, worker: int) -> WorkerProcess:
+        process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
+        borrower = self._slabs.borrower()
+        try:
+            with borrower.starting():
+                process.start(self._context, self._source, self._slabs.handle(), self._epoch)
+        except BaseException:
+            borrower.reclaim()
+            raise
+        self._borrowers[process] = borrower
+        return process
+
+    def discard(self, worker: int) -> None:
+        """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""
+        process = self.processes[worker]
+        if process.is_alive:
+            self._leaving.add(process)
+            process.kill()
+
+    def replace(self, worker: int) -> None:
+        """Start a new process under this worker id, whose process has died or was discarded."""
+        self._outstanding[worker] = 0
+        self.processes[worker] = self._start_one(worker)
+
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data; tickets of the last one are forgotten."""
+        self._epoch = epoch
+        body = pickle.dumps(epoch)
+        for worker, process in enumerate(self.processes):
+            self._outstanding[worker] = 0
+            process.channel.send(Kind.EPOCH, body, more=True)
+
+    def end(self, grace_s: float) -> None:
+        """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
+        self._closing = True
+        for process in self.processes:
+            process.end(grace_s)
+        self._maybe_closed()
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all processes are gone. In any thread but the loop's."""
+        deadline = time.monotonic() + timeout_s
+        everyone = [*self.processes, *self._leaving]
+        waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in everyone]
+        return all(waits)
+
+    # ------------------------------------------------------------------------------------------------- sending
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
+        """Give the worker tickets, and slabs to do them in."""
+        self._outstanding[worker] += len(tickets)
+        process = self.processes[worker]
+        loans = self._borrowers[process].lend(self._outstanding[worker])
+        try:
+            body = pickle.dumps((tickets, loans), 5)
+        except Exception:  # what the sampler yielded; nothing was sent
+            self._outstanding[worker] -= len(tickets)
+            for loan in loans:
+                self._borrowers[process].given_up(loan.number)
+            raise
+        process.channel.send(Kind.TICKETS, body)
+
+    # ---------------------------------------------------------------------------------------------- receiving
+
+    def on_frame(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Take a frame from a worker."""
+        if process in self._leaving:
+            return
+        worker = process.worker_id
+        if kind == Kind.ASK:
+            sizes, returned = pickle.loads(body)
+            loans = self._borrowers[process].grant(sizes, returned)
+            process.channel.send(Kind.LOANS, pickle.dumps(loans, 5))
+        elif kind == Kind.UP:
+            process.on_up()
+        elif kind == Kind.AWAITS:
+            process.on_awaits(pickle.loads(body))
+        elif kind == Kind.READY:
+            process.is_ready = True
+            if self.listener is not None:
+                self.listener.on_ready(worker)
+        else:
+            self._on_outcome(process, kind, body)
+
+    def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        arrived_at = perf_counter()
+        worker = process.worker_id
+        record = Record._make(RECORD.unpack_from(body))
+        payload = body[RECORD.size :]
+        batch: Any = None
+        nbytes, error = 0, None
+        if kind == Kind.RESULT:
+            try:
+                batch, nbytes = self._borrowers[process].decode(payload)
+            except Exception as broken:
+                error = broken
+        listener = self.listener
+        if listener is None or record.epoch != self._epoch.number:
+            return
+        if kind == Kind.BAD:
+            listener.on_bad_samples(worker, record, pickle.loads(payload))
+            return
+        if kind == Kind.STATE:
+            listener.on_state(worker, record, pickle.loads(payload))
+            return
+        self._outstanding[worker] -= 1
+        if kind == Kind.RESULT and error is None:
+            listener.on_batch(worker, record, batch, nbytes, arrived_at)
+        elif kind == Kind.EXHAUSTED:
+            listener.on_exhausted(worker, record)
+        elif kind == Kind.LEFT_OUT:
+            listener.on_left_out(worker, record)
+        else:
+            listener.on_failure(worker, record, error or pickle.loads(payload))
+
+    def on_exit(self, process: WorkerProcess, expected: bool) -> None:
+        """A process is gone."""
+        if (borrower := self._borrowers.pop(process, None)) is not None:
+            borrower.reclaim()
+        if process in self._leaving:
+            self._leaving.discard(process)
+        elif not (expected or self._closing) and self.listener is not None:
+            self.listener.on_died(process.worker_id, process)
+        self._maybe_closed()
+
+    def _maybe_closed(self) -> None:
+        if self._closing and not any(process.is_alive for process in self._everyone()):
+            if isinstance(self._source, Parcel):
+                self._source.close()
+            listener, self.listener = self.listener, None
+            if listener is not None:
+                listener.on_closed()
+
+    def _everyone(self) -> Iterable[WorkerProcess]:
+        return (*self.processes, *self._leaving)
+
+
+def _trim_if_idle(slabs: SlabPool, loop: asyncio.AbstractEventLoop) -> None:
+    """A lease has ended, in whatever thread: see that its memory is given back although no worker is there any more."""
+    if slabs.is_idle:
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+            loop.call_soon_threadsafe(slabs.plan_trim)

@@ -1,0 +1,445 @@
+"""One worker process: start it, watch it, ask it for its stack, kill it, reap it.
+
+          parent (loop thread)                          worker
+    channel   ───────────────── socketpair ───────────  messages
+    liveness  ───────────────── pipe ─────────────────  hangs up when the parent is gone: SIGKILL by the kernel
+    output    ───────────────── pipe ─────────────────  faulthandler: stacks, last words
+    pidfd     ── readable when the process has ended
+
+The process is started by a ``ProcessPoolExecutor(max_workers=1)``, one for each worker: a death breaks a whole
+executor, so this way it costs one worker. Its initializer stays in it and serves.
+
+Death is learned from the pidfd. The executor's own sign (a sentinel pipe) and the end of the channel come late when the
+worker left a child behind, which holds copies of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.process
+import contextlib
+import enum
+import multiprocessing.process
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol, cast
+
+from asyncloader.errors import could_not_start
+from asyncloader.workers.child import bootstrap
+from asyncloader.workers.child.bootstrap import CAN_TELL, STACK_SIGNAL, Ends
+from asyncloader.workers.parent.channel import BadFrame, Channel, open_pair
+from asyncloader.workers.protocol.messages import EpochSpec, Kind
+
+_OUTPUT_BYTES = 64 << 10
+STACK_TIMEOUT_S = 0.5
+_STACK_QUIET_S = 0.03
+_EXITCODE_TRIES = 50
+_UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
+_DESCRIPTORS = 18  # open at once at most while a worker is started, by us and by multiprocessing
+
+
+class State(enum.Enum):
+    """Where a worker process is in its life. `WorkerProcess._move` alone changes it."""
+
+    NEW = enum.auto()  # nothing started
+    RUNNING = enum.auto()  # takes tickets
+    ENDING = enum.auto()  # told to end; killed if it takes too long
+    DEAD = enum.auto()  # the process is gone, every descriptor is closed
+
+
+class Owner(Protocol):
+    """Whom a worker process reports to, on the loop thread."""
+
+    def on_frame(self, worker: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Take a frame; the body is valid during the call only."""
+
+    def on_exit(self, worker: WorkerProcess, expected: bool) -> None:
+        """The process is gone; what it had sent before has been given to `on_frame`."""
+
+
+class WorkerProcess:
+    """Owner of a process and of the parent's ends of its connections.
+
+    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive` and `wait_dead`, which any thread may use.
+    """
+
+    def __init__(
+        self, worker_id: int, loop: asyncio.AbstractEventLoop, owner: Owner, *, overlaps: bool = False
+    ) -> None:
+        self.worker_id = worker_id
+        self.overlaps = overlaps  # it has a loop of its own
+        self.state = State.NEW
+        self.pid = -1
+        self.exitcode: int | None = None
+        self.output = bytearray()
+        self.is_telling = False  # it can be asked for its stack
+        self.is_ready = False  # it has opened the dataset
+        self.started_at = 0.0  # by time.monotonic()
+        self._loop = loop
+        self._owner = owner
+        self._dead = threading.Event()
+        self._unexpected_end = False
+        self._was_killed = False
+        self._why_killed = ""
+        self._descriptors: dict[str, int] = {}
+        self._manager: Callable[[], threading.Thread | None] = lambda: None
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._up_timer: asyncio.TimerHandle | None = None
+        self._stack_waiters: list[Callable[[str], None]] = []
+        self._awaits: str | None = None
+        self._quiet_timer: asyncio.TimerHandle
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.worker_id} pid={self.pid} {self.state.name}>"
+
+    # -------------------------------------------------------------------------------------------------- start
+
+    def start(self, context: BaseContext, source: Any, arena: Any, epoch: EpochSpec) -> None:
+        """Start the process.
+
+        Raises:
+            WorkerStartError: if the system has no room for it.
+        """
+        try:
+            try_descriptors(_DESCRIPTORS)
+            ends = self._connect()
+            try:
+                self._launch(context, (self.worker_id, ends, source, arena, context.get_start_method(), epoch))
+            finally:
+                ends.close()
+        except OSError as error:
+            self._close()
+            raise could_not_start(error) from error
+        except BaseException:
+            self._close()
+            raise
+        self._move(State.RUNNING)
+        self.started_at = time.monotonic()
+        if context.get_start_method() == "fork":
+            self._up_timer = self._loop.call_later(_UP_S, self._on_late)
+
+    def _connect(self) -> Ends:
+        ours, theirs = open_pair()
+        self._sock = ours
+        self.channel = Channel(self._loop, ours, self._on_frame, self._on_channel_closed)
+        _parent_ends.add(self)
+        ends = Ends(theirs)
+        try:
+            ends.liveness, self._descriptors["liveness"] = os.pipe()
+            self._descriptors["output"], ends.output = os.pipe()
+        except OSError:
+            ends.close()
+            raise
+        return ends
+
+    def _launch(self, context: BaseContext, initargs: tuple[Any, ...]) -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
+        # multiprocessing's resource tracker, which an executor may start, unblocks what it had blocked for itself.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            if context.get_start_method() == "forkserver":
+                _start_fork_server()
+            executor.submit(int)  # makes it start the process
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        # The executor drops both when it shuts down, and never tells the exit code. The thread holds descriptors.
+        (self._process,) = executor._processes.values()
+        self._manager = weakref.ref(cast(threading.Thread, executor._executor_manager_thread))
+        self._executor = executor
+        self.pid = self._process.pid or -1
+        self._watch()
+
+    def _watch(self) -> None:
+        self._descriptors["pid"] = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._descriptors["pid"], self._on_exit)
+        os.set_blocking(self._descriptors["output"], False)
+        self._loop.add_reader(self._descriptors["output"], self._on_output)
+
+    # -------------------------------------------------------------------------------------------------- events
+
+    def on_up(self) -> None:
+        """The worker has come so far that what it waits for is the user's affair."""
+        if self._up_timer is not None:
+            self._up_timer.cancel()
+
+    def _on_late(self) -> None:
+        """It should be up by now. If this process did not run for a while, its word may be waiting to be read."""
+        self._up_timer = self._loop.call_later(_UP_S / 10, self._on_stuck)
+
+    def _on_stuck(self) -> None:
+        """Kill it: a lock that another thread held at the fork is never released in the child.
+
+        torch's generators have such locks, and whoever draws a number from them holds one. With torch's own DataLoader
+        the trainer itself forks, so it cannot be drawing at that moment; here a worker that died is replaced at any
+        time.
+        """
+        self._why_killed = (
+            "It hung before any code of the user's ran, so it was killed: another thread of the main process held a "
+            "lock (of torch's random generator?) when it was forked. If this happens often, use "
+            'multiprocessing_context="forkserver".'
+        )
+        self.kill()
+
+    def _on_frame(self, kind: int, body: memoryview) -> None:
+        self._owner.on_frame(self, kind, body)
+
+    def _on_channel_closed(self, error: Exception | None) -> None:
+        """The worker left, or closed what it should not have: the pidfd tells, or the grace ends."""
+        if isinstance(error, BadFrame):
+            self._why_killed = f"It wrote something that is no message into its channel ({error}), so it was killed."
+        elif self._find_exitcode() is None:
+            self._why_killed = (
+                "It closed its connections to the main process (does something close descriptors that it did not "
+                "open?), so it was killed."
+            )
+        self.end(grace_s=0.0 if isinstance(error, BadFrame) else 1.0, expected=self.state is State.ENDING)
+
+    def _on_output(self) -> None:
+        try:
+            data = os.read(self._descriptors["output"], _OUTPUT_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._descriptors["output"])
+            return
+        self._keep_output(data)
+        if self._stack_waiters:
+            self._quiet_timer.cancel()
+            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._on_quiet)
+
+    def _keep_output(self, data: bytes) -> None:
+        if data and not self.is_telling:
+            self.is_telling = True
+            data = data[len(CAN_TELL) :]
+        self.output += data
+        del self.output[:-_OUTPUT_BYTES]
+
+    def _on_exit(self, tries: int = 0) -> None:
+        """The process has ended. Its exit code may still be on its way through the executor's thread."""
+        self._loop.remove_reader(self._descriptors["pid"])
+        self._kill_group()  # a child that it left behind would hold up the executor's thread
+        self.exitcode = self._find_exitcode()
+        if self.exitcode is None and tries < _EXITCODE_TRIES:
+            self._loop.call_later(0.001, self._on_exit, tries + 1)
+            return
+        expected = self.state is State.ENDING and not self._unexpected_end
+        self._on_output_rest()
+        # The executor, which has seen its connections closed too, is often faster with a SIGTERM.
+        if not expected and (self._was_killed or self.exitcode == -signal.SIGTERM):
+            self.output += self._why_killed.encode()
+        self.channel.drain()
+        self._close()
+        owner = self._owner
+        del self._owner, self._process, self._executor  # no cycle may keep descriptors open
+        owner.on_exit(self, expected)
+
+    def _on_output_rest(self) -> None:
+        with contextlib.suppress(OSError):
+            self._keep_output(os.read(self._descriptors["output"], _OUTPUT_BYTES))
+
+    def _find_exitcode(self) -> int | None:
+        """Look at the status without reaping; the executor's manager thread may be reaping at the same time."""
+        try:
+            status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # reaped already, or a child of the fork server
+            popen = self._process._popen  # type: ignore[attr-defined]
+            if popen.method == "forkserver" and self._has_manager_ended():
+                return self._process.exitcode
+            code: int | None = popen.returncode
+            return code
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    # ----------------------------------------------------------------------------------------------------- end
+
+    def end(self, grace_s: float, *, expected: bool = True) -> None:
+        """Tell the worker to finish; kill it, and what it started, after ``grace_s`` seconds."""
+        if self.state in (State.NEW, State.DEAD):
+            return
+        if self.state is State.RUNNING:
+            self._unexpected_end = not expected
+            self._move(State.ENDING)
+            self.channel.send(Kind.END)
+            self._executor.shutdown(wait=False)
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        if grace_s <= 0:
+            self.kill()
+        else:
+            self._kill_timer = self._loop.call_later(grace_s, self.kill)
+
+    def kill(self) -> None:
+        """Kill the process and its children with SIGKILL. The pidfd tells when it is gone."""
+        if self.state is State.DEAD:
+            return
+        self._was_killed = True
+        self._close_descriptor("liveness")
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptors["pid"], signal.SIGKILL)
+
+    def _close(self) -> None:
+        """Let go of everything."""
+        for timer in (self._kill_timer, self._up_timer):
+            if timer is not None:
+                timer.cancel()
+        for name in ("pid", "output"):
+            if name in self._descriptors:
+                self._loop.remove_reader(self._descriptors[name])
+        for name in tuple(self._descriptors):
+            self._close_descriptor(name)
+        if hasattr(self, "channel"):
+            self.channel.close()
+        if hasattr(self, "_executor"):
+            self._executor.shutdown(wait=False)
+            if self.state is State.NEW:
+                self._kill_group()
+        _parent_ends.discard(self)
+        self._tell_stack()
+        self._move(State.DEAD)
+        self._dead.set()
+
+    def _kill_group(self) -> None:
+        """Kill the worker with all that it started and left behind."""
+        if self.pid > 0:
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _close_descriptor(self, name: str) -> None:
+        fd = self._descriptors.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+
+    def _move(self, state: State) -> None:
+        self.state = state
+
+    # --------------------------------------------------------------------------------------------- any thread
+
+    def kill_soon(self) -> None:
+        """Have the loop call `kill`."""
+        self._loop.call_soon_threadsafe(self.kill)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self.state in (State.RUNNING, State.ENDING)
+
+    def wait_dead(self, timeout_s: float | None) -> bool:
+        """Wait until the process is gone and the executor's threads have ended. Not on the loop thread."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._dead.wait(timeout_s):
+            return False
+        if (manager := self._manager()) is not None:
+            manager.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self._has_manager_ended()
+
+    def _has_manager_ended(self) -> bool:
+        """Whether the executor's thread has ended."""
+        return (manager := self._manager()) is None or not manager.is_alive()
+
+    # -------------------------------------------------------------------------------------------------- stacks
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Have the worker write the stacks of its threads; ``tell`` gets them, or "" if it does not answer in time.
+
+        faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. One whose loop
+        turns also tells at which awaits the samples of the ticket are.
+        """
+        if self.state in (State.DEAD, State.NEW) or not self.is_telling:  # the signal would kill it
+            tell("")
+            return
+        self._stack_waiters.append(tell)
+        if len(self._stack_waiters) > 1:
+            return
+        self._stack_start = len(self.output)
+        self._awaits = None
+        if self.overlaps:
+            self.channel.send(Kind.WHERE, pickle.dumps(seq))
+        self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self._tell_stack)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptors["pid"], STACK_SIGNAL)
+
+    def _on_quiet(self) -> None:
+        """What faulthandler writes is here. Its loop, if it has one that turns, answers within a moment as well."""
+        if self.overlaps and self._awaits is None:
+            self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S - _STACK_QUIET_S, self._tell_stack)
+        else:
+            self._tell_stack()
+
+    def on_awaits(self, text: str) -> None:
+        """The worker's loop has answered where the samples of the ticket are."""
+        self._awaits = text
+        if self._stack_waiters and len(self.output) > self._stack_start:
+            self._quiet_timer.cancel()
+            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._tell_stack)
+
+    def _tell_stack(self) -> None:
+        waiters, self._stack_waiters = self._stack_waiters, []
+        if not waiters:
+            return
+        self._quiet_timer.cancel()
+        text = (self._awaits or "") + self.output[self._stack_start :].decode(errors="replace")
+        del self.output[self._stack_start :]
+        for tell in waiters:
+            tell(text)
+
+
+def try_descriptors(count: int) -> None:
+    """See whether so many descriptors can be had, before others find out: those lose what they have opened already.
+
+    Raises:
+        OSError: if not.
+    """
+    tried: list[int] = []
+    try:
+        for _ in range(count):
+            tried.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for fd in tried:
+            os.close(fd)
+
+
+_parent_ends: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """In any forked child, a worker or the trainer's own: close the parent's ends, which would keep pipes open.
+
+    And forget the processes and the executors' threads, which the exit hooks of a child would try to join.
+    """
+    for worker in tuple(_parent_ends):
+        multiprocessing.process._children.discard(getattr(worker, "_process", None))  # type: ignore[attr-defined]
+        if (manager := worker._manager()) is not None:
+            concurrent.futures.process._threads_wakeups.pop(manager, None)
+        for fd in worker._descriptors.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        worker._descriptors = {}
+        worker._sock.close()
+    _parent_ends.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _start_fork_server() -> None:
+    """Start multiprocessing's fork server if it does not run, with no signal blocked.
+
+    It would inherit the mask of the portal's thread, in which all are blocked: without SIGCHLD it never learns of the
+    end of a worker, and the executor waits for that for ever.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

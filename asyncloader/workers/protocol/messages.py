@@ -1,0 +1,143 @@
+"""What crosses the channel: frames of a fixed header and a body.
+
+    header: length of the body (u64), kind (u8)
+    body:   pickled (small, control) or, for a result, a fixed record and the payload that the codec made
+
+    parent -> worker   TICKETS  [(seq, keys), ...], loans     a batch each to do, and slabs to do them in
+                       LOANS    loans                         answer to an ask
+                       EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
+                       WHERE    seq                           tell at which awaits the samples of this ticket are
+                       END      nothing                       finish: clean up and leave
+    worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
+                       READY    nothing                       the dataset is open, `worker_init_fn` has run
+                       RESULT   record, payload               one batch
+                       FAILURE  record, pickled RemoteError   what was raised instead of a batch
+                       BAD      record, pickled [BadSample]   samples that raised; the outcome of the ticket follows
+                       LEFT_OUT record                        no sample of the batch was good, and so there is none
+                       EXHAUSTED record                       the iterable dataset ended before this ticket
+                       ASK      (sizes, returned loans)       needs slabs of these sizes now
+                       AWAITS   text                          answer to WHERE
+                       STATE    record, snapshot              of the dataset; the outcome of the ticket follows
+
+Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from asyncloader.settings import OnError
+from asyncloader.workers.protocol.modes import Modes
+from asyncloader.workers.protocol.snapshot import Start
+
+HEADER = struct.Struct("<QB7x")
+RECORD = struct.Struct("<QQIIIIIIII")  # 48 bytes, so that the payload behind it stays aligned
+MAX_FRAME_BYTES = 1 << 40
+
+
+class Kind(enum.IntEnum):
+    """The kinds of frames."""
+
+    TICKETS = 1
+    LOANS = 2
+    EPOCH = 3
+    END = 4
+    WHERE = 5
+    UP = 15
+    READY = 16
+    RESULT = 17
+    FAILURE = 18
+    EXHAUSTED = 19
+    ASK = 20
+    BAD = 21
+    LEFT_OUT = 22
+    AWAITS = 23
+    STATE = 24
+
+
+KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Record(NamedTuple):
+    """What a worker tells about a ticket, beside its outcome. Times in microseconds.
+
+    ``began_us`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``cpu_us`` is
+    what the process used since the ticket before, ``stalled_us`` what it could have used but got no core for.
+    """
+
+    seq: int
+    began_us: int
+    epoch: int
+    wait_us: int
+    fetch_us: int
+    collate_us: int
+    encode_us: int
+    cpu_us: int
+    stalled_us: int
+    samples: int
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the worker had waited for the ticket."""
+        return self.wait_us * 1e-6
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work that the ticket took in the worker."""
+        return (self.fetch_us + self.collate_us + self.encode_us) * 1e-6
+
+
+class EpochSpec(NamedTuple):
+    """One run over the data, as a worker needs to know it.
+
+    Attributes:
+        number: Counts the runs of a pool; frames of an earlier run are dropped by it.
+        key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
+        shared_seed: For IterDataPipe.
+        starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
+            is replaced the session writes down where the next one begins.
+    """
+
+    number: int
+    key: tuple[int, int, int]
+    shared_seed: int | None = None
+    starts: dict[int, Start] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker works with. Inherited under fork, pickled once for all workers otherwise.
+
+    Attributes:
+        concurrency: Samples that one worker fetches at once.
+        snapshot_every: Batches from one snapshot of the dataset's state to the next.
+        is_async: The dataset is async; else its samples are fetched on threads where there are several at once.
+        modes: Of the thread that iterates; None where the worker is not to have them.
+    """
+
+    dataset: Any
+    is_iterable: bool
+    auto_collation: bool
+    collate_fn: Any
+    drop_last: bool
+    worker_init_fn: Any
+    num_workers: int
+    base_seed: int
+    seed_each_batch: bool
+    on_error: OnError = "raise"
+    concurrency: int = 1
+    is_async: bool = False
+    snapshot_every: int = 1
+    modes: Modes | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether samples are fetched on a loop, several at once."""
+        return self.is_async or self.concurrency > 1
+
+    def with_dataset(self, dataset: Any) -> WorkerSpec:
+        """Return the same with another dataset."""
+        return replace(self, dataset=dataset)
