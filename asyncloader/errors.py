@@ -196,6 +196,15 @@ def exiting() -> LoaderClosedError:
     return LoaderClosedError("the interpreter is exiting, no more batches are made")
 
 
+def on_the_loop() -> ConfigurationError:
+    """Say why a loader cannot be waited for where it would have to do the work."""
+    return ConfigurationError(
+        "a loader cannot be waited for by `for`, next() or close() on the event loop of the background thread, where "
+        "the code of an async dataset runs with num_workers=0: that loop serves all loaders. Use `async for` there, or "
+        "iterate inside asyncio.to_thread, or give the outer loader workers."
+    )
+
+
 def loop_blocked(timeout_s: float, stack: str) -> BatchTimeoutError:
     """Build the error for a batch that did not come because something blocks the loop of the background thread."""
     words = (

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import multiprocessing.util
 import os
-import signal
 import sys
 import threading
 import time
@@ -28,7 +27,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from asyncloader.engine import exits
-from asyncloader.errors import LoaderClosedError, could_not_start, exiting
+from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.workers.child.loops import run_forever
 from asyncloader.workers.parent.process import try_descriptors
 
 T = TypeVar("T")
@@ -63,11 +63,9 @@ class Portal:
         multiprocessing.util.Finalize(None, self.close, exitpriority=100)
 
     def _run(self) -> None:
-        # Signals are for the main thread. With all of them blocked here nothing interrupts a fork.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            run_forever(self.loop)
         finally:
             self.loop.close()
 
@@ -176,6 +174,16 @@ def get_portal() -> Portal:
         if _portal is None:
             _portal = Portal()
         return _portal
+
+
+def refuse_to_block_the_loop() -> None:
+    """Refuse a caller on the loop thread, who would wait for what only the loop can do.
+
+    Raises:
+        ConfigurationError: if the caller is there.
+    """
+    if _portal is not None and _portal.is_here:
+        raise on_the_loop()
 
 
 def _forget() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.engine import exits
-from asyncloader.engine.portal import get_portal
+from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.base_iterator import Faces, check_owner
@@ -41,6 +41,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Await samples that turn out to be awaitables, where there may be a loop already: the caller's."""
+    try:
+        refuse_to_block_the_loop()
+    except BaseException:
+        coroutine.close()
+        raise
     return asyncio.run_coroutine_threadsafe(coroutine, get_portal().loop).result()
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _sharding_worker_init_fn
 
 from asyncloader.engine.pinning import Pinner
-from asyncloader.engine.portal import Portal, get_portal
+from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_loop
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
@@ -71,6 +71,8 @@ class WorkerIterator(Faces[T_co]):
     """
 
     def __init__(self, loader: DataLoader[T_co], *, wait_for_start: bool, state: dict[str, Any] | None = None) -> None:
+        if wait_for_start:
+            refuse_to_block_the_loop()
         beginning = Beginning(loader, state)
         super().__init__(loader)
         if loader.num_workers and not loader.prefetch_factor:
@@ -261,6 +263,7 @@ class WorkerIterator(Faces[T_co]):
             finally:
                 del item  # a traceback that refers to this frame would keep the iterator, and its workers, alive
         asked_at = time.perf_counter()
+        refuse_to_block_the_loop()
         if self._started is not None:
             check_owner(self._session.pid)
             self._wait_started(self._started)
@@ -414,6 +417,7 @@ class WorkerIterator(Faces[T_co]):
         self._finalizer.detach()
         if self._session.pid == os.getpid():
             self._session.request_close()
+            refuse_to_block_the_loop()
             self._session.wait_closed(END_GRACE_S + 1.0)
 
     async def aclose(self) -> None:

@@ -7,10 +7,13 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import uvloop
 
 from asyncloader.engine.portal import Portal, get_portal
+from asyncloader.workers.child import loops
 
 
 def test_call_gives_the_result() -> None:
@@ -50,10 +53,37 @@ def test_there_is_one_for_the_process() -> None:
     assert portals == {get_portal()}
 
 
-def test_signals_are_not_for_the_loop_thread() -> None:
-    """All of them are blocked there, so that nothing interrupts a fork."""
+def test_the_loop_thread_blocks_no_signals() -> None:
+    """Threads and processes that are started there, by samples among others, would inherit that."""
     blocked = get_portal().call(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())).result(5)
-    assert {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1} <= blocked
+    assert blocked == signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("kind", [asyncio, uvloop], ids=["asyncio", "uvloop"])
+def test_nothing_that_is_raised_ends_a_loop_that_others_use(kind: Any, error: type[BaseException]) -> None:
+    """In a task it is for whoever awaits the task; in a callback, for which nobody waits, it is reported."""
+    reported = []
+
+    def fail() -> None:
+        raise error("callback")
+
+    async def fail_in_task() -> None:
+        raise error("task")
+
+    async def main() -> str:
+        running.set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+        running.call_soon(fail)
+        await asyncio.sleep(0)  # uvloop forgets the first of two in one turn
+        task = running.create_task(fail_in_task())
+        await asyncio.wait({task})
+        assert isinstance(task.exception(), error)
+        return "done"
+
+    with asyncio.Runner(loop_factory=kind.new_event_loop) as runner:
+        running = runner.get_loop()
+        assert loops.run(runner, main()) == "done"
+    assert reported == ["callback"]
 
 
 def test_closing_ends_the_thread_and_the_loop() -> None:

@@ -94,9 +94,6 @@ class Overlap(Protocol):
     async def aclose(self) -> None:
         """Drop everything, and wait until nothing runs any more."""
 
-    def again(self, seq: int) -> None:
-        """Cancel what is in flight of a job, and begin with it anew."""
-
     def where(self, seq: int) -> str:
         """Tell at which await the samples of a job are; "" if there is nothing to tell."""
 
@@ -158,17 +155,6 @@ class Base:
         self._waiting.clear()
         for job in jobs.values():
             self._cancel(job)
-
-    def again(self, seq: int) -> None:
-        """Cancel what is in flight of a job, and begin with it anew, before all others."""
-        if (job := self._jobs.get(seq)) is None:
-            return
-        if job.started < job.count:
-            self._waiting.remove(job)
-        self._cancel(job)
-        self._jobs[seq] = anew = Job(seq, job.keys, job.count)
-        self._waiting.appendleft(anew)
-        self._fill()
 
     async def aclose(self) -> None:
         """Drop everything, and wait until nothing runs any more."""

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.protocols import is_resource, members
+from asyncloader.workers.child import loops
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child.fetch import BadSample, Mender
 from asyncloader.workers.child.overlap import Coroutines, Job, Overlap
@@ -52,7 +53,10 @@ class OverlapServer(Server):
     def run(self) -> None:
         """Answer tickets until END, on a loop of its own."""
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(self.serve())
+            if self._line.ends(SystemExit()):
+                runner.run(self.serve())
+            else:
+                loops.run(runner, self.serve())
 
     async def serve(self) -> None:
         """Open what belongs to the loop, answer tickets until END, close."""
@@ -142,11 +146,6 @@ class OverlapServer(Server):
             return self._overlap.where(seq) if self._overlap is not None else ""
         except Exception as error:  # of the dataset's own kinds of awaitables
             return f"Where the samples are could not be found out: {error!r}\n"
-
-    def again(self, seq: int) -> None:
-        """Cancel what is in flight of a ticket, and begin with it anew."""
-        if self._is_open and self._overlap is not None:
-            self._overlap.again(seq)
 
     def _stop(self, error: BaseException) -> None:
         """End `serve` with an error that no ticket can be answered with."""

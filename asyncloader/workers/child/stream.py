@@ -81,9 +81,6 @@ class Stream(Base):
         if (close := getattr(self._iterator, "aclose", None)) is not None:
             await close()
 
-    def again(self, seq: int) -> None:
-        """Do nothing: to cancel a read would end most iterators, and with them the epoch."""
-
     def where(self, seq: int) -> str:
         """Tell at which await the samples of a job are, or the reader."""
         words = super().where(seq)

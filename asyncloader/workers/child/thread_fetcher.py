@@ -88,9 +88,6 @@ class Lanes(Base):
         for lane in self._lanes:
             lane.join()  # it has only to return
 
-    def again(self, seq: int) -> None:
-        """Do nothing: a thread cannot be cancelled."""
-
     def where(self, seq: int) -> str:
         """Tell where the lanes are that have samples of a job."""
         words = super().where(seq)

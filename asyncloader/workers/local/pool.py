@@ -299,16 +299,14 @@ class LocalWorker:
     def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
         """Tell where the thread is, and at which awaits the samples of the ticket are.
 
-        It is asked when somebody has waited too long. On the portal's loop that cancels them, and begins them again. A
-        loop on a thread answers itself, for only then nothing runs on it that is looked at; if it turns.
+        It is asked when somebody has waited too long, and disturbs nothing. The tasks of a loop can only be looked at
+        safely from its own thread: on the portal we are there; a loop on a thread answers itself, if it turns.
         """
         server = self._server
         if not isinstance(server, OverlapServer):
             tell(self._thread_stack())
         elif self._task is not None:
-            awaits = server.where(seq)
-            server.again(seq)
-            tell(awaits)
+            tell(server.where(seq))
         else:
             self._stack_waiters.append(tell)
             if len(self._stack_waiters) == 1:

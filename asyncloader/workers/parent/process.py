@@ -26,7 +26,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
@@ -141,14 +141,15 @@ class WorkerProcess:
         return ends
 
     def _launch(self, context: BaseContext, initargs: tuple[Any, ...]) -> None:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
-        # multiprocessing's resource tracker, which an executor may start, unblocks what it had blocked for itself.
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
+        # Without SIGCHLD the fork server would never learn of the end of a worker. And multiprocessing's resource
+        # tracker, which an executor may start, leaves signals unblocked that were not.
+        with _signals(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
+            executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
             if context.get_start_method() == "forkserver":
-                _start_fork_server()
-            executor.submit(int)  # makes it start the process
+                forkserver.ensure_running()
+        try:
+            with _signals(signal.SIG_BLOCK, signal.valid_signals()):  # none may end the worker before it has settled
+                executor.submit(int)  # makes it start the process
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -432,14 +433,11 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _start_fork_server() -> None:
-    """Start multiprocessing's fork server if it does not run, with no signal blocked.
-
-    It would inherit the mask of the portal's thread, in which all are blocked: without SIGCHLD it never learns of the
-    end of a worker, and the executor waits for that for ever.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+@contextlib.contextmanager
+def _signals(how: int, signals: Iterable[int]) -> Iterator[None]:
+    """Change the calling thread's mask of blocked signals for a while."""
+    mask = signal.pthread_sigmask(how, signals)
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

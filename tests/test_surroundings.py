@@ -1,0 +1,189 @@
+"""The threads and processes that samples run in are ordinary ones: signals, cores, loops, the end of the program."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from asyncloader import ConfigurationError, DataLoader
+
+IN_PROCESS = [
+    pytest.param({"num_workers": 0}, id="here"),
+    pytest.param({"num_workers": 1, "worker_backend": "thread"}, id="thread"),
+]
+PLACES = [pytest.param({"num_workers": 1}, id="process"), *IN_PROCESS]
+
+
+class Samples:
+    """What a function returns, twice."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.function()
+
+
+class AsyncSamples(Samples):
+    """What it returns on a thread that the loop starts."""
+
+    async def __getitem__(self, index: int) -> Any:
+        return await asyncio.to_thread(self.function)
+
+
+def end_a_child() -> int:
+    """Start a process, ask it to end, return how it did."""
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    try:
+        return child.wait(5)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def take(dataset: Any, **options: Any) -> list[Any]:
+    """Return the samples of an epoch."""
+    return list(DataLoader(dataset, batch_size=None, collate_fn=lambda sample: sample, **options))
+
+
+@pytest.mark.leaks("asyncio.to_thread keeps threads for later")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("concurrency", [None, 2])
+@pytest.mark.parametrize("kind", [Samples, AsyncSamples])
+def test_children_of_samples_hear_signals(kind: Any, concurrency: int | None, place: dict[str, Any]) -> None:
+    """SIGTERM ends what a sample has started: no thread of ours blocks signals while the user's code runs in it."""
+    assert take(kind(end_a_child), concurrency=concurrency, **place) == [-signal.SIGTERM] * 2
+
+
+class Leaving:
+    """One sample's child task asks for the end of the program."""
+
+    def __init__(self, error: type[BaseException], awaits: bool) -> None:
+        self.error = error
+        self.awaits = awaits
+
+    def __len__(self) -> int:
+        return 8
+
+    async def leave(self) -> None:
+        """Raise what asyncio lets out of its loop."""
+        raise self.error
+
+    async def __getitem__(self, index: int) -> int:
+        if index == 3:
+            task = asyncio.create_task(self.leave())
+            if self.awaits:
+                await task
+            else:
+                await asyncio.wait({task})
+                task.exception()
+        return index
+
+
+@pytest.mark.parametrize("place", IN_PROCESS)
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_child_task_that_leaves_costs_its_batch(error: type[BaseException], place: dict[str, Any]) -> None:
+    """Not the loop on which all loaders of the process live, nor the thread."""
+    other = iter(DataLoader(range(4), num_workers=1))  # type: ignore[arg-type]
+    assert int(next(other)) == 0
+    iterator: Any = iter(DataLoader(Leaving(error, awaits=True), batch_size=2, timeout=20, **place))  # type: ignore[arg-type]
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(error):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[4, 5], [6, 7]]
+    assert [int(batch) for batch in other] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("place", IN_PROCESS)
+def test_a_child_task_that_leaves_for_itself_costs_nothing(place: dict[str, Any]) -> None:
+    """Where nobody waits for what it raises."""
+    loader: Any = DataLoader(Leaving(SystemExit, awaits=False), batch_size=2, timeout=20, **place)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Later:
+    """A number that has to be awaited; 1 asks for the end of the program."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __await__(self) -> Generator[Any, Any, int]:
+        yield from asyncio.sleep(0).__await__()
+        if self.number == 1:
+            raise SystemExit
+        return self.number
+
+
+class AwaitableSamples:
+    """Nobody can know that its samples have to be awaited."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return Later(index)
+
+
+def test_an_awaitable_sample_that_leaves_costs_its_batch() -> None:
+    """In the trainer's own thread, without workers, where its awaitables are awaited on the loop of all loaders."""
+    iterator: Any = iter(DataLoader(AwaitableSamples(), batch_size=1))  # type: ignore[arg-type]
+    assert int(next(iterator)) == 0
+    with pytest.raises(SystemExit):
+        next(iterator)
+    assert [int(batch) for batch in iterator] == [2, 3]
+
+
+class Nested:
+    """Sums up another loader for each sample."""
+
+    def __init__(self, how: str, inner: Any) -> None:
+        self.how = how
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return 2
+
+    async def __getitem__(self, index: int) -> int:
+        if self.how == "async for":
+            return sum([int(batch) async for batch in self.inner])
+        if self.how == "thread":
+            return await asyncio.to_thread(lambda: sum(int(batch) for batch in self.inner))
+        if self.how == "close":
+            iterator = aiter(self.inner)
+            await anext(iterator)
+            iterator.close()
+        return sum(int(batch) for batch in self.inner)
+
+
+@pytest.mark.leaks("asyncio.to_thread keeps threads for later")
+@pytest.mark.parametrize("how", ["async for", "thread"])
+def test_a_loader_inside_a_dataset_on_the_loop(how: str) -> None:
+    """Where it lets the loop turn it is served."""
+    inner: Any = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
+    assert [int(number) for number in DataLoader(Nested(how, inner), batch_size=None, timeout=20)] == [6, 6]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("how", "inner"),
+    [
+        ("for", {"num_workers": 1}),
+        ("for", {"num_workers": 1, "worker_backend": "thread"}),
+        ("for", {}),
+        ("close", {"num_workers": 1}),
+    ],
+)
+def test_a_loader_that_would_block_the_loop_is_refused(how: str, inner: dict[str, Any]) -> None:
+    """It would wait for ever for what only the loop under it can do, and so would every loader of the process."""
+    dataset: Any = range(4) if inner else AwaitableSamples()
+    loader: Any = DataLoader(dataset, batch_size=1, **inner)
+    with pytest.raises(ConfigurationError, match=r"asyncio\.to_thread"):
+        next(iter(DataLoader(Nested(how, loader), batch_size=None, timeout=20)))  # type: ignore[arg-type]
