@@ -373,6 +373,7 @@ async def test_asking_again_does_not_begin_a_sample_again(place: dict[str, Any],
 
 def test_what_blocks_the_loop_for_all_is_named(gate: Gate) -> None:
     """Without workers, by a timeout."""
+    gate.open()
     release = threading.Event()
     blocking: Any = DataLoader(Gated(gate, act=release.wait), batch_size=4, timeout=0.2)  # type: ignore[arg-type]
     iterator = iter(blocking)
