@@ -14,8 +14,8 @@ from asyncloader.cli.measure import run
 from asyncloader.cli.report import Report
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
+from asyncloader.machine import available_bytes
 from asyncloader.observe.trace import to_html, tracing
-from asyncloader.transport.budget import available_bytes
 
 app = typer.Typer(help="See what a data loader does, and make it faster.", no_args_is_help=True, add_completion=False)
 

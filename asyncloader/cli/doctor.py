@@ -18,8 +18,7 @@ import torch.utils.data
 
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
-from asyncloader.observe.cores import usable_cores
-from asyncloader.transport.budget import available_bytes, total_bytes
+from asyncloader.machine import available_bytes, total_bytes, usable_cores
 
 _FEW_DESCRIPTORS = 1024
 _FEW_BYTES = 1 << 30

@@ -13,7 +13,7 @@ from asyncloader.cli.measure import Run, run
 from asyncloader.cli.report import Report
 from asyncloader.cli.source import Source
 from asyncloader.loader import DataLoader
-from asyncloader.observe.cores import usable_cores
+from asyncloader.machine import usable_cores
 from asyncloader.protocols import is_async
 
 _GAIN = 1.05

@@ -15,9 +15,10 @@ import logging
 from time import perf_counter, process_time
 from typing import Any, Final
 
-from asyncloader.observe.cores import usable_cores
+from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.stats import LoaderStats, Stages, WorkerStats
+from asyncloader.observe.figures import Stages, WorkerStats
+from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally, Timing
 from asyncloader.observe.trace import Trace
 from asyncloader.workers.protocol.messages import Record

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from asyncloader.observe.stats import LoaderStats
+from asyncloader.observe.figures import Figures
 
 Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer", "pin", "order", "overhead"]
 
@@ -91,7 +90,7 @@ class _Costs:
         return self.worker_cpu > 0.5 * self.work
 
 
-def judge(stats: LoaderStats) -> Verdict:
+def judge(stats: Figures) -> Verdict:
     """Say what limited this run and what would help."""
     count = stats.batches - 1
     if count < max(4, 2 * stats.num_workers) or not stats.work.count:
@@ -119,7 +118,7 @@ def judge(stats: LoaderStats) -> Verdict:
     return verdict
 
 
-def _judge(stats: LoaderStats, costs: _Costs) -> Verdict:
+def _judge(stats: Figures, costs: _Costs) -> Verdict:
     if stats.waited_share < _HARDLY:
         return _training(stats, costs)
     told = f"training waited {stats.waited_share:.0%} of its time"
@@ -139,7 +138,7 @@ def _judge(stats: LoaderStats, costs: _Costs) -> Verdict:
     return _order(stats, costs, told)
 
 
-def _training(stats: LoaderStats, costs: _Costs) -> Verdict:
+def _training(stats: Figures, costs: _Costs) -> Verdict:
     told = "training never waited" if stats.waited_share < 0.01 else f"training waited {stats.waited_share:.0%}"
     needed = costs.workers and max(1, math.ceil(costs.work / costs.batch * 1.1))
     if needed < costs.workers:
@@ -150,7 +149,7 @@ def _training(stats: LoaderStats, costs: _Costs) -> Verdict:
     return Verdict("training", f"{told}: the loader keeps up, faster training steps are what would help")
 
 
-def _inline(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+def _inline(stats: Figures, costs: _Costs, told: str) -> Verdict:
     enough = costs.enough_workers()
     gain = costs.batch / costs.at_best(enough)
     share = stats.stages.fetch.mean_s / costs.work
@@ -163,7 +162,7 @@ def _inline(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     )
 
 
-def _workers(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """The workers limit: more of them, or less work."""
     stages = stats.stages
     stage: Limit = "fetch" if stages.fetch.mean_s >= stages.collate.mean_s else "collate"
@@ -183,7 +182,7 @@ def _workers(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")
 
 
-def _concurrency(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+def _concurrency(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """The workers await as many samples as they may, and have time left: more samples at once."""
     best = max(costs.train, costs.cpu_floor, costs.worker_cpu / costs.workers, _LEAST_BATCH_S)
     gain = costs.batch / best
@@ -194,7 +193,7 @@ def _concurrency(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     return Verdict("fetch", text, {"concurrency": concurrency}, gain)
 
 
-def _transfer(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+def _transfer(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """Batches are pickled there and read here: Python objects, or tensors that could not go through shared memory."""
     encode, decode = stats.stages.encode.mean_s, stats.stages.decode.mean_s
     gain = costs.batch / costs.at_best(costs.workers, saved=encode, saved_here=min(decode, costs.train))
@@ -206,7 +205,7 @@ def _transfer(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     return Verdict("transfer", text, {}, gain)
 
 
-def _pin(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+def _pin(stats: Figures, costs: _Costs, told: str) -> Verdict:
     gain = costs.batch / costs.at_best(costs.workers)
     text = (
         f"{told}, but the pin thread was busy {min(1.0, stats.stages.pin.mean_s / costs.batch):.0%}: without "
@@ -215,7 +214,7 @@ def _pin(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
     return Verdict("pin", text, {"pin_memory": False}, gain)
 
 
-def _order(stats: LoaderStats, costs: _Costs, told: str) -> Verdict:
+def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """Workers stood idle although the trainer waited."""
     options = stats.options
     gain = costs.batch / costs.at_best(costs.workers)

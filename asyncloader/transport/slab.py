@@ -25,10 +25,11 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
+from asyncloader.machine import total_bytes
 from asyncloader.transport import arena as arenas
 from asyncloader.transport.arena import Arena, Extents
 from asyncloader.transport.borrower import Borrower
-from asyncloader.transport.budget import Budget, total_bytes
+from asyncloader.transport.budget import Budget
 from asyncloader.transport.free_list import Region, Shelf, capacity_for
 from asyncloader.transport.loans import ArenaHandle, exporter_at
 

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import torch
 
-from asyncloader.observe.cores import Stalls
+from asyncloader.observe.stalls import Stalls
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child.fetch import BadSample, Fetcher, IterableFetcher, NoGoodSample, make_fetcher
 from asyncloader.workers.child.seeding import BatchSeeder, mix

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from asyncloader.observe.cores import usable_cores
+from asyncloader.machine import usable_cores
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child.overlap import Base, Job, settle
 from asyncloader.workers.protocol.modes import Modes

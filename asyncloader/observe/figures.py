@@ -1,0 +1,106 @@
+"""The figures of a run over the data: what the verdict is worked out from, and what statistics show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from asyncloader.observe.tally import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What one worker did.
+
+    Attributes:
+        worker_id: From 0.
+        batches: Batches that it made.
+        busy_s: Seconds that it worked.
+        idle_s: Seconds that it waited for something to do, its first ticket left aside.
+    """
+
+    worker_id: int
+    batches: int
+    busy_s: float
+    idle_s: float
+
+    @property
+    def busy_share(self) -> float:
+        """Share of its time that it worked; where it fetches several batches at once, at most 1."""
+        total = self.busy_s + self.idle_s
+        return min(1.0, self.busy_s / total) if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How long each stage of a batch took.
+
+    Attributes:
+        queue: In the worker's queue, behind other batches.
+        fetch: In the dataset's ``__getitem__`` or iterator.
+        collate: In ``collate_fn``.
+        encode: Making it ready to be sent: nothing for tensors and arrays in shared memory, pickling for the rest.
+        transfer: From the worker to this process, reading included.
+        decode: The part of `transfer` that this process spent on reading.
+        pin: Copying into page-locked memory, on a side thread.
+        order: Waiting for an earlier batch, once it was there.
+    """
+
+    queue: Timing
+    fetch: Timing
+    collate: Timing
+    encode: Timing
+    transfer: Timing
+    decode: Timing
+    pin: Timing
+    order: Timing
+
+    def __iter__(self) -> Iterator[tuple[str, Timing]]:
+        return ((field.name, getattr(self, field.name)) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run over the data, as it is at one moment; :class:`asyncloader.LoaderStats` says what each figure is."""
+
+    epoch: int
+    num_workers: int
+    cores: int
+    batches: int
+    samples: int
+    bytes: int
+    elapsed_s: float
+    first_batch_s: float
+    training_s: float
+    waited: Timing
+    ready: Timing
+    stages: Stages
+    work: Timing
+    workers: tuple[WorkerStats, ...]
+    worker_cpu_s: float
+    worker_stalled_s: float
+    main_cpu_s: float
+    window: int
+    window_used: float
+    window_ready: float
+    errors: int
+    retries: int
+    replacements: int
+    timeouts: int
+    bad_count: int
+    bad_samples: tuple[Any, ...]
+    left_out: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the workers' time in which they worked."""
+        busy_s, idle_s = (sum(getattr(worker, name) for worker in self.workers) for name in ("busy_s", "idle_s"))
+        return min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the time since the first batch in which the consumer waited; at most 1 with several consumers."""
+        total = self.waited.total_s + self.training_s
+        return self.waited.total_s / total if total else 0.0
