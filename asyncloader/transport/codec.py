@@ -50,6 +50,15 @@ class _Entry(NamedTuple):
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Takes what plain pickle refuses: lambdas, classes of a notebook (which come out as the parent's own classes)."""
 
+    def __init__(self, stream: io.BytesIO, table: Reducers, collect: Callable[[pickle.PickleBuffer], Any]) -> None:
+        self._table = ChainMap(table, cloudpickle.Pickler.dispatch_table)
+        super().__init__(stream, 5, buffer_callback=collect)
+
+    @property
+    def dispatch_table(self) -> Any:
+        """What the C code asks for as it begins. An attribute would be hidden behind that of cloudpickle's class."""
+        return self._table
+
 
 class Encoder:
     """Turns batches into payloads, in one worker process. Not for several threads at once.
@@ -76,10 +85,7 @@ class Encoder:
         """
         try:
             try:
-                stream = self._dump(batch, pickle.Pickler)
-                if self._reducers.find_shared():
-                    self._put_back()
-                    stream = self._dump(batch, pickle.Pickler)
+                stream = self._dump(batch, self._pickler)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 self._put_back()
                 stream = self._dump_by_value(batch, error)
@@ -122,16 +128,24 @@ class Encoder:
         return self._slabs.allocate(nbytes) if nbytes > INLINE_MAX else None
 
     # --------------------------------------------------------------------------------------------------- pickling
-    def _dump(self, batch: Any, pickler_class: Callable[..., Any], others: Any = None) -> bytes:
+    def _dump(self, batch: Any, make_pickler: Callable[[io.BytesIO], pickle.Pickler]) -> bytes:
         stream = io.BytesIO()
-        pickler = pickler_class(stream, 5, buffer_callback=self._is_in_band)
-        pickler.dispatch_table = self._reducers if others is None else ChainMap(self._reducers, others)
-        pickler.dump(batch)
+        make_pickler(stream).dump(batch)
+        if self._reducers.find_shared():
+            self._put_back()
+            stream = io.BytesIO()
+            make_pickler(stream).dump(batch)
         return stream.getvalue()
 
+    def _pickler(self, stream: io.BytesIO) -> pickle.Pickler:
+        pickler = pickle.Pickler(stream, 5, buffer_callback=self._is_in_band)
+        pickler.dispatch_table = self._reducers
+        return pickler
+
     def _dump_by_value(self, batch: Any, error: Exception) -> bytes:
+        self._reducers.forget()
         try:
-            return self._dump(batch, _CloudPickler, _CloudPickler.dispatch_table)
+            return self._dump(batch, lambda stream: _CloudPickler(stream, self._reducers, self._is_in_band))
         except (pickle.PicklingError, TypeError, AttributeError):
             raise error from None
 

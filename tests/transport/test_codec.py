@@ -433,6 +433,13 @@ def test_what_only_cloudpickle_takes(there_and_back: RoundTrip) -> None:
     assert_same(new.tensor, torch.arange(LARGE))
     assert type(new).__name__ == "Local"
     assert function(2) == 3
+    stream = there_and_back.encoder.encode([Local(), lambda x: x + 1])[1]
+    assert len(stream) < LARGE
+    there_and_back.encoder.release()
+    base = torch.arange(LARGE)
+    first, second, _ = there_and_back([base[10:], base[:20], lambda x: x])
+    second[10] = -1
+    assert first[0] == -1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")

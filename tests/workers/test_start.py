@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,63 @@ def test_primitives_of_multiprocessing(start_method: str) -> None:
     assert sorted(dataset.queue.get(timeout=5) for _ in range(16)) == sorted(list(range(8)) * 2)
     dataset.queue.close()
     dataset.queue.join_thread()
+
+
+class Odd:
+    """Refuses to be pickled, but by a reducer that is registered with multiprocessing's pickler."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        raise TypeError("pickled by nobody who does not know how")
+
+
+def reduce_odd(odd: Odd) -> Any:
+    assert get_spawning_popen() is not None
+    return Odd, (odd.number,)
+
+
+class Sharing(Squares):
+    """Writes what it is asked for into memory of several kinds that the trainer looks at."""
+
+    def __init__(self, context: Any) -> None:
+        self.value = context.Value("i", 0)
+        self.raw = context.RawArray("i", 8)
+        self.tensor = torch.zeros(8).share_memory_()
+        self.view = self.tensor[2:]
+        self.odd = Odd(3)
+
+    def __getitem__(self, index: int) -> int:
+        with self.value.get_lock():
+            self.value.value += 1
+        self.raw[index] = index
+        self.tensor[index] = index
+        if index == 7:
+            self.view[0] = self.odd.number
+        return index
+
+
+@pytest.mark.parametrize("by_value", [False, True], ids=["by reference", "by value"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_what_is_shared_stays_shared(method: str, by_value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, raw memory, tensors; also with a lambda beside them, which plain pickle refuses.
+
+    So multiprocessing's reducers are used whoever pickles, those that users register among them.
+    """
+    monkeypatch.setitem(ForkingPickler._extra_reducers, Odd, reduce_odd)  # type: ignore[attr-defined]
+    context = multiprocessing.get_context(method)
+    dataset = Sharing(context)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        num_workers=1,
+        multiprocessing_context=context,
+        collate_fn=(lambda samples: samples) if by_value else None,
+    )
+    assert squares_of(loader) == list(range(8))
+    assert dataset.value.value == 8
+    assert list(dataset.raw) == list(range(8))
+    assert dataset.tensor.tolist() == [0, 1, 3, 3, 4, 5, 6, 7]
 
 
 def test_the_worker_knows_who_it_is() -> None:

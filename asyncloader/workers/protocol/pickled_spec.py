@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import io
 import mmap
 import os
 import pickle
 import sys
 import tempfile
+import types
 from collections import ChainMap
+from collections.abc import Callable, Mapping
+from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Generic, TypeVar
 
@@ -32,7 +36,8 @@ class Parcel(Generic[T]):
     """One pickled object in a memory file. Made and closed by the parent, opened by workers.
 
     An object that can only be pickled while a process is launched (it holds a lock, queue or shared value of
-    :mod:`multiprocessing`) is kept and pickled then, for each worker.
+    :mod:`multiprocessing`, or what the user has registered a reducer with ForkingPickler for) is kept and pickled then,
+    for each worker.
     """
 
     def __init__(self, content: T) -> None:
@@ -46,8 +51,8 @@ class Parcel(Generic[T]):
         self._sizes: list[int] = []
         try:
             data, buffers = _pickle(content)
-        except RuntimeError as error:
-            if "inheritance" not in str(error):
+        except (_AtLaunchError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "inheritance" not in str(error):
                 raise
             self._late = content
             return
@@ -62,7 +67,7 @@ class Parcel(Generic[T]):
 
     def __reduce__(self) -> Any:
         if self._late is not None:
-            data, buffers = _pickle(self._late, ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
+            data, buffers = _pickle(self._late, _registered())
             return _Late, (data, [bytes(buffer.raw()) for buffer in buffers])
         return _Opener, (DupFd(self._fd), self._sizes)
 
@@ -99,63 +104,111 @@ class _Late:
         return pickle.loads(self._data, buffers=[bytearray(buffer) for buffer in self._buffers])
 
 
+class _AtLaunchError(Exception):
+    """Something can only be pickled while a process is launched."""
+
+
+Table = Mapping[type, Any]
+
+
 class _Pickler(pickle.Pickler):
-    is_late = False
+    """Pickles by reference.
+
+    Args:
+        file: Where to.
+        collect: Called with each large buffer, which stays outside the pickle.
+        reducers: multiprocessing's own, which only work while a process is launched; None before that.
+    """
+
+    def __init__(self, file: io.BytesIO, collect: Callable[[pickle.PickleBuffer], Any], reducers: Table | None) -> None:
+        super().__init__(file, 5, buffer_callback=collect)
+        self._is_launching = reducers is not None
+        if reducers is not None:
+            self.dispatch_table = {**copyreg.dispatch_table, **reducers}
 
     def reducer_override(self, obj: Any) -> Any:
-        return _reduce_tensor(obj, self.is_late)
+        return _reduce(obj, self._is_launching)
 
 
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    is_late = False
+    """Pickles by value; see `_Pickler`."""
+
+    def __init__(self, file: io.BytesIO, collect: Callable[[pickle.PickleBuffer], Any], reducers: Table | None) -> None:
+        self._reducers = ChainMap(dict(reducers or {}), cloudpickle.Pickler.dispatch_table)
+        super().__init__(file, 5, buffer_callback=collect)
+        self._is_launching = reducers is not None
+
+    @property
+    def dispatch_table(self) -> Any:
+        """What the C code asks for as it begins. An attribute would be hidden behind that of cloudpickle's class."""
+        return self._reducers
 
     def reducer_override(self, obj: Any) -> Any:
-        reduced = _reduce_tensor(obj, self.is_late)
+        reduced = _reduce(obj, self._is_launching)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
-def _reduce_tensor(obj: Any, is_late: bool) -> Any:
-    """Pickle a plain tensor that has its memory to itself as an array, which travels out of band.
+def _registered() -> Table:
+    """Reducers that multiprocessing pickles with what it hands to a process: its own, torch's, the user's."""
+    return ForkingPickler._extra_reducers  # type: ignore[attr-defined,no-any-return]
 
-    A tensor in shared memory stays shared with the trainer: torch passes its descriptor on, at launch.
+
+_ANY_TIME = (types.MethodType, type(list.append), type(int.__add__), functools.partial)
+"""What multiprocessing has reducers for that do not need a process: pickle has its own for them."""
+
+
+def _reduce(obj: Any, is_launching: bool) -> Any:
+    """Reduce what is not pickled as ever; find out what has to wait until a process is launched.
+
+    Memory that is shared stays shared with the trainer: torch passes its descriptor on, at launch. What else torch has
+    reducers for can go at any time.
     """
-    if not isinstance(obj, torch.Tensor) or obj.device.type != "cpu" or obj.layout != torch.strided:
+    if isinstance(obj, torch.Tensor):
+        return _reduce_tensor(obj, is_launching)
+    if is_launching:
         return NotImplemented
-    if obj.is_shared():  # type: ignore[no-untyped-call]
-        if is_late:
+    if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
+        if obj.is_shared():
+            raise _AtLaunchError
+    elif type(obj) in _registered() and not isinstance(obj, _ANY_TIME):
+        raise _AtLaunchError
+    return NotImplemented
+
+
+def _reduce_tensor(tensor: torch.Tensor, is_launching: bool) -> Any:
+    """Pickle a plain tensor that has its memory to itself as an array, which travels out of band."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return NotImplemented
+    if tensor.is_shared():  # type: ignore[no-untyped-call]
+        if is_launching:
             return NotImplemented
-        raise RuntimeError("shared tensors are passed on through inheritance")
-    if type(obj) is not torch.Tensor or obj.requires_grad:
+        raise _AtLaunchError
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
         return NotImplemented
-    if not obj.is_contiguous() or obj.untyped_storage().nbytes() != obj.nbytes:
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
         return NotImplemented
     try:
-        return torch.from_numpy, (obj.numpy(),)
+        return torch.from_numpy, (tensor.numpy(),)
     except (TypeError, RuntimeError):  # a dtype that numpy does not have, a conjugate view
         return NotImplemented
 
 
-def _pickle(content: Any, reducers: Any = None) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """Pickle by reference where a worker can import what is referred to, else by value.
-
-    Args:
-        content: What to pickle.
-        reducers: multiprocessing's own, which only work while a process is launched.
-    """
+def _pickle(content: Any, reducers: Table | None = None) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """Pickle by reference where a worker can import what is referred to, else by value."""
     if _main_is_importable():
+        # The process that is being launched notes down what descriptors it is to be given, and takes none twice.
+        noted: list[int] = getattr(get_spawning_popen(), "_fds", [])
+        count = len(noted)
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
             return _dump(_Pickler, content, reducers)
+        del noted[count:]
     return _dump(_CloudPickler, content, reducers)
 
 
-def _dump(pickler: Any, content: Any, reducers: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _dump(pickler: Any, content: Any, reducers: Table | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    made = pickler(file, protocol=5, buffer_callback=buffers.append)
-    if reducers is not None:
-        made.is_late = True
-        made.dispatch_table = ChainMap(reducers, getattr(made, "dispatch_table", copyreg.dispatch_table))
-    made.dump(content)
+    pickler(file, buffers.append, reducers).dump(content)
     return file.getvalue(), buffers
 
 
