@@ -26,6 +26,23 @@ def jpegs(count: int, side: int = 160) -> list[bytes]:
     return encoded
 
 
+def photographs(count: int, size: tuple[int, int]) -> list[bytes]:
+    """Encode `count` pictures of this width and height, each of another part of the photographs."""
+    originals = load_sample_images().images
+    rng = np.random.default_rng(0)
+    encoded = []
+    for number in range(count):
+        original = originals[number % len(originals)]
+        share = rng.uniform(0.8, 1.0)
+        height, width = (int(side * share) for side in original.shape[:2])
+        top, left = int(rng.integers(original.shape[0] - height + 1)), int(rng.integers(original.shape[1] - width + 1))
+        buffer = io.BytesIO()
+        picture = Image.fromarray(original[top : top + height, left : left + width]).resize(size)
+        picture.save(buffer, "JPEG", quality=90)
+        encoded.append(buffer.getvalue())
+    return encoded
+
+
 def write_jpegs(folder: Path, count: int) -> list[Path]:
     """Write them as files."""
     paths = [folder / f"{number:05}.jpg" for number in range(count)]
@@ -34,7 +51,8 @@ def write_jpegs(folder: Path, count: int) -> list[Path]:
     return paths
 
 
-def decode(data: bytes, key: object = None) -> Tensor:
-    """Decode to a tensor of shape (3, side, side), uint8."""
+def decode(data: bytes, key: object = None, size: tuple[int, int] | None = None) -> Tensor:
+    """Decode to a tensor of shape (3, height, width), uint8; resized to this width and height if they are given."""
     with Image.open(io.BytesIO(data)) as image:
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        picture = image if size is None else image.resize(size)
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
