@@ -14,7 +14,7 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.workers.child.seeding import BatchSeeder, mix, seed_worker
+from asyncloader.workers.child.seeding import BatchSeeder, batch_seed, mix, seed_worker
 
 
 def draw() -> tuple[float, float, float]:
@@ -130,6 +130,43 @@ def test_seeds_are_spread() -> None:
     assert all(0.47 < share < 0.53 for share in ones)
     assert mix(1, 2) != mix(2, 1)
     assert mix(-1) == mix((1 << 64) - 1)
+
+
+@pytest.mark.parametrize("seeding", ["batch", "worker"])
+def test_a_sample_may_give_its_seed_away(seeding: Any) -> None:
+    """`torch.initial_seed()` fits a tensor, whatever the loader's generator drew: 63 bits, as torch's."""
+
+    class Seeds(Dataset[int]):
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> int:
+            return torch.initial_seed()
+
+    generator = torch.Generator().manual_seed(7)
+    seeds = torch.cat(list(DataLoader(Seeds(), num_workers=2, seeding=seeding, generator=generator)))
+    assert seeds.min() >= 0
+
+
+def test_no_two_batches_of_an_epoch_have_a_word_in_common() -> None:
+    """torch's generator looks at the lower 32 bits of a seed only: among 200,000 random ones several would be alike."""
+    key = mix(12345, 0, 0)
+    seeds = [batch_seed(key, seq) for seq in range(200_000)]
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
+    assert max(seeds) < 1 << 63
+    ones = [sum(seed >> bit & 1 for seed in seeds) / len(seeds) for bit in range(63)]
+    assert all(0.49 < share < 0.51 for share in ones)
+
+
+def test_numpy_gets_the_whole_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds that have 32 bits in common give other numbers; and numpy's are not those that `random` draws."""
+    seeder = BatchSeeder((1, 2, 3))
+    drawn = set()
+    for seed in (5, 5 + (1 << 32), 5 + (1 << 62), 6):
+        monkeypatch.setattr("asyncloader.workers.child.seeding.batch_seed", lambda key, seq, seed=seed: seed)
+        seeder(0)
+        drawn |= {random.random(), float(np.random.rand())}
+    assert len(drawn) == 8
 
 
 def test_a_batch_seed_sets_all_three_generators() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data._utils.worker import _generate_state
 
 _MASK = (1 << 64) - 1
+_WORD = (1 << 32) - 1
 
 
 def seed_worker(base_seed: int, worker_id: int) -> int:
@@ -61,6 +62,28 @@ def mix(*numbers: int) -> int:
     return state
 
 
+def batch_seed(key: int, seq: int) -> int:
+    """Return the seed of a batch: 63 bits, so that it fits a signed tensor, as the seeds of torch's workers do.
+
+    torch's generator for the CPU looks at the lower 32 bits only (as of 2.13: the Mersenne Twister is begun with one
+    word). These are therefore a permutation of the batch's number: no two batches of an epoch have them in common,
+    where of 100,000 with 32 random bits one pair is alike.
+
+    Args:
+        key: Of the epoch: what base seed, epoch and rank were mixed into.
+        seq: Number of the batch.
+    """
+    return mix(key, seq) >> 33 << 32 | _permute32(_permute32(seq ^ key) ^ key >> 32)
+
+
+def _permute32(number: int) -> int:
+    """Map 32 bits to 32 bits, one to one: the finalizer of MurmurHash3 (Austin Appleby, public domain)."""
+    number &= _WORD
+    number = (number ^ number >> 16) * 0x85EBCA6B & _WORD
+    number = (number ^ number >> 13) * 0xC2B2AE35 & _WORD
+    return number ^ number >> 16
+
+
 class BatchSeeder:
     """Seeds the generators for one batch after another.
 
@@ -71,14 +94,19 @@ class BatchSeeder:
     def __init__(self, key: tuple[int, int, int]) -> None:
         self._key = mix(*key)
         self._torch = torch.default_generator
+        self._seed_words = np.array([0, 1], np.uint64)  # to be seen as words of 32 bits
+        self._words = self._seed_words.view(np.uint32)
 
     def __call__(self, seq: int) -> int:
         """Seed for batch ``seq``; return torch's seed.
 
-        torch's own generator is seeded directly: ``torch.manual_seed`` walks over all devices and takes 160 us.
+        torch's own generator is seeded directly: ``torch.manual_seed`` walks over all devices and takes 160 us. numpy
+        takes one word of 32 bits, or an array with all of them. Its 1 behind the seed keeps it apart from ``random``,
+        which is the same generator and would draw the same numbers from the same words.
         """
-        seed = mix(self._key, seq)
+        seed = batch_seed(self._key, seq)
         random.seed(seed)
         self._torch.manual_seed(seed)
-        np.random.seed((seed * 0x9E3779B97F4A7C15 >> 16) & 0xFFFFFFFF)
+        self._seed_words[0] = seed
+        np.random.seed(self._words)
         return seed
