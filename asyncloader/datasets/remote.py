@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.datasets.opened import Openable, Threads
 from asyncloader.datasets.retry import Retries, TransientError
+from asyncloader.errors import ConfigurationError
 
 T_co = TypeVar("T_co", covariant=True)
 ClientT = TypeVar("ClientT")
@@ -67,6 +68,10 @@ class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, G
         return cast(T_co, data) if self.decode is None else await threads.run(self.decode, data, key)
 
     async def _fetch_whole(self, client: ClientT, key: Key) -> bytes:
+        if isinstance(key, ByteRange) and not 0 <= key.start < key.stop:
+            if 0 <= key.start == key.stop:  # no request can ask for that
+                return b""
+            raise ConfigurationError(f"{key} is no range of bytes")
         data = await self._fetch(client, key)
         if isinstance(key, ByteRange) and len(data) != key.stop - key.start:
             raise TransientError(f"{len(data)} bytes came of the {key.stop - key.start} that were asked for")

@@ -63,7 +63,8 @@ class Retries:
     longest_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.tries < 1 or self.total_s <= 0 or self.first_wait_s < 0 or self.longest_wait_s < self.first_wait_s:
+        is_possible = self.total_s > 0 and 0 <= self.first_wait_s <= self.longest_wait_s  # which nan is not
+        if self.tries < 1 or not is_possible:
             raise ConfigurationError(f"tries and times that cannot be kept to: {self!r}")
 
     async def run(self, attempt: Callable[[], Awaitable[T]], what: object) -> T:
@@ -101,4 +102,4 @@ class Retries:
     def _wait_s(self, tried: int, failure: TransientError) -> float:
         if failure.wait_s is not None:
             return failure.wait_s
-        return min(self.first_wait_s * 2.0 ** (tried - 1), self.longest_wait_s) * _jitter.uniform(0.5, 1.0)
+        return min(self.first_wait_s * 2.0 ** min(tried - 1, 62), self.longest_wait_s) * _jitter.uniform(0.5, 1.0)

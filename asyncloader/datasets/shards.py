@@ -67,7 +67,10 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
 
     A worker that dies is replaced, once a batch has told where it was.
 
-    A shard raises FileNotFoundError if it is not there, and FetchError if it is damaged or does not come.
+    A shard raises FileNotFoundError if it is not there, and FetchError if it is damaged, was cut off, or does not come;
+    if it has sparse files (their holes could be any amount of memory), or a sample two files with one extension.
+    Reading takes memory for a file of the shard at a time, and writes none; do not take ``"__key__"`` for a safe path
+    of your own if you have not packed the shard yourself.
 
     Example:
         >>> import asyncio, io, pathlib, tarfile, tempfile

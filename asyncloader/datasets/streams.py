@@ -13,13 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from asyncloader.datasets.http import check, failures_told_apart, make_session, range_header
+from asyncloader.datasets.http_client import Client, check, failures_told_apart, is_at_end, range_header
 from asyncloader.datasets.objects import open_store, raise_told_apart
 from asyncloader.datasets.opened import Threads
-from asyncloader.datasets.retry import FetchError, Retries
+from asyncloader.datasets.retry import FetchError, Retries, TransientError
 
 if TYPE_CHECKING:
-    import aiohttp
     from obstore.store import ObjectStore
 
 CHUNK_BYTES = 1 << 20
@@ -29,6 +28,18 @@ def kind_of(url: str) -> str:
     """Tell where a url or path leads: "file", "http" or "store"."""
     scheme = urlsplit(url).scheme if "://" in url else "file"
     return scheme if scheme == "file" else "http" if scheme in ("http", "https") else "store"
+
+
+def _path(url: str) -> str:
+    """Return the path that a url leads to. In a path of a file, and in an object's name, # and ? mean nothing."""
+    if "://" not in url or kind_of(url) == "store":
+        return url
+    return unquote(urlsplit(url).path)
+
+
+def _quoted(url: str) -> str:
+    """Quote what means something in a url, and nothing in the name of an object."""
+    return url.replace("#", "%23").replace("?", "%3F")
 
 
 class Sources:
@@ -45,20 +56,20 @@ class Sources:
         self._headers = headers
         self._store_options = store_options
         self._threads = Threads(1, "shards")
-        self._session: aiohttp.ClientSession | None = None
+        self._http_client: Client | None = None
         self._stores: dict[str, ObjectStore] = {}
 
     async def close(self) -> None:
         """Close the clients."""
         self._threads.close()
-        if self._session is not None:
-            await self._session.close()
+        if self._http_client is not None:
+            await self._http_client.close()
 
     async def read(self, url: str) -> AsyncGenerator[bytes, None]:
         """Yield the content of a file, decompressed if its name ends with .gz or .tgz."""
         chunks = self._read(url)
-        if urlsplit(url).path.endswith((".gz", ".tgz")):
-            chunks = _gunzip(chunks, url)
+        if _path(url).endswith((".gz", ".tgz")):
+            chunks = gunzip(chunks, url)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
@@ -76,9 +87,8 @@ class Sources:
         return {"file": self._file, "http": self._http, "store": self._store}[kind_of(url)](url, offset, tag)
 
     async def _file(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
-        path = unquote(urlsplit(url).path) if "://" in url else url
         while True:
-            chunk, now = await self._threads.run(_read_part, path, offset)
+            chunk, now = await self._threads.run(_read_part, _path(url), offset)
             if tag not in (None, now):
                 raise FetchError(f"{url}: was changed while it was read")
             if not chunk:
@@ -87,32 +97,46 @@ class Sources:
             offset, tag = offset + len(chunk), now
 
     async def _http(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
-        if self._session is None:
-            self._session = make_session(self._headers)
-        headers = range_header(offset) if offset else {}
-        if tag is not None:
-            headers["If-Match"] = tag
-        with failures_told_apart():
-            async with self._session.get(url, headers=headers) as answer:
-                check(answer, url, partial=offset > 0)
-                tag = answer.headers.get("ETag")
-                async for chunk in answer.content.iter_any():
-                    yield chunk, None if tag is None or tag.startswith("W/") else tag
+        if self._http_client is None:
+            self._http_client = Client(self._headers)
+        while True:
+            headers = range_header(offset) if offset else {}
+            if is_same := tag is not None and tag.startswith('"'):  # servers do not compare weak ones
+                headers["If-Match"] = str(tag)
+            with failures_told_apart():
+                async with self._http_client.get(url, headers) as answer:
+                    if offset and is_at_end(answer, offset, is_same=is_same):
+                        return
+                    part = check(answer, url, offset or None)
+                    now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or tag
+                    if tag not in (None, now):
+                        raise FetchError(f"{url}: was changed while it was read")
+                    tag = now
+                    async for chunk in answer.content.iter_any():
+                        offset += len(chunk)
+                        yield chunk, tag
+            if part is None or offset == part.total:
+                return
+            if offset != part.stop:  # else the server gave less than it was asked for, and is asked for more
+                raise TransientError(f"the answer ended at byte {offset}, not {part.stop}")
 
     async def _store(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
         import obstore
 
         folder, _, name = url.rpartition("/")
         if folder not in self._stores:
-            self._stores[folder] = open_store(folder + "/", self._store_options)
+            self._stores[folder] = open_store(_quoted(folder) + "/", self._store_options)
         options: Any = {"range": {"offset": offset}} if offset else {}
         if tag is not None:
             options["if_match"] = tag
         try:
             answer = await obstore.get_async(self._stores[folder], name, options=options)
-            tag = answer.meta["e_tag"]
+            tag, size = answer.meta["e_tag"], answer.meta["size"]
             async for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
+                offset += len(chunk)
                 yield bytes(chunk), tag
+                if offset == size:  # what happens to the connection now does not matter; the rest would be a 416
+                    return
         except Exception as error:
             raise_told_apart(error, url)
 
@@ -158,16 +182,21 @@ def _read_part(path: str, offset: int) -> tuple[bytes, str]:
         return os.pread(file.fileno(), CHUNK_BYTES, offset), f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
-async def _gunzip(chunks: AsyncGenerator[bytes, None], url: str) -> AsyncGenerator[bytes, None]:
-    """Decompress; a file may be several gzip files one after the other."""
+async def gunzip(chunks: AsyncGenerator[bytes, None], url: str) -> AsyncGenerator[bytes, None]:
+    """Decompress; a file may be several gzip files one after the other, and zeros behind them.
+
+    Yields no more than CHUNK_BYTES at a time, however much a chunk grows: a thousandfold, if it is all the same.
+    """
     unpack, is_between = zlib.decompressobj(wbits=31), True
     try:
         async for chunk in chunks:
-            while chunk:
-                yield unpack.decompress(chunk)
-                chunk, is_between = unpack.unused_data, unpack.eof
+            while chunk := chunk.lstrip(b"\0") if is_between else chunk:
+                data = unpack.decompress(chunk, CHUNK_BYTES)
+                chunk, is_between = unpack.unconsumed_tail or unpack.unused_data, unpack.eof
                 if is_between:
                     unpack = zlib.decompressobj(wbits=31)
+                if data:
+                    yield data
     except zlib.error as error:
         raise FetchError(f"{url}: damaged: {error}") from error
     finally:

@@ -1,11 +1,13 @@
 """Tar streams in WebDataset's layout, taken apart: blocks ─> members (path and content) ─> samples.
 
-tarfile reads only what it can wait for; here the bytes are awaited. It decodes the headers all the same.
+tarfile reads only what it can wait for; here the bytes are awaited. It decodes the headers all the same. Shards come
+from elsewhere: whatever is in one, reading it ends, holds no more than one member of it, and writes nothing anywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeAlias
@@ -15,10 +17,26 @@ from asyncloader.datasets.retry import FetchError
 RawSample: TypeAlias = dict[str, Any]  # extension -> bytes, and "__key__", "__url__"
 
 _BLOCK = 512
+_MOST_METADATA = 1 << 20  # bytes of a header that tells of the next one; Go's archive/tar has the same bound
+_HEADER_ONLY = frozenset(
+    [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE]
+)
+_LONG_NAMES = {tarfile.GNUTYPE_LONGNAME: "path", tarfile.GNUTYPE_LONGLINK: "linkpath"}
+_BEFORE_OTHERS = frozenset([tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE, *_LONG_NAMES])
+_PARTIAL = {tarfile.GNUTYPE_SPARSE: "sparse", b"M": "a part of one that is split over archives"}
+_RECORD = re.compile(rb"([0-9]{1,7}) ")
+
+
+class Damaged(Exception):
+    """What is wrong with an archive."""
 
 
 async def read_samples(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator[RawSample, None]:
-    """Put the files of a shard together that have a name in common."""
+    """Put the files of a shard together that have a name in common.
+
+    Raises:
+        FetchError: The archive is damaged, or a sample has two files with one extension.
+    """
     sample: RawSample = {}
     async with contextlib.aclosing(read_members(chunks, url)) as members:
         async for path, data in members:
@@ -31,53 +49,130 @@ async def read_samples(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator
                 if sample:
                     yield sample
                 sample = {"__key__": key, "__url__": url}
-            sample[extension.lower()] = data
+            extension = extension.lower()
+            if extension in sample:
+                raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
+            sample[extension] = data
     if sample:
         yield sample
 
 
 async def read_members(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator[tuple[str, bytes], None]:
-    """Yield path and content of each regular file of a tar stream (ustar, GNU and pax headers)."""
-    waiting = bytearray()
+    """Yield path and content of each regular file of a tar stream (ustar, GNU and pax headers).
 
-    async def take(count: int) -> bytes:
-        while len(waiting) < count:
-            chunk = await anext(chunks, None)
-            if chunk is None:
-                break
-            waiting.extend(chunk)
-        taken = bytes(waiting[:count])
-        del waiting[:count]
+    Raises:
+        FetchError: The archive is damaged, or has sparse files in it, whose holes would be any amount of memory.
+    """
+    try:
+        async with contextlib.aclosing(_members(_Bytes(chunks))) as members:
+            async for member in members:
+                yield member
+    except Damaged as damage:
+        raise FetchError(f"{url}: damaged: {damage}") from damage.__cause__
+
+
+class _Bytes:
+    """What a stream of chunks holds, taken as many bytes at a time as are wanted."""
+
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        self._chunks = chunks
+        self._waiting = bytearray()
+
+    async def take(self, count: int) -> bytes:
+        """Return the next bytes; fewer only at the end."""
+        while len(self._waiting) < count and (chunk := await anext(self._chunks, None)) is not None:
+            self._waiting += chunk
+        with memoryview(self._waiting) as waiting:
+            taken = bytes(waiting[:count])
+        del self._waiting[:count]
         return taken
 
+    async def content(self, size: int, name: str) -> bytes:
+        """Return the content of a member, and pass over what fills its last block."""
+        data = await self.take(size)
+        if len(data) < size or len(await self.take(-size % _BLOCK)) < -size % _BLOCK:
+            raise Damaged(f"it ends in the middle of {name}")
+        return data
+
+    async def skip(self, size: int, name: str) -> None:
+        """Pass over the content of a member, without holding it."""
+        left = size + -size % _BLOCK
+        while left:
+            if not (taken := len(await self.take(min(left, _MOST_METADATA)))):
+                raise Damaged(f"it ends in the middle of {name}")
+            left -= taken
+
+
+async def _members(stream: _Bytes) -> AsyncGenerator[tuple[str, bytes], None]:
     more: dict[str, str] = {}  # what headers before a file say about it
-    while block := await take(_BLOCK):
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # a block of zeros: the end
+    while True:
+        header = _header(await stream.take(_BLOCK))
+        if header is None:
             return
-        except tarfile.HeaderError as error:
-            raise FetchError(f"{url}: damaged: {error}") from error
-        size = int(more.get("size", header.size))
-        data = await take(size)
-        if len(data) < size or len(await take(-size % _BLOCK)) < -size % _BLOCK:
-            raise FetchError(f"{url}: damaged: it ends in the middle of {more.get('path', header.name)}")
-        if header.type == tarfile.XHDTYPE:
-            more = _pax(data)
-        elif header.type == tarfile.GNUTYPE_LONGNAME:
-            more = {"path": data.rstrip(b"\0").decode("utf-8", "surrogateescape")}
-        elif header.type != tarfile.XGLTYPE:
-            if header.isreg():
-                yield more.get("path", header.name), data
-            more = {}
+        if header.type in _BEFORE_OTHERS:
+            more |= await _told(header, stream)
+            continue
+        name = more.get("path") or header.name
+        size = _size(more.get("size") or header.size, name)
+        if header.type in _PARTIAL or (header.isreg() and any(key.startswith("GNU.sparse.") for key in more)):
+            kind = _PARTIAL.get(header.type, _PARTIAL[tarfile.GNUTYPE_SPARSE])
+            raise Damaged(f"{name} is {kind}, which is not read here: pack it as it is")
+        if header.isreg():
+            yield name, await stream.content(size, name)
+        elif header.type not in _HEADER_ONLY:
+            await stream.skip(size, name)
+        more = {}
 
 
-def _pax(data: bytes) -> dict[str, str]:
-    """Read records such as "23 path=a/very/long/name" and a line feed; the number counts it all."""
-    records = {}
-    while data:
-        length, _, _ = data.partition(b" ")
-        record, data = data[len(length) + 1 : int(length) - 1], data[int(length) :]
-        name, _, value = record.partition(b"=")
-        records[name.decode()] = value.decode("utf-8", "surrogateescape")
+async def _told(header: tarfile.TarInfo, stream: _Bytes) -> dict[str, str]:
+    """Read what a header says about the next one."""
+    if _size(header.size, header.name) > _MOST_METADATA:
+        raise Damaged(f"a header of {header.size:,} bytes")
+    data = await stream.content(header.size, header.name)
+    if header.type == tarfile.XGLTYPE:  # about all that follow: who packed them, as a rule
+        return {}
+    long = _LONG_NAMES.get(header.type)
+    return read_pax(data) if long is None else {long: _text(data.partition(b"\0")[0])}
+
+
+def _header(block: bytes) -> tarfile.TarInfo | None:
+    """Decode a header; None for the block of zeros that ends the archive."""
+    if not block:  # a copy that was broken off may end so, and the epoch would be short in silence
+        raise Damaged("it ends without the mark of its end")
+    try:
+        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+        return None
+    except tarfile.HeaderError as error:
+        raise Damaged(str(error)) from error
+
+
+def _size(said: str | int, name: str) -> int:
+    if isinstance(said, str):
+        said = int(said) if said.isascii() and said.isdigit() and len(said) < 20 else -1
+    if said < 0:
+        raise Damaged(f"the size of {name} is not a number of bytes")
+    return said
+
+
+def read_pax(data: bytes) -> dict[str, str]:
+    """Read records such as "23 path=a/very/long/name" and a line feed; the number counts it all.
+
+    Raises:
+        Damaged: They are not.
+    """
+    records, at = {}, 0
+    while at < len(data):
+        if (length := _RECORD.match(data, at)) is None:
+            raise Damaged("a pax record without a length")
+        end = at + int(length[1])
+        keyword, is_there, value = data[length.end() : end - 1].partition(b"=")
+        if not keyword or not is_there or data[end - 1 : end] != b"\n":
+            raise Damaged("a pax record that is none")
+        records[_text(keyword)] = _text(value)
+        at = end
     return records
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import aiohttp
 import pytest
 
 from asyncloader.datasets import ByteRange, FetchError, HTTPDataset, Retries
@@ -86,6 +87,93 @@ async def test_a_server_without_ranges_is_found_out(fault_server: FaultServer) -
     async with dataset_of(ByteRange(url, 0, 3)) as dataset:
         with pytest.raises(FetchError, match="does not give byte ranges"):
             await dataset[0]
+
+
+async def test_other_bytes_than_were_asked_for_are_no_sample(
+    fault_server: FaultServer, objects: dict[str, bytes]
+) -> None:
+    """Whatever an answer to a range has in it: the bytes of that range, and it says so; else it is an error."""
+    length = len(objects["number/9"])
+    urls = [fault_server.url("number/9", fault=fault) for fault in ("elsewhere", "unsaid", "less")]
+    beyond = ByteRange(fault_server.url("number/9"), 1, length + 1)
+    async with dataset_of(*(ByteRange(url, 4, 9) for url in urls), beyond) as dataset:
+        for index, came in enumerate(["'bytes 0-4/.*'", "None", "'bytes 4-6/.*'"]):
+            with pytest.raises(FetchError, match=rf"{came} came where bytes 4-8 were asked for"):
+                await dataset[index]
+        with pytest.raises(FetchError, match=f"came where bytes 1-{length} were asked for"):
+            await dataset[3]
+
+
+async def test_ranges_that_are_empty_or_none(fault_server: FaultServer) -> None:
+    """No bytes need no request; what no request can ask for is told as what it is."""
+    url = fault_server.url("number/9")
+    async with dataset_of(ByteRange(url, 3, 3), ByteRange(url, 3, 2), ByteRange(url, -3, 2)) as dataset:
+        assert await dataset[0] == b""
+        for index in (1, 2):
+            with pytest.raises(ValueError, match="is no range of bytes"):
+                await dataset[index]
+
+
+async def test_a_part_that_was_not_asked_for_is_no_object(fault_server: FaultServer) -> None:
+    """Nor is an answer without a body."""
+    for status in ("204", "206"):
+        async with dataset_of(fault_server.url("number/9", fault=status)) as dataset:
+            with pytest.raises(FetchError, match=status):
+                await dataset[0]
+
+
+SECRETS = {"Authorization": "Bearer s", "X-Api-Key": "k", "Cookie": "c=1", "PRIVATE-TOKEN": "t"}
+
+
+async def test_secrets_stay_with_the_origin_that_they_are_for(objects: dict[str, bytes]) -> None:
+    """Redirects within an origin take all headers along; another origin learns what formats and bytes are wanted."""
+    options: dict[str, Any] = {
+        "headers": {**SECRETS, "User-Agent": "me"},
+        "session_options": {"auth": None, "cookies": {"a": "b"}},
+    }
+    with FaultServer(objects) as other, FaultServer(objects) as server:
+        near = server.url("number/3", fault="redirect", to="/number/4")
+        back = other.url("number/3", fault="redirect", to=server.url("number/5"))
+        far = server.url("number/3", fault="redirect", to=other.url("number/4"))
+        there_and_back = server.url("number/3", fault="redirect", to=back)
+        async with dataset_of(near, ByteRange(far, 2, 5), there_and_back, **options) as dataset:
+            assert await dataset[0] == objects["number/4"]
+            seen = server.headers()
+            assert {name: seen[name.lower()] for name in SECRETS} == SECRETS
+            assert await dataset[1] == objects["number/4"][2:5]
+            seen = other.headers()
+            assert {"range", "user-agent", "accept-encoding"} < set(seen)
+            assert not {name.lower() for name in SECRETS} & set(seen)
+            assert await dataset[2] == objects["number/5"]
+            assert not {name.lower() for name in SECRETS} & set(server.headers())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:aiohttp", "ignore:(BasicAuth|The .auth)")
+async def test_a_login_stays_with_its_origin(objects: dict[str, bytes]) -> None:
+    """One in the url, and one of the session."""
+    login = aiohttp.BasicAuth("me", "secret")
+    with FaultServer(objects) as other, FaultServer(objects) as server:
+        near = server.url("number/3", fault="redirect", to="/number/4")
+        far = server.url("number/3", fault="redirect", to=other.url("number/4"))
+        for prefix, options in (("me:secret@", {}), ("", {"session_options": {"auth": login}})):
+            urls = (url.replace("http://", f"http://{prefix}") for url in (near, far))
+            async with dataset_of(*urls, **options) as dataset:
+                assert await dataset[0] == objects["number/4"]
+                assert server.headers()["authorization"] == login.encode()
+                assert await dataset[1] == objects["number/4"]
+                assert "authorization" not in other.headers()
+
+
+async def test_redirects_that_lead_nowhere_are_told(fault_server: FaultServer) -> None:
+    """In a circle, to what is no url, to what is not HTTP."""
+    targets = ("http://[", "ftp://127.0.0.1/")
+    urls = [fault_server.url("number/3", fault="redirect", to=target) for target in targets]
+    async with dataset_of(*urls, fault_server.url("number/3") + "?fault=circle") as dataset:
+        for index in range(2):
+            with pytest.raises(FetchError, match="redirects to"):
+                await dataset[index]
+        with pytest.raises(FetchError, match="more than 10 redirects"):
+            await dataset[2]
 
 
 async def test_connections_are_bounded_and_kept(objects: dict[str, bytes]) -> None:

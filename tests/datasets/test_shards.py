@@ -7,7 +7,7 @@ import io
 import pickle
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import webdataset
 
 from asyncloader.datasets import FetchError, Retries, TarShards
 from asyncloader.datasets.shards import _Reader
+from asyncloader.datasets.streams import CHUNK_BYTES, gunzip
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
@@ -50,6 +51,13 @@ SHARDS = {f"{number:02}.tar": shard_bytes(number) for number in range(6)}
 IDS = [f"{number:02}-{position:03}" for number in range(6) for position in range(SAMPLES)]
 
 
+IN_STORE = {
+    **SHARDS,
+    **{f"bucket/{name}": data for name, data in SHARDS.items()},
+    "bucket/run#1/07.tar.gz": gzip.compress(tar_bytes([("1.txt", b"one")])),
+}
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
     for name, data in SHARDS.items():
@@ -66,7 +74,7 @@ def shards_in_s3(s3: str) -> str:
 
 @pytest.fixture(scope="module")
 def shard_server() -> Iterator[FaultServer]:
-    with FaultServer({**SHARDS, **{f"bucket/{name}": data for name, data in SHARDS.items()}}) as server:
+    with FaultServer(IN_STORE) as server:
         yield server
 
 
@@ -192,7 +200,7 @@ async def test_reading_goes_on_where_it_was(shards: list[Path]) -> None:
 
 async def test_streams_that_break_go_on_where_they_broke(shard_server: FaultServer) -> None:
     """Over HTTP, with each fault three times, at half of what is left."""
-    for fault in ("cut", "short", "reset", "503"):
+    for fault in ("cut", "short", "reset", "503", "late", "less"):
         urls = [shard_server.url(name, fault=fault, times=3) for name in SHARDS]
         assert await read_all(TarShards(urls, text, retries=BRISK)) == IDS
 
@@ -218,6 +226,50 @@ async def test_a_shard_that_changes_while_it_is_read_is_found_out(shard_server: 
     url = shard_server.url("00.tar", fault="cut", times=3, etag="changes")
     with pytest.raises(FetchError, match="412 Precondition Failed"):
         await read_all(TarShards([url], text, retries=BRISK))
+    weak = shard_server.url("00.tar", fault="cut", times=3, etag="changes", weak=1)
+    with pytest.raises(FetchError, match="was changed while it was read"):
+        await read_all(TarShards([weak], text, retries=BRISK))
+
+
+async def test_a_stream_goes_on_with_the_bytes_that_it_lacks(shard_server: FaultServer) -> None:
+    """Others, or such of which the server does not say what they are, are not put in their place."""
+    for fault in ("elsewhere", "unsaid", "whole"):
+        broken = TarShards([shard_server.url("00.tar", fault="cut", times=1)], retries=BRISK)
+        async with broken:
+            sources, _ = broken._client
+            with pytest.raises(FetchError, match=r"were asked for|where 206 was expected"):
+                await anext(sources.begin(shard_server.url("00.tar", fault=fault), 1000, None))
+
+
+async def test_a_url_is_a_url_and_a_path_a_path(tmp_path: Path) -> None:
+    """In a path of a file no character has a meaning of its own; in a url of one they are quoted."""
+    for name in ("run#1", "a?b", "50%"):
+        shard = tmp_path / name / "s.tar.gz"
+        shard.parent.mkdir()
+        shard.write_bytes(gzip.compress(tar_bytes([("1.txt", b"one")])))
+        for url in (str(shard), shard.as_uri()):
+            assert [sample["txt"] for sample in await read_all(TarShards([url]))] == [b"one"]
+
+
+async def test_object_names_may_have_any_character(shard_server: FaultServer) -> None:
+    """A number sign in the prefix of a bucket is part of it."""
+    config = {"endpoint": shard_server.url("")[:-1], "skip_signature": True, "region": "us-east-1"}
+    options: dict[str, Any] = {"config": config, "client_options": {"allow_http": True}, "retries": BRISK}
+    assert await read_all(TarShards(["s3://bucket/run#1/07.tar.gz"], **options)) == [
+        {"__key__": "1", "__url__": "s3://bucket/run#1/07.tar.gz", "txt": b"one"}
+    ]
+
+
+async def test_decompressing_takes_no_more_than_a_piece(tmp_path: Path) -> None:
+    """63 kB that are 64 MiB come piece by piece."""
+
+    async def source() -> AsyncGenerator[bytes, None]:
+        yield gzip.compress(bytes(64 << 20)) + bytes(1000)
+        yield bytes(100) + gzip.compress(b"end")
+
+    sizes = [len(piece) async for piece in gunzip(source(), "u")]
+    assert sum(sizes) == (64 << 20) + 3
+    assert max(sizes) <= CHUNK_BYTES
 
 
 async def test_damaged_and_missing_shards_are_named(tmp_path: Path, shards: list[Path]) -> None:

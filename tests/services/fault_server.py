@@ -6,8 +6,11 @@
 
 Faults: a status such as ``503`` (``after=1``: with Retry-After), ``reset`` (the connection breaks), ``cut`` (it breaks
 in the middle of the body), ``short`` (it ends in the middle), ``stall`` (silence in the middle), ``drip`` (a byte at a
-time, but all of it in the end), ``whole`` (a range is asked for, the whole object comes). With ``etag="changes"`` each
-answer says that the object is another one than before.
+time, but all of it in the end), ``whole`` (a range is asked for, the whole object comes), ``late`` (it breaks after the
+last byte, of a body whose length is not told), ``elsewhere`` (other bytes come than were asked for), ``unsaid`` (it is
+not said which bytes come), ``less`` (half of the range that was asked for), ``redirect`` (to the url ``to``),
+``circle``. With ``etag="changes"`` each answer says that the object is another one than before, with ``weak=1`` by a
+tag that servers do not compare.
 """
 
 from __future__ import annotations
@@ -85,9 +88,16 @@ class FaultServer:
 
     def seen(self) -> dict[str, int]:
         """Return what the server counted: requests, connections, most requests at once."""
-        with urllib.request.urlopen(self.url("-/seen"), timeout=10) as answer:
-            seen: dict[str, int] = json.load(answer)
-        return seen
+        return self._tell("seen")
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the last request for an object."""
+        return self._tell("headers")
+
+    def _tell(self, what: str) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url(f"-/{what}"), timeout=10) as answer:
+            told: dict[str, Any] = json.load(answer)
+        return told
 
 
 # ---- what runs in the process ----
@@ -102,6 +112,7 @@ class Shelf:
         self.latency_s = latency_s
         self.failed: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
+        self.headers: dict[str, str] = {}
 
 
 class Connection(asyncio.Protocol):
@@ -136,10 +147,13 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         request, *lines = head.split("\r\n")
-        target = unquote(request.split(" ")[1])  # first of all: object stores quote the ? as well
+        target = request.split(" ")[1]
+        if "?" not in target:  # object stores quote it as well
+            target = unquote(target)
         path, _, query = target.partition("?")
-        if path == "/-/seen":
-            self.send("200", json.dumps(self.shelf.seen).encode())
+        path = unquote(path)
+        if path in ("/-/seen", "/-/headers"):
+            self.send("200", json.dumps(getattr(self.shelf, path[3:])).encode())
             return
         self.shelf.seen["requests"] += 1
         data = self.shelf.objects.get(path[1:])
@@ -153,15 +167,26 @@ class Connection(asyncio.Protocol):
         else:
             fault = ""
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        self.shelf.headers = headers
         tag = f'"{self.shelf.failed[target] if "etag" in faults else 0}"'
+        if "weak" in faults:
+            tag = f"W/{tag}"
         status, more = "200", {"ETag": tag}
         if headers.get("if-match", tag) != tag:
             self.send("412", b"")
             return
         if "range" in headers and fault != "whole":
             first, _, last = headers["range"].removeprefix("bytes=").partition("-")
-            start, stop = int(first), int(last) + 1 if last else len(data)
-            more["Content-Range"] = f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}"
+            start, stop = int(first), min(int(last) + 1 if last else len(data), len(data))
+            if start >= len(data):
+                self.send("416", b"", {"Content-Range": f"bytes */{len(data)}"})
+                return
+            if fault == "elsewhere":
+                start, stop = 0, stop - start
+            elif fault == "less":
+                stop -= (stop - start) // 2
+            if fault != "unsaid":
+                more["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             status, data = "206", data[start:stop]
         if fault.isdigit():
             more = {"Retry-After": faults["after"]} if "after" in faults else {}
@@ -172,6 +197,14 @@ class Connection(asyncio.Protocol):
             self.send(status, data, more, len(data) // 2)
             if fault != "stall":
                 asyncio.get_running_loop().call_soon(self.transport.abort if fault == "cut" else self.transport.close)
+        elif fault == "late":
+            self.transport.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n")
+            self.transport.write(f"ETag: {tag}\r\n\r\n{len(data):x}\r\n".encode() + data + b"\r\n")
+            asyncio.get_running_loop().call_later(0.05, self.transport.abort)
+        elif fault == "redirect":
+            self.send("302", b"", {"Location": faults["to"]})
+        elif fault == "circle":
+            self.send("302", b"", {"Location": target})
         elif fault == "drip":
             self.send(status, data, more, 0)
             task = asyncio.get_running_loop().create_task(self.drip(data))

@@ -1,0 +1,219 @@
+"""Requests over HTTP, and what their answers mean: which bytes came, and which failures pass."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import email.utils
+import errno
+import re
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncloader.datasets.retry import FetchError, TransientError
+
+if TYPE_CHECKING:
+    import aiohttp
+    import yarl
+
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which the same request may succeed
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MOST_REDIRECTS = 10
+_TOLD_TO_ALL = frozenset({"accept", "accept-encoding", "accept-language", "user-agent"})
+_KEPT_OPTIONS = ("proxy", "proxy_auth", "read_bufsize", "skip_auto_headers", "timeout", "trust_env", "version")
+_PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)", re.IGNORECASE)
+_LENGTH = re.compile(r"bytes \*/([0-9]{1,18})", re.IGNORECASE)
+
+
+class Client:
+    """Sends requests, over connections that are kept. Belongs to one loop.
+
+    The headers, cookies and logins that it was given are for the origins that are asked: where one of them redirects to
+    another, that learns nothing but what formats and languages are wanted. aiohttp by itself takes back no more than
+    ``Authorization`` and ``Cookie``, and keys of services are sent under any name.
+
+    Args:
+        headers: Sent with every request.
+        connect_timeout_s: Seconds for one try to connect.
+        read_timeout_s: Seconds for which a try waits for the next piece of the answer.
+        max_connections: At most so many at once.
+        options: Further arguments of :class:`aiohttp.ClientSession`.
+    """
+
+    def __init__(
+        self,
+        headers: Mapping[str, str] | None = None,
+        connect_timeout_s: float = 10.0,
+        read_timeout_s: float = 30.0,
+        max_connections: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        import aiohttp
+
+        given: dict[str, Any] = {
+            "connector": aiohttp.TCPConnector(limit=max_connections or 0),
+            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s),
+            "cookie_jar": aiohttp.DummyCookieJar(),
+            # Bodies as they are stored: ranges count in those bytes, and a length that is wrong is noticed.
+            "headers": {"Accept-Encoding": "identity", **(headers or {})},
+        }
+        self._options = {**given, **(options or {})}
+        self._session = aiohttp.ClientSession(**self._options)
+        self._stranger: aiohttp.ClientSession | None = None
+
+    @contextlib.asynccontextmanager
+    async def get(self, url: str, headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Ask for a url, and follow redirects."""
+        asked: str | yarl.URL = url
+        for _ in range(_MOST_REDIRECTS):
+            async with self._session.get(asked, headers=headers, allow_redirects=False) as answer:
+                target = _target(answer, asked)
+                if target is None:
+                    yield answer
+                    return
+            if target.origin() != answer.url.origin():
+                async with self._to_others().get(target, headers=headers, max_redirects=_MOST_REDIRECTS) as answer:
+                    yield answer
+                return
+            asked = target
+        raise FetchError(f"{url}: more than {_MOST_REDIRECTS} redirects")
+
+    def _to_others(self) -> aiohttp.ClientSession:
+        """Return the session, over the same connections, that has no secrets; it may follow redirects by itself."""
+        if self._stranger is None:
+            import aiohttp
+            from multidict import CIMultiDict
+
+            told = {k: v for k, v in CIMultiDict(self._options["headers"]).items() if k.lower() in _TOLD_TO_ALL}
+            self._stranger = aiohttp.ClientSession(
+                connector=self._session.connector,
+                connector_owner=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=told,
+                **{name: self._options[name] for name in _KEPT_OPTIONS if name in self._options},
+            )
+        return self._stranger
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._stranger is not None:
+            await self._stranger.close()
+        await self._session.close()
+
+
+def _target(answer: aiohttp.ClientResponse, asked: str | yarl.URL) -> yarl.URL | None:
+    """Return where an answer redirects to, if it does; in the same origin with the login that the url had."""
+    from yarl import URL
+
+    location = answer.headers.get("Location")
+    if answer.status not in _REDIRECTS or location is None:
+        return None
+    try:
+        target = answer.url.join(URL(location))
+        is_same = target.origin() == answer.url.origin()
+    except ValueError as error:
+        raise FetchError(f"{asked}: redirects to {location!r}, which is no url: {error}") from error
+    if target.scheme not in ("http", "https"):
+        raise FetchError(f"{asked}: redirects to {location!r}, which is not HTTP")
+    login = URL(asked)
+    if is_same and login.user is not None and target.user is None:
+        return target.with_user(login.user).with_password(login.password)
+    return target
+
+
+class Part(NamedTuple):
+    """Which bytes of an object an answer has: from `start` up to, and not including, `stop`, of `total` if known."""
+
+    start: int
+    stop: int
+    total: int | None
+
+
+def range_header(start: int, stop: int | None = None) -> dict[str, str]:
+    """Return the header that asks for bytes from `start` up to, and not including, `stop`."""
+    return {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+
+
+def check(answer: aiohttp.ClientResponse, url: str, start: int | None = None, stop: int | None = None) -> Part | None:
+    """Raise what an answer calls for if it does not have the bytes that were asked for.
+
+    Args:
+        answer: To a request of the whole object, or of a range.
+        url: Named in errors.
+        start: First byte of the range that was asked for; None asked for the whole object.
+        stop: The one after the last; None asked for the rest.
+
+    Returns:
+        Which bytes the answer has; None if that is the whole object.
+    """
+    status, said = answer.status, f"{answer.status} {answer.reason}"
+    if status in _PASSING:
+        raise TransientError(said, _wait_s(answer.headers.get("Retry-After")))
+    if status in (404, 410):
+        raise FileNotFoundError(errno.ENOENT, said, url)
+    if status in (401, 403):
+        raise PermissionError(errno.EACCES, said, url)
+    if start is None:
+        if status not in (200, 203):  # the other ones from 200 on have a part, or nothing
+            raise FetchError(f"{url}: {said}")
+        return None
+    if status in (200, 203):
+        raise FetchError(f"{url}: the server does not give byte ranges: {said} where 206 was expected")
+    if status != 206:
+        raise FetchError(f"{url}: {said}")
+    part = _part(answer)
+    if part is None or part.start != start or part.stop <= start or (stop is not None and part.stop != stop):
+        came, asked = answer.headers.get("Content-Range"), f"bytes {start}-{'' if stop is None else stop - 1}"
+        raise FetchError(f"{url}: {came!r} came where {asked} were asked for")
+    return part
+
+
+def _part(answer: aiohttp.ClientResponse) -> Part | None:
+    found = _PART.fullmatch(answer.headers.get("Content-Range", ""))
+    if found is None:
+        return None
+    first, last, total = found.groups()
+    return Part(int(first), int(last) + 1, None if total == "*" else int(total))
+
+
+def is_at_end(answer: aiohttp.ClientResponse, start: int, *, is_same: bool) -> bool:
+    """Tell from the answer to the request for the rest from `start` on whether there is none.
+
+    Args:
+        answer: The answer.
+        start: Where the rest would have begun.
+        is_same: The server was asked to answer only if the object has not changed. It has no less than what has come
+            then, and no more.
+    """
+    if answer.status != 416:
+        return False
+    found = _LENGTH.fullmatch(answer.headers.get("Content-Range", ""))
+    return is_same if found is None else int(found[1]) == start
+
+
+@contextlib.contextmanager
+def failures_told_apart() -> Iterator[None]:
+    """Turn the client's errors into TransientError where they may pass, and into FetchError where they do not."""
+    import aiohttp
+
+    try:
+        yield
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError) as error:
+        raise TransientError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+    except aiohttp.ClientError as error:  # urls that are none, redirects in a circle, answers that are not HTTP
+        raise FetchError(f"{type(error).__name__}: {error}") from error
+
+
+def _wait_s(retry_after: str | None) -> float | None:
+    """Read Retry-After: a number of seconds, or a date."""
+    if retry_after is None:
+        return None
+    with contextlib.suppress(ValueError):
+        seconds = float(retry_after)
+        return max(0.0, seconds) if seconds < float("inf") else None
+    with contextlib.suppress(ValueError, OverflowError):
+        until = email.utils.parsedate_to_datetime(retry_after)
+        if until.tzinfo is None:
+            until = until.replace(tzinfo=datetime.UTC)
+        return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
+    return None
