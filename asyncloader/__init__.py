@@ -10,6 +10,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncloader.datasets.shared import SharedList
+    from asyncloader.datasets.shared_dict import SharedDict
     from asyncloader.errors import (
         AsyncLoaderError,
         BatchTimeoutError,
@@ -58,6 +60,8 @@ __all__ = [
     "ElasticSampler",
     "LoaderClosedError",
     "LoaderStats",
+    "SharedDict",
+    "SharedList",
     "StateMismatchError",
     "WorkerDiedError",
     "WorkerError",
@@ -74,6 +78,8 @@ _MODULES = {
     "DataLoader": "loader",
     "ElasticSampler": "samplers",
     "LoaderStats": "observe.stats",
+    "SharedDict": "datasets.shared_dict",
+    "SharedList": "datasets.shared",
     "sample_rng": "workers.child.sample_context",
     "tracing": "observe.trace",
 }

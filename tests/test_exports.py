@@ -25,6 +25,8 @@ def test_public_names() -> None:
         "ElasticSampler",
         "LoaderClosedError",
         "LoaderStats",
+        "SharedDict",
+        "SharedList",
         "StateMismatchError",
         "WorkerDiedError",
         "WorkerError",
@@ -47,6 +49,8 @@ def test_public_names_of_the_datasets() -> None:
         "ObjectStoreDataset",
         "Retries",
         "SQLDataset",
+        "SharedDict",
+        "SharedList",
         "TarShards",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)

@@ -6,6 +6,7 @@
     FsspecDataset                 what else fsspec has a file system for            asyncloader[fsspec]
     SQLDataset                    rows of PostgreSQL by key                         asyncloader[sql]
     TarShards                     tar files in WebDataset's layout, one by one
+    SharedList, SharedDict        rows in memory once for all workers
 
 A :class:`~asyncloader.DataLoader` opens and closes them; without one, ``async with dataset: await dataset[0]``. All can
 be pickled, whether open or not.
@@ -18,6 +19,8 @@ from asyncloader.datasets.objects import ObjectStoreDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
 from asyncloader.datasets.shards import TarShards
+from asyncloader.datasets.shared import SharedList
+from asyncloader.datasets.shared_dict import SharedDict
 from asyncloader.datasets.sql import SQLDataset
 
 __all__ = [
@@ -30,5 +33,7 @@ __all__ = [
     "ObjectStoreDataset",
     "Retries",
     "SQLDataset",
+    "SharedDict",
+    "SharedList",
     "TarShards",
 ]

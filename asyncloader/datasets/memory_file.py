@@ -1,0 +1,210 @@
+"""A file in memory without a name, which other processes of the machine can be given.
+
+    creator   memfd ──> written ──> sealed: nobody can change it any more, the creator included
+    fork      the child has it
+    spawn     pickled as a handle: the descriptor at launch, /proc/<pid>/fd/<number> at any other time
+    ranks     the same handle, through whatever carries a pickle (torch.distributed.broadcast_object_list)
+
+The kernel frees it with the last process that has it open, however that ends; there is no name to be left behind. Who
+may open it is for the kernel to say: /proc/<pid>/fd is for processes of the same user. A random token in the file's
+first bytes and in the handle tells a process id that was given to another process meanwhile.
+
+Rejected: a name in /dev/shm (64 MB in Docker, left behind by kill -9), and a socket from which to fetch the descriptor
+(multiprocessing's ``resource_sharer``: each pickle is good for one process, and a pickled dataset is read by many).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import multiprocessing.context
+import os
+import secrets
+import sys
+import tempfile
+import threading
+import weakref
+from multiprocessing.reduction import DupFd
+from typing import Any, ClassVar, Self
+
+HEAD = 64
+"""Bytes at the beginning of a file that say what it is: 8 for the kind, 16 for the token, the rest for the kind."""
+
+_KIND = slice(0, 8)
+_TOKEN = slice(8, 24)
+_HAS_PROC = sys.platform == "linux"
+_SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+
+
+class MemoryFile:
+    """A file that processes share, open in this one; whoever asks for the same file here gets the same object.
+
+    Args:
+        fd: Its descriptor, which belongs to this object from now on and is closed with it.
+        token: What tells it from all other files.
+        path: Where it is, if it has a name.
+    """
+
+    turn: ClassVar[threading.RLock] = threading.RLock()
+    """Held while a file is opened a second time, and by who locks a file: to close a descriptor of a file gives up all
+    locks that the process has on it."""
+
+    _known: ClassVar[weakref.WeakValueDictionary[bytes, MemoryFile]] = weakref.WeakValueDictionary()
+
+    def __init__(self, fd: int, token: bytes, path: str | None = None) -> None:
+        self.fd = fd
+        self.token = token
+        self.path = path
+        self._mapping: memoryview | None = None
+        # os.close alone, which a garbage collection in any thread may call, and a forked child for its own copy.
+        weakref.finalize(self, os.close, fd).atexit = False
+
+    @classmethod
+    def create(cls, kind: bytes) -> Self:
+        """Make a new one, with room for the head.
+
+        Args:
+            kind: What is in it, 8 bytes.
+        """
+        fd = _memory_fd()
+        try:
+            token = secrets.token_bytes(16)
+            write_at(fd, (kind + token).ljust(HEAD, b"\0"), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        made = cls(fd, token)
+        cls._known[token] = made
+        return made
+
+    @classmethod
+    def open(cls, path: str, kind: bytes, token: bytes | None = None, *, writable: bool = False) -> Self:
+        """Open one that has a name.
+
+        Raises:
+            ValueError: It is something else, or not the one with this token.
+        """
+        with cls.turn:
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            head = os.pread(fd, HEAD, 0)
+            if len(head) < HEAD or head[_KIND] != kind or token not in (None, head[_TOKEN]):
+                os.close(fd)
+                raise ValueError(f"{path} is not the file that was expected")
+            return cls._admit(fd, head[_TOKEN], path)
+
+    @classmethod
+    def _admit(cls, fd: int, token: bytes, path: str | None = None) -> Self:
+        """Take a descriptor, unless the file is known already. Called with `turn` held."""
+        if (known := cls._known.get(token)) is not None:
+            os.close(fd)
+            return known  # type: ignore[return-value]
+        made = cls(fd, token, path)
+        cls._known[token] = made
+        return made
+
+    def seal(self) -> None:
+        """Have the kernel refuse every change from now on, where it can."""
+        with contextlib.suppress(OSError):  # a file that is no memfd
+            fcntl.fcntl(self.fd, getattr(fcntl, "F_ADD_SEALS", 0), _all_seals())
+
+    def map(self) -> memoryview:
+        """Return all of it, for reading. It stays mapped as long as something refers to it."""
+        if self._mapping is None:
+            options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+            # Private: a sealed file cannot be mapped as shared; what nobody writes to is shared all the same.
+            mapping = mmap.mmap(self.fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ, **options)
+            self._mapping = memoryview(mapping)
+        return self._mapping
+
+    def __reduce__(self) -> Any:
+        if self.path is not None:
+            return _open, (self.path, os.pread(self.fd, 8, 0), self.token)
+        if multiprocessing.context.get_spawning_popen() is not None:
+            return _inherit, (self.token, DupFd(self.fd))
+        if not _HAS_PROC:
+            raise RuntimeError("shared memory can be passed to another process through inheritance only")
+        return _attach, (self.token, os.getpid(), self.fd)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def _open(path: str, kind: bytes, token: bytes) -> MemoryFile:
+    return MemoryFile._known.get(token) or MemoryFile.open(path, kind, token, writable=os.access(path, os.W_OK))
+
+
+def _inherit(token: bytes, fd: Any) -> MemoryFile:
+    with MemoryFile.turn:
+        descriptor = fd.detach()
+        os.set_inheritable(descriptor, False)
+        return MemoryFile._admit(descriptor, token)
+
+
+def _attach(token: bytes, pid: int, number: int) -> MemoryFile:
+    """Open the file by way of a process that has it open."""
+    if (known := MemoryFile._known.get(token)) is not None:
+        return known
+    with MemoryFile.turn:
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            fd = _open_other(path, token)
+        except PermissionError as error:
+            raise PermissionError(
+                errno.EACCES, f"shared memory of process {pid}, which is another user's", path
+            ) from error
+        except OSError as error:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"shared memory is not there: process {pid}, which pickled it, has ended, has let go of it, or runs in "
+                "another container or on another machine",
+                path,
+            ) from error
+        return MemoryFile._admit(fd, token)
+
+
+def _open_other(path: str, token: bytes) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if os.pread(fd, HEAD, 0)[_TOKEN] != token:
+            raise FileNotFoundError(errno.ENOENT, "another file", path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_at(fd: int, data: Any, offset: int) -> None:
+    """Write all of it.
+
+    Raises:
+        OSError: There is no room.
+    """
+    rest = memoryview(data).cast("B")
+    while rest:
+        count = os.pwrite(fd, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
+def _memory_fd() -> int:
+    if hasattr(os, "memfd_create"):
+        with contextlib.suppress(OSError):  # a sandbox forbids it
+            return os.memfd_create("asyncloader-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _all_seals() -> int:
+    return sum(getattr(fcntl, name, 0) for name in _SEALS)
+
+
+def _after_fork() -> None:
+    MemoryFile.turn = threading.RLock()  # another thread of the parent may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

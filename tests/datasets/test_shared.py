@@ -1,0 +1,564 @@
+"""SharedList and SharedDict: what goes in comes out, once in memory, in whatever process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import multiprocessing
+import os
+import pickle
+import threading
+import tracemalloc
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader import ConfigurationError, SharedDict, SharedList
+from tests.nursery import Program
+
+ROWS = [{"path": f"{number:05}.jpg", "label": number % 7, "box": [number, 0.5, 2.0]} for number in range(3000)]
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclasses.dataclass
+class Item:
+    name: str
+    parts: list[int]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are equal and of the same types, all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, (np.ndarray, np.generic)):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, float):
+        return math.copysign(1, one) == math.copysign(1, other) and (one == other or (one != one and other != other))
+    return bool(one == other)
+
+
+OF_ONE_FORM: dict[str, Sequence[Any]] = {
+    "dicts": ROWS,
+    "ints": [0, -1, 127, 128, -(1 << 63), (1 << 63) - 1],
+    "large ints": [1, 1 << 70],
+    "bools": [True, False],
+    "ints and bools": [1, True, 0, False],
+    "floats": [0.0, -0.0, math.inf, math.nan, 1e-300],
+    "texts": ["", "a", "é", "𝄞", "\ud800", "x" * 1000],
+    "ascii": ["", "a", "bc"],
+    "bytes": [b"", b"\0", b"abc"],
+    "none": [None, None],
+    "optional": [None, "a", None, "b", "c"],
+    "tuples": [(1, "a", 0.5), (2, "b", 1.5)],
+    "pairs of ints": [(1, 2), (3, 4)],
+    "large pairs": [(1, 1 << 80), (3, 4)],
+    "lists of many lengths": [[], [1.5], [1.5, 2.5, 3.5]],
+    "lists of texts": [["a"], [], ["bc", "d"]],
+    "mixed lists": [[1, 2.0], [3], []],
+    "empty": [(), (), ()],
+    "empty lists": [[], []],
+    "dicts in lists": [[{"a": 1}], [], [{"a": 2}, {"a": 3}]],
+    "keys in another order": [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+    "no keys": [{}, {}],
+    "keys that are no texts": [{1: 2}, {1: 3}],
+    "arrays": [np.arange(6, dtype=np.float32).reshape(2, 3) + number for number in range(4)],
+    "arrays of many lengths": [np.arange(number * 2, dtype=np.int16).reshape(number, 2) for number in range(4)],
+    "arrays without dimensions": [np.array(1.5), np.array(2.5)],
+    "arrays of two types": [np.zeros(2), np.zeros(2, np.int8)],
+    "arrays in Fortran order": [np.asfortranarray(np.arange(6).reshape(2, 3))] * 2,
+    "complex arrays": [np.array([1j, 2])] * 2,
+    "arrays of texts": [np.array(["a", "bc"])] * 2,
+    "big-endian arrays": [np.arange(3, dtype=">i4")] * 2,
+    "arrays of objects": [np.array([1, "a", None], object)] * 2,
+    "structured arrays": [np.zeros(2, [("a", "i4"), ("b", "f8")])] * 2,
+    "dates": [np.array(["2020-01-01"], "M8[D]")] * 2,
+    "numbers of numpy": [np.float32(1.5), np.float32(2.5)],
+    "numbers of two types": [np.float32(1.5), np.int8(2)],
+    "tensors": [torch.arange(3) + number for number in range(3)],
+    "tensors of many lengths": [torch.ones(number, 2) for number in range(3)],
+    "bfloat16": [torch.ones(2, dtype=torch.bfloat16)] * 2,
+    "named tuples": [Point(1, 2), Point(3, 4)],
+    "objects": [Item("a", [1]), Item("b", [])],
+    "nested": [{"a": {"b": [(number, {"c": [str(number)] * number})]}} for number in range(5)],
+    "deep": [[[[[[[[[[1]]]]]]]]]] * 3,
+    "all sorts": [1, "a", None, ROWS[0], [1], {1}, frozenset({2}), range(3)],
+}
+
+SIMPLE = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+NESTED = st.recursive(
+    SIMPLE,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=8,
+)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """A dataset that keeps rows, and tells what process made a sample of one."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return self.rows[index]["path"], self.rows[index]["label"]
+
+
+# ---- what goes in comes out ----
+
+
+@pytest.mark.parametrize("name", OF_ONE_FORM)
+def test_rows_come_back_as_they_were(name: str) -> None:
+    """Whatever the form of the rows: equal, and of the same types."""
+    rows = OF_ONE_FORM[name]
+    shared = SharedList(rows)
+    assert len(shared) == len(rows)
+    assert all(map(alike, shared, rows))
+    assert alike(shared[-1], rows[-1])
+
+
+@given(st.lists(NESTED, max_size=12) | NESTED.map(lambda row: [row] * 3))
+@settings(max_examples=100, deadline=None)
+def test_any_rows_come_back(rows: list[Any]) -> None:
+    """Values nested in any way."""
+    assert all(map(alike, SharedList(rows), rows))
+
+
+def test_blocks_have_forms_of_their_own() -> None:
+    """Rows of another form, in the middle of a long list, are as right as the others."""
+    rows: list[Any] = [*ROWS, *range(5000), None, *ROWS, "end"]
+    shared = SharedList.from_iterable(iter(rows))
+    assert list(shared) == rows
+    assert [shared[at] for at in (0, 2999, 3000, 7999, 8000, -1)] == [
+        rows[at] for at in (0, 2999, 3000, 7999, 8000, -1)
+    ]
+
+
+def test_rows_are_the_readers_own() -> None:
+    """To change a row, an array in it included, changes nothing for the next reader."""
+    shared = SharedList([{"a": [1], "array": np.zeros(2)}])
+    row = shared[0]
+    row["a"].append(2)
+    row["array"][:] = 1
+    assert alike(shared[0], {"a": [1], "array": np.zeros(2)})
+
+
+def test_an_empty_list() -> None:
+    """No rows are no error, until one is asked for."""
+    shared: SharedList[int] = SharedList([])
+    assert (len(shared), list(shared), list(shared[:]), list(pickle.loads(pickle.dumps(shared)))) == (0, [], [], [])
+    with pytest.raises(IndexError, match="row 0 of a SharedList of 0 rows"):
+        shared[0]
+
+
+# ---- a list like others, but for changing it ----
+
+
+@pytest.mark.parametrize("cut", [slice(None), slice(5, 100, 7), slice(None, None, -1), slice(-3, None), slice(9, 2)])
+def test_slices_are_lists_over_the_same_memory(cut: slice) -> None:
+    """Slices of slices, too; they read what a list's would."""
+    shared = SharedList(ROWS)
+    part = shared[cut]
+    assert isinstance(part, SharedList)
+    assert list(part) == ROWS[cut]
+    assert list(part[1:-1]) == ROWS[cut][1:-1]
+    assert part.nbytes == shared.nbytes
+    assert len(part) == len(ROWS[cut])
+
+
+def test_index_arrays() -> None:
+    """Arrays, tensors and lists of numbers, and truth values, as in numpy; of slices as well."""
+    shared = SharedList(range(100))
+    chosen = np.arange(100) % 9 == 0
+    assert list(shared[np.array([3, -1, 3])]) == [3, 99, 3]
+    assert list(shared[torch.tensor([5, 6])]) == [5, 6]
+    assert list(shared[[7]]) == [7]
+    assert list(shared[[]]) == []
+    assert list(shared[chosen]) == list(range(0, 100, 9))
+    assert list(shared[10:20][np.array([-1, 0])]) == [19, 10]
+    assert list(shared[chosen][np.array([1, 2])][::-1]) == [18, 9]
+    assert shared[torch.tensor(4)] == shared[np.int32(4)] == shared[chosen][np.int8(0)] + 4 == 4
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        (100, "row 100 of a SharedList of 100 rows"),
+        (-101, "row -101"),
+        ([3, 100], "out of range"),
+        ([True], "1 truth values"),
+        (1.0, "not float"),
+        ("1", "not str"),
+        ([0.5], "of whole numbers"),
+        ([[1]], "one dimension"),
+    ],
+)
+def test_bad_indices(index: Any, error: str) -> None:
+    """What is no index, or of no row, is an error that says so."""
+    with pytest.raises((IndexError, TypeError), match=error):
+        SharedList(range(100))[index]
+
+
+def test_it_cannot_be_changed() -> None:
+    """A clear error for each of the ways, and the kernel refuses it as well."""
+    shared: Any = SharedList([1, 2])
+    for change in (
+        lambda: shared.append(3),
+        lambda: shared.sort(),
+        lambda: shared.__setitem__(0, 1),
+        lambda: shared.__delitem__(0),
+    ):
+        with pytest.raises((TypeError, AttributeError), match=r"a SharedList is read-only.*make a new SharedList"):
+            change()
+    with pytest.raises(AttributeError, match="no attribute 'rows'"):
+        _ = shared.rows
+    with pytest.raises(PermissionError):
+        os.pwrite(shared._file.fd, b"x", 100)
+    with pytest.raises(TypeError):
+        shared._read.memory[100] = 1
+
+
+def test_the_rest_of_a_sequence() -> None:
+    """`in`, `index`, `count`, `reversed`, copies, a text, the batch of a loader."""
+    shared = SharedList([5, 6, 7, 6])
+    assert 6 in shared
+    assert 8 not in shared
+    assert (shared.index(6), shared.count(6), list(reversed(shared))) == (1, 2, [6, 7, 6, 5])
+    assert shared.__getitems__([3, 0]) == [6, 5]
+    assert copy.copy(shared) is copy.deepcopy(shared) is shared
+    assert repr(SharedList(ROWS)[:10]).startswith("<SharedList of 10 of 3,000 rows, 0.")
+
+
+def test_threads_read_at_once() -> None:
+    """Blocks are opened by whoever comes first."""
+    shared, wrong = SharedList(ROWS), []
+
+    def look() -> None:
+        wrong.extend(row for row, there in zip(shared, ROWS, strict=True) if row != there)
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- making it ----
+
+
+def test_a_list_is_emptied_as_it_is_read() -> None:
+    """`consume=True`: rows go as they are written."""
+    rows = [bytes(1000) for _ in range(20_000)]
+    shared = SharedList(rows, consume=True)
+    assert (rows, len(shared), shared[-1]) == ([], 20_000, bytes(1000))
+    with pytest.raises(ConfigurationError, match="empties a list, but got tuple"):
+        SharedList((1, 2), consume=True)
+
+
+def test_little_memory_is_needed_to_make_one() -> None:
+    """60 MB of rows from a generator, with less than 40 MB at any time."""
+    tracemalloc.start()
+    try:
+        shared = SharedList.from_iterable(bytes([number % 256]) * 20_000 for number in range(3000))
+        assert tracemalloc.get_traced_memory()[1] < 40e6
+    finally:
+        tracemalloc.stop()
+    assert shared.nbytes > 60e6
+    assert shared[2999] == bytes([2999 % 256]) * 20_000
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    """The error is that of pickle, with a note on which row it was; nothing is left."""
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)) as caught:
+        SharedList([lambda: 1])
+    assert "row 0" in caught.value.__notes__[0]
+
+    def broken() -> Any:
+        yield 1
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        SharedList.from_iterable(broken())
+
+
+def test_files(tmp_path: Path) -> None:
+    """A list that was saved is opened from its pages; its handle is its path; what is something else is refused."""
+    path = tmp_path / "rows"
+    SharedList(ROWS).save(path)
+    opened: SharedList[Any] = SharedList.open(path)
+    assert list(opened) == ROWS
+    assert list(pickle.loads(pickle.dumps(opened[1:9]))) == ROWS[1:9]
+    opened[::2].save(tmp_path / "half")
+    assert list(SharedList.open(tmp_path / "half")) == ROWS[::2]
+    assert sorted(os.listdir(tmp_path)) == ["half", "rows"]
+    path.with_name("other").write_bytes(bytes(1000))
+    with pytest.raises(ValueError, match="not the file that was expected"):
+        SharedList.open(tmp_path / "other")
+    with pytest.raises(FileNotFoundError):
+        SharedList.open(tmp_path / "none")
+    pickled = pickle.dumps(opened)
+    del opened
+    SharedList([1]).save(path)
+    with pytest.raises(ValueError, match="not the file that was expected"):
+        pickle.loads(pickled)
+
+
+# ---- other processes ----
+
+
+def test_a_handle_is_small() -> None:
+    """Less than 1 kB, of slices and of long index arrays too."""
+    shared = SharedList(ROWS)
+    chosen = shared[np.arange(0, 3000, 2)]
+    for one in (shared, shared[10:], chosen, chosen[::-1], SharedDict({1: 2})):
+        assert len(pickle.dumps(one)) < 1000
+    again = pickle.loads(pickle.dumps(chosen))
+    assert list(again) == ROWS[::2]
+    assert again._file is shared._file  # mapped once in each process
+
+
+def read_through(rows: Any, into: Any) -> None:
+    into.put((list(rows), len(pickle.dumps(rows))))
+
+
+@pytest.mark.parametrize("loader_name", ["torch", "ours"])
+def test_workers_read_it(start_method: str, loader_name: str) -> None:
+    """With forked, forkserver and spawned workers, of torch's loader and of ours."""
+    if loader_name == "torch":
+        loader: Any = torch.utils.data.DataLoader
+    else:
+        from asyncloader import DataLoader as loader
+    shared = SharedList(ROWS)[:100][np.arange(99, -1, -1)]
+    made = loader(Rows(shared), batch_size=32, num_workers=1, multiprocessing_context=start_method)
+    batches = list(made)
+    assert [path for paths, _ in batches for path in paths] == [row["path"] for row in ROWS[99::-1]]
+    assert torch.cat([labels for _, labels in batches]).tolist() == [row["label"] for row in ROWS[99::-1]]
+
+
+def test_a_process_of_ones_own(start_method: str) -> None:
+    """As an argument of a process (the descriptor goes along), and through a queue (it is opened when it arrives)."""
+    context = multiprocessing.get_context(start_method)
+    shared, answers = SharedList(ROWS), context.SimpleQueue()
+    child = context.Process(target=read_through, args=(shared[5:50], answers))
+    child.start()
+    rows, size = answers.get()
+    child.join()
+    child.close()
+    answers.close()
+    assert rows == ROWS[5:50]
+    assert size < 1000
+
+
+RANKS = """
+    import os, pickle, subprocess, sys
+    from asyncloader import SharedDict, SharedList
+
+    if len(sys.argv) > 1:  # another process, that has nothing of the first but the pickle
+        rows, names = pickle.load(sys.stdin.buffer)
+        print(rows[999]["name"], names["12"], len(rows))
+        sys.exit()
+    rows = SharedList({"name": str(number)} for number in range(1000))
+    names = SharedDict({str(number): number for number in range(1000)})
+    data = pickle.dumps((rows, names))
+    command = [sys.executable, __file__, "again"]
+    print(subprocess.run(command, input=data, capture_output=True, check=True).stdout.decode(), end="")
+    del rows, names
+    print(subprocess.run(command, input=data, capture_output=True).stderr.decode().splitlines()[-1])
+"""
+
+
+def test_processes_that_are_given_a_pickle(run: Callable[..., Program]) -> None:
+    """Ranks are no children of one another: the handle does while the list lives; later the error says why not."""
+    done = run(RANKS)
+    assert done.returncode == 0, done.explain("")
+    first, second = done.out.splitlines()
+    assert first == "999 12 1000"
+    assert "shared memory is not there" in second
+    assert "has let go of it" in second
+
+
+def test_a_handle_is_not_taken_for_that_of_another_file() -> None:
+    """A number that another file has got since, or something that is no file, is told by the token."""
+    shared = SharedList([1, 2, 3])
+    other = SharedList([4])
+    data = pickle.dumps(shared)
+    number = shared._file.fd
+    del shared
+    os.dup2(other._file.fd, number)
+    with pytest.raises(FileNotFoundError, match="shared memory is not there"):
+        pickle.loads(data)
+    reading, writing = os.pipe()
+    os.dup2(reading, number)
+    with pytest.raises(FileNotFoundError, match="shared memory is not there"):
+        pickle.loads(data)
+    for fd in (reading, writing, number):
+        os.close(fd)
+
+
+PSS = """
+    import multiprocessing, os, re, sys
+    from asyncloader import SharedList
+
+    def pss():
+        total = 0
+        for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read()):
+            if "memfd:asyncloader-shared" in part.split("\\n")[0]:
+                total += int(re.search(r"Pss: +(\\d+)", part)[1]) * 1024
+        return total
+
+    def look(rows, all_have_read, all_have_looked, answers):
+        for _ in rows: pass
+        all_have_read.wait()
+        answers.put(pss())
+        all_have_looked.wait()
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context(sys.argv[1])
+        rows = SharedList(os.urandom(1000) for _ in range(20_000))
+        answers, barriers = context.SimpleQueue(), [context.Barrier(3), context.Barrier(3)]
+        children = [context.Process(target=look, args=(rows, *barriers, answers)) for _ in range(2)]
+        for child in children: child.start()
+        look(rows, *barriers, answers)
+        for child in children: child.join()
+        print(sum(answers.get() for _ in range(3)) / rows.nbytes)
+"""
+
+
+def test_it_is_in_memory_once(run: Callable[..., Program], start_method: str) -> None:
+    """Proportional set size of the list in three processes that have read all of it: its size, once."""
+    done = run(PSS, start_method, timeout_s=100)
+    assert done.returncode == 0, done.explain("")
+    assert 0.9 < float(done.out) < 1.1
+
+
+KILLED = """
+    import os, signal
+    from asyncloader import SharedList
+
+    reading, writing = os.pipe()
+    if not os.fork():
+        rows, creator = SharedList(range(1000)), os.getpid()
+        if os.fork():
+            os.kill(creator, signal.SIGKILL)
+        while os.getppid() == creator: pass
+        os.write(writing, b"%d" % sum(rows))
+        os._exit(0)
+    print(os.read(reading, 100), os.WTERMSIG(os.wait()[1]))
+"""
+
+
+def test_nothing_is_left_of_who_is_killed(run: Callable[..., Program]) -> None:
+    """A child reads on after the list's creator was killed; there is no name in /dev/shm, before or after."""
+    names = set(os.listdir("/dev/shm"))
+    assert run(KILLED).out == "b'499500' 9\n"
+    assert not {name for name in set(os.listdir("/dev/shm")) - names if "asyncloader" in name}
+
+
+# ---- SharedDict ----
+
+KEYS: list[Any] = [
+    "a",
+    "é",
+    "",
+    "\ud800",
+    b"a",
+    b"",
+    0,
+    -1,
+    1 << 80,
+    0.5,
+    -math.inf,
+    None,
+    (),
+    ("a", 1),
+    ("a", (1, b"x")),
+]
+
+
+def test_items_come_back_in_order() -> None:
+    """Keys of all sorts; whatever equals a key finds it; everything a mapping does."""
+    there = {key: [number] for number, key in enumerate(KEYS)}
+    shared = SharedDict(there)
+    assert dict(shared) == there
+    assert list(shared) == list(there)
+    assert list(shared.items()) == list(there.items())
+    assert list(shared.values()) == list(there.values())
+    assert [shared[key] for key in KEYS] == [[number] for number in range(len(KEYS))]
+    assert shared[False] == shared[0.0] == shared[np.int8(0)] == shared[np.float32(0)] == there[0]
+    assert shared[np.str_("a")] == there["a"]
+    assert ("b" in shared, 0.25 in shared, frozenset() in shared, shared.get(7, 8)) == (False, False, False, 8)
+    assert (["a"] in shared.values(), ("a", [0]) in shared.items(), len(shared.keys())) == (False, True, len(KEYS))
+    with pytest.raises(KeyError, match="'nobody'"):
+        shared["nobody"]
+    with pytest.raises(TypeError, match="unhashable"):
+        shared[[]]  # type: ignore[index]
+    assert repr(shared).startswith("<SharedDict of 15 items")
+    assert pickle.loads(pickle.dumps(shared))["a"] == [0]
+    assert copy.deepcopy(shared) is shared
+
+
+@given(st.dictionaries(st.integers() | st.text() | st.tuples(st.booleans(), st.floats(allow_nan=False)), NESTED))
+@settings(max_examples=30, deadline=None)
+def test_any_items_come_back(items: dict[Any, Any]) -> None:
+    """Keys and values in any mixture."""
+    shared = SharedDict(items)
+    assert alike(dict(shared.items()), items)
+    assert all(alike(shared[key], value) for key, value in items.items())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 50_000])
+def test_many_keys(count: int) -> None:
+    """All are found, and nothing else."""
+    shared = SharedDict((number, number + 1) for number in range(count))
+    assert all(shared[number] == number + 1 for number in range(count))
+    assert not any(number in shared for number in (-1, count, count + 1))
+
+
+def test_keys_that_collide() -> None:
+    """Keys of one hash are told apart, and a key that comes twice is an error."""
+    seen: dict[int, str] = {}
+    names = map(str, np.random.default_rng(0).integers(1 << 62, size=1 << 20))
+    codes = ((name, zlib.crc32(b"s" + name.encode())) for name in names)
+    first, second = next((seen[code], name) for name, code in codes if seen.setdefault(code, name) != name)
+    shared = SharedDict({first: 1, second: 2})
+    assert (shared[first], shared[second], len(shared)) == (1, 2, 2)
+    with pytest.raises(ConfigurationError, match="comes twice, as items 0 and 2"):
+        SharedDict([(first, 1), (second, 2), (first, 3)])
+
+
+def test_bad_dicts() -> None:
+    """Keys of other types, changes, what cannot be consumed."""
+    with pytest.raises(ConfigurationError, match=r"but not .*frozenset"):
+        SharedDict({frozenset(): 1})
+    with pytest.raises(ConfigurationError, match=r"but not .*frozenset"):
+        SharedDict({("a", frozenset()): 1})
+    with pytest.raises(ConfigurationError, match="empties a dict"):
+        SharedDict([(1, 2)], consume=True)
+    shared: Any = SharedDict({1: 2})
+    with pytest.raises(TypeError, match="SharedDict is read-only"):
+        shared[1] = 2
+    with pytest.raises(AttributeError, match="SharedDict is read-only"):
+        shared.update({})
+    items = {number: str(number) for number in range(5000)}
+    assert (SharedDict(items, consume=True)[4999], items) == ("4999", {})
