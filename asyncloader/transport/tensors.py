@@ -37,18 +37,39 @@ class CannotShareError(RuntimeError):
 # Both sides run the same torch: the numbers are never stored.
 _FLOATS = ("float32", "float64", "float16", "complex64", "complex128")
 _INTEGERS = ("int64", "uint8", "bool", "int32", "int16", "int8", "uint16", "uint32", "uint64")
-_FLOAT8S = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 _NUMPY_DTYPES = [np.dtype(name) for name in _FLOATS + _INTEGERS]
-_NAMES = (*_FLOATS, *_INTEGERS, "bfloat16", "complex32", *_FLOAT8S)
-_DTYPES = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
 numpy_dtypes = frozenset(_NUMPY_DTYPES)  # those that numpy and torch have in common
+_COMMON = [getattr(torch, name) for name in _FLOATS + _INTEGERS]
+# bfloat16, the float8s, bits8, uint4, ... : quantized ones are described by more than their bytes
+_OTHERS = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and "torch.q" not in str(d)}, key=str)
+_DTYPES = [*_COMMON, *(dtype for dtype in _OTHERS if dtype not in _COMMON)]
 _CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By item size, dtypes that every operation exists for: of some of torch's own a tensor cannot even be made empty."""
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in _COMMON else _CARRIERS[dtype.itemsize]
+
+
+def held(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """Let the memory live as long as the storage, even if that moves elsewhere.
+
+    `share_memory_()`, and torch's pickling for another process, replace the memory of a storage in place. Arrays and
+    other views made before refer to the storage alone, and go on looking at the old memory, which would be freed and
+    used again under their eyes. What is set on a storage's Python object stays as long as the storage itself.
+    """
+    tensor.untyped_storage()._memory = buffer  # type: ignore[attr-defined]
+    return tensor
 
 
 # --------------------------------------------------------------------------------------------------- in the parent
 def _tensor(code: int, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
     """A dense tensor over all of `buffer`; the dtype is one that numpy knows."""
-    return torch.from_numpy(np.ndarray(shape, _NUMPY_DTYPES[code], buffer))
+    tensor = torch.from_numpy(np.ndarray(shape, _NUMPY_DTYPES[code], buffer))
+    # As in `held`, written out: this is the way of most tensors.
+    tensor.untyped_storage()._memory = buffer  # type: ignore[attr-defined]
+    return tensor
 
 
 def _strided(
@@ -56,19 +77,20 @@ def _strided(
 ) -> torch.Tensor:
     """A view of `memory` (bytes), beginning `offset` bytes in. Views of one memory share its storage."""
     dtype = _DTYPES[code]
-    # torch warns when a tensor of complex32 is made, which the user's code has seen already
-    tensor = torch.empty(0, dtype=torch.int32 if dtype is torch.complex32 else dtype)
+    # By way of a carrier: torch warns when a tensor of complex32 is made, which the user's code has seen already.
+    tensor = torch.empty(0, dtype=_carrier(dtype))
     tensor = tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape, strides).view(dtype)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _hollow(code: int, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=_DTYPES[code], requires_grad=requires_grad)
+    dtype = _DTYPES[code]
+    return torch.empty_strided(shape, strides, dtype=_carrier(dtype)).view(dtype).requires_grad_(requires_grad)
 
 
 def _memory(buffer: Any) -> torch.Tensor:
     """All of `buffer` as a tensor of bytes."""
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+    return held(torch.frombuffer(buffer, dtype=torch.uint8), buffer)
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +207,9 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
             )
         if not _is_dense(tensor):
             return cast(Reduction, tensor.__reduce_ex__(5))  # type: ignore[no-untyped-call]
-        tensor = tensor.detach().resolve_conj().resolve_neg()
+        tensor = tensor.detach()
+        if tensor.dtype in _COMMON or tensor.is_complex():
+            tensor = tensor.resolve_conj().resolve_neg()
         if tensor._is_zerotensor():
             tensor = tensor.clone()
         return self._reduce_strided(tensor, requires_grad)
@@ -200,6 +224,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         if span is not None:
             return _strided, (code, shape, strides, start - span.start, span, requires_grad)
         self._seen.append((start, start + length))
+        tensor = tensor.view(_carrier(tensor.dtype))
         if length > 2 * tensor.nbytes:  # mostly gaps
             tensor = tensor.contiguous()
             strides, length = tensor.stride(), tensor.nbytes

@@ -246,6 +246,24 @@ def test_tensors(there_and_back: RoundTrip, kind: str, size: int) -> None:
             new.zero_()
 
 
+RARE_NAMES = ("bits8", "bits16", "float4_e2m1fn_x2", "uint4", "int3")
+RARE = [getattr(torch, name) for name in RARE_NAMES if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("size", [16, LARGE])
+@pytest.mark.parametrize("dtype", RARE, ids=str)
+def test_rare_dtypes(there_and_back: RoundTrip, dtype: torch.dtype, size: int) -> None:
+    """Those that hardly any operation exists for travel as bytes, whatever their layout."""
+    as_bytes = (torch.arange(size) % 251).to(torch.uint8)
+    plain = as_bytes.view(torch.int16) if dtype.itemsize == 2 else as_bytes
+    for view in (plain, plain.view(-1, 2).t(), plain[::4], plain[:0], plain[3]):
+        new = there_and_back(view.view(dtype))
+        assert (new.dtype, new.shape) == (dtype, view.shape)
+        assert torch.equal(new.view(plain.dtype), view)
+    first, second = there_and_back((plain[:4].view(dtype), plain[2:].view(dtype)))
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
 ARRAYS: dict[str, Callable[[int], Any]] = {
     "contiguous": lambda n: np.arange(n).reshape(-1, 2),
     "Fortran": lambda n: np.asfortranarray(np.arange(n).reshape(-1, 2)),

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,19 @@ def test_memory_of_a_dropped_batch_is_used_again() -> None:
     batch = collate(samples(3.0))
     assert batch.data_ptr() == address
     assert torch.equal(batch, default_collate(samples(3.0)))
+
+
+@pytest.mark.parametrize("kind", [torch.ones, np.ones])
+def test_an_array_of_a_batch_that_moved_stays_as_it_is(kind: Any) -> None:
+    """`share_memory_` takes the batch elsewhere; its old memory is not used again while somebody looks at it."""
+    collate = recycling_collate(default_collate)
+    batch = collate([kind(SHAPE)] * 4)
+    array = batch.numpy()
+    batch.share_memory_()
+    del batch
+    others = [collate([kind(SHAPE) * 2] * 4) for _ in range(3)]
+    assert (array == 1).all()
+    del others
 
 
 def test_kept_batches_stay_as_they_are() -> None:

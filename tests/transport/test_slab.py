@@ -155,6 +155,49 @@ def test_a_lease_ends_with_the_last_view(pool: SlabPool) -> None:
         assert leased(pool) == 0
 
 
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda batch: batch.numpy(),
+    "DLPack": np.from_dlpack,
+    "torch by DLPack": torch.from_dlpack,
+    "memoryview": lambda batch: memoryview(batch.view(-1).numpy()),
+    "array protocol": np.asarray,
+}
+MOVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "share_memory_": lambda batch: batch.share_memory_(),
+    "torch.multiprocessing": lambda batch: batch.untyped_storage()._share_fd_cpu_(),  # what its pickling does
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("move", MOVES)
+def test_who_looks_at_a_batch_sees_it_unchanged_wherever_it_moves(pool: SlabPool, look: str, move: str) -> None:
+    """A storage may move to other memory in place: a slab that arrays still show is not used again; then it is."""
+    with worker(pool, large) as made:
+        batch = made.get(3)
+        there = LOOKS[look](batch)
+        MOVES[move](batch)
+        del batch
+        for number in range(10, 20):
+            made.get(number)
+        assert (np.asarray(there) == 3).all()
+        assert leased(pool) > 0
+        del there
+        assert leased(pool) == 0
+
+
+def test_small_tensors_that_move_are_not_freed_under_somebodys_eyes(pool: SlabPool) -> None:
+    """Their memory lives as long as anything shows it."""
+    with worker(pool, lambda number: torch.full((1000,), number)) as made:
+        batches = [made.get(number) for number in range(50)]
+        arrays = [batch.numpy() for batch in batches]
+        for batch in batches:
+            batch.share_memory_()
+        del batch, batches
+        others = [bytearray(b"\xff" * 8000) for _ in range(200)]
+        assert all((array == number).all() for number, array in enumerate(arrays))
+        del others
+
+
 def test_a_lease_ends_in_another_thread_and_in_a_cycle(pool: SlabPool) -> None:
     """Where and how the last reference goes makes no difference."""
     with worker(pool, large) as made:
