@@ -13,6 +13,7 @@ import concurrent.futures.process  # its exit hook must be registered before our
 import concurrent.futures.thread
 import os
 import threading
+import time
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -27,11 +28,20 @@ is_exiting = False
 _users: set[threading.Thread] = set()
 
 
+_began_at = 0.0
+
+
 def begin() -> None:
     """Wait for those who are waited for; who comes later is too late."""
-    global is_exiting
+    global is_exiting, _began_at
     wait_for_users()
-    is_exiting = True
+    if not is_exiting:
+        is_exiting, _began_at = True, time.monotonic()
+
+
+def grace_left_s() -> float:
+    """Return how long workers and threads still have to end by themselves. Seconds."""
+    return max(0.0, EXIT_GRACE_S - (time.monotonic() - _began_at))
 
 
 def note_user() -> None:

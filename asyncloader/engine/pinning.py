@@ -19,6 +19,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader.engine.portal import Portal
 from asyncloader.errors import LoaderClosedError
+from asyncloader.workers.child import threads
 
 Tell: TypeAlias = Callable[[Any, Exception | None, float], None]
 
@@ -43,8 +44,7 @@ class Pinner:
     def pin(self, batch: Any, tell: Tell) -> None:
         """Copy the batch; ``tell`` is called on the loop with the copy or the error, and how long it took."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="asyncloader pin", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(self._run, "asyncloader pin")
         self._queue.put((batch, tell))
 
     def stop(self) -> None:

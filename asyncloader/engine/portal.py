@@ -15,7 +15,6 @@ after ``concurrent.futures`` was imported and so run before its hook.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -28,8 +27,9 @@ from typing import Any, Protocol, TypeVar
 
 from asyncloader.engine import exits
 from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.workers.child import threads
 from asyncloader.workers.child.loops import run_forever
-from asyncloader.workers.parent.process import try_descriptors
+from asyncloader.workers.parent.process import kill_all, try_descriptors
 
 T = TypeVar("T")
 
@@ -56,8 +56,7 @@ class Portal:
         self.residents: set[Resident] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="asyncloader", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
         # a Ctrl-C in here must not leave a half-made portal to be closed.
         multiprocessing.util.Finalize(None, self.close, exitpriority=100)
@@ -101,17 +100,26 @@ class Portal:
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def close(self) -> None:
-        """End everything that lives here, then the loop. Bounded; what does not end is killed. Idempotent."""
+        """End everything that lives here, then the loop. Bounded; what does not end is killed. Idempotent.
+
+        Workers are killed from this thread where the loop does not turn: the interpreter waits for the threads of
+        executors, and they for their processes, without a limit.
+        """
         if self._is_closed or self.pid != os.getpid():
             return
         self._is_closed = True
         exits.wait_for_users()
         deadline = time.monotonic() + exits.EXIT_GRACE_S + 1.0
-        with contextlib.suppress(TimeoutError):
+        try:
             for resident in self.call(self._close_residents).result(exits.EXIT_GRACE_S):
                 resident.wait_closed(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:  # something of the user's blocks the loop
+            threads.interrupt(self._thread)
+            kill_all()
         self.post(self._stop)
         self._thread.join(1.0)
+        if self._thread.is_alive():
+            kill_all()
 
     def stop_daemon(self) -> None:
         """Do not return to a daemon thread, before something is raised because the interpreter is exiting."""
@@ -126,10 +134,7 @@ class Portal:
         return residents
 
     def _stop(self) -> None:
-        """End the loop. What is left by now, on a machine too busy for the grace, is killed: nobody would do it later.
-
-        The interpreter waits for the threads of executors, and they for their processes, without a limit.
-        """
+        """End the loop. What is left by now, on a machine too busy for the grace, is killed."""
         for resident in tuple(self.residents):
             resident.close_soon(0.0)
         self.loop.stop()
@@ -202,6 +207,7 @@ def _close_at_exit() -> None:
     exits.begin()
     if _portal is not None:
         _portal.close()
+    threads.end_all(exits.grace_left_s())
 
 
 os.register_at_fork(after_in_child=_forget)

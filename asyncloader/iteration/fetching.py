@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 from asyncloader.engine.handoff import Handoff
@@ -19,6 +20,7 @@ from asyncloader.engine.run import Item
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import threads
 from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.snapshot import Keeper
@@ -156,8 +158,7 @@ class FetchThread:
         """Ask for the batch of these keys."""
         if self._thread is None:
             modes = Modes.of_this_thread()
-            self._thread = threading.Thread(target=self._run, args=(modes,), name="asyncloader fetch", daemon=True)
-            self._thread.start()
+            self._thread = threads.start(partial(self._run, modes), "asyncloader fetch")
         self.unserved += 1
         self._requests.put([keys])
 

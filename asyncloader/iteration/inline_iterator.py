@@ -310,19 +310,16 @@ _iterators: weakref.WeakSet[InlineIterator[Any]] = weakref.WeakSet()
 
 
 def _stop_at_exit() -> None:
-    """End our threads, and let daemon threads finish their batch: the interpreter's end unwinds them.
+    """Have our threads end, and let daemon threads of the user's finish their batch.
 
-    In the middle of torch's C++ that is ``std::terminate``: the program would be aborted with a core dump.
+    See :mod:`asyncloader.workers.child.threads` for what would happen to them in the middle of one. Our own are waited
+    for when everything else has ended.
     """
     exits.begin()
-    deadline = time.monotonic() + exits.EXIT_GRACE_S
-    threads = exits.copied(fetch_threads)
-    for fetching in threads:
+    for fetching in exits.copied(fetch_threads):
         fetching.stop()
-    for fetching in threads:
-        fetching.join(max(0.0, deadline - time.monotonic()))
     for iterator in exits.copied(_iterators):
-        iterator.wait_made(max(0.0, deadline - time.monotonic()))
+        iterator.wait_made(exits.grace_left_s())
 
 
 threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]

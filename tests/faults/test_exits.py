@@ -268,6 +268,92 @@ say("bye")
     assert_within(3.0, attempt, lambda: end_alone(run))
 
 
+LONG = """
+class Long(Numbers):
+    # A sample that goes from one torch operation into the next, for longer than the end of the program waits.
+    def __getitem__(self, index):
+        if index:
+            reached.set()
+            numbers, deadline = torch.ones(20_000), time.monotonic() + 20
+            while time.monotonic() < deadline:
+                numbers = numbers + 1
+        return index
+class OnLoop(Long):
+    async def __getitem__(self, index):
+        return super().__getitem__(index)
+reached = threading.Event()
+def begin(loader, face):
+    iterator = iter(loader) if face == "for" else aiter(loader)
+    if face == "for":
+        reached.wait()
+        return iterator
+    async def main():
+        await anext(iterator)
+        task = asyncio.create_task(anext(iterator))
+        await asyncio.to_thread(reached.wait)
+    asyncio.run(main())
+    return iterator
+"""
+
+
+@pytest.mark.parametrize(
+    ("loader", "face"),
+    [
+        ("Long(), num_workers=1, worker_backend='thread'", "for"),
+        ("Long(), num_workers=1, concurrency=2, worker_backend='thread'", "for"),
+        ("Long(), concurrency=2", "for"),
+        ("OnLoop()", "for"),
+        ("Long()", "async for"),
+    ],
+)
+def test_a_thread_is_in_torch_at_the_end(run: Run, loader: str, face: str) -> None:
+    """Whatever of ours runs the sample: torch's C++ would abort the program if the interpreter unwound it."""
+    program = run(NUMBERS + LONG + f"iterator = begin(DataLoader({loader}, batch_size=1), {face!r})\nsay('bye')")
+    assert (program.returncode, program.err) == (0, ""), program.explain("did not end well")
+
+
+def test_a_coroutine_that_blocks_the_loop_does_not_hold_up_the_end(run: Run) -> None:
+    """Nor keep workers alive, which the loop would have to end: the thread that ends the program kills them."""
+    main = """
+class Blocking(Numbers):
+    async def __getitem__(self, index):
+        reached.set()
+        time.sleep(1000)
+reached = threading.Event()
+others = [iter(DataLoader(Hung("sleep"), batch_size=4, num_workers=2)), iter(DataLoader(Numbers(), num_workers=1))]
+for other in others:
+    next(other)
+iterator = iter(DataLoader(Blocking()))
+reached.wait()
+say("bye")
+"""
+
+    def attempt() -> float:
+        program = run(NUMBERS + HUNG + main)
+        assert (program.returncode, program.err) == (0, "")
+        return seconds_after(program, "bye")
+
+    assert_within(4.0, attempt, lambda: end_alone(run))
+
+
+def test_workers_without_a_group_of_their_own(run: Run) -> None:
+    """Where setpgid is not allowed they are in the trainer's group: that is not what is killed with them."""
+    main = """
+def refuse(*pids):
+    raise PermissionError
+os.setpgid = refuse
+for ending in ("close", "exit"):
+    iterator = iter(DataLoader(Hung("sleep"), batch_size=4, num_workers=2))
+    next(iterator)
+    if ending == "close":
+        iterator.close()
+print("alive", flush=True)
+"""
+    program = run(NUMBERS + HUNG + main)
+    assert (program.returncode, program.err) == (0, "")
+    assert "alive\n" in program.out
+
+
 CLEANUP = """
 def note(what):
     with open("notes", "a") as file:

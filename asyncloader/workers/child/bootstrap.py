@@ -132,7 +132,7 @@ def _die_with_parent(liveness: int) -> None:
     the channel would not do: siblings may hold copies of it, and a busy worker does not read.
     """
     if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp() if _leads_a_group() else os.getpid())
         fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)
     else:
@@ -143,7 +143,14 @@ def _die_with_parent(liveness: int) -> None:
 
 def _watch(liveness: int) -> None:
     os.read(liveness, 1)
-    os.killpg(0, signal.SIGKILL)
+    if _leads_a_group():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leads_a_group() -> bool:
+    """Whether this process has a group of its own. If it was not allowed one (seccomp) it is in the trainer's."""
+    return os.getpgrp() == os.getpid()
 
 
 def _forget_the_parents_exit() -> None:

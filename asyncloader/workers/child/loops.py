@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from asyncloader.workers.child import threads
+
 T = TypeVar("T")
 
 
@@ -22,7 +24,7 @@ def run_forever(loop: asyncio.AbstractEventLoop) -> None:
         try:
             return loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
-            if not _is_of_a_task(error):
+            if not (threads.is_ending or _is_of_a_task(error)):
                 message = f"A callback on a DataLoader's event loop raised {type(error).__name__}"
                 loop.call_exception_handler({"message": message, "exception": error})
 

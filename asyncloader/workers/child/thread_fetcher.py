@@ -25,11 +25,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from asyncloader.machine import usable_cores
 from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import threads
 from asyncloader.workers.child.overlap import Base, Job, settle
 from asyncloader.workers.protocol.modes import Modes
 
@@ -119,11 +121,9 @@ class Lanes(Base):
         else:
             context = contextvars.copy_context()
             name = f"asyncloader lane {len(self._lanes)}"
-            lane = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
-            self._lanes.append(lane)
             self._num_running += 1
             self._tokens.put(True)
-            lane.start()
+            self._lanes.append(threads.start(partial(context.run, self._run), name))
         self._num_awake += 1
 
     def _look(self) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.utils.data._utils.worker as torch_worker
 from asyncloader.errors import could_not_start
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.backend import Listener
+from asyncloader.workers.child import threads
 from asyncloader.workers.child.fetch import BadSample
 from asyncloader.workers.child.overlap_server import OverlapServer
 from asyncloader.workers.child.server import Server
@@ -188,9 +190,8 @@ class LocalWorker:
         """Start the thread, or the task."""
         if self._on_thread:
             name = f"asyncloader worker {self.worker_id}"
-            self._thread = threading.Thread(target=self._run, args=(spec, epoch), name=name, daemon=True)
             try:
-                self._thread.start()
+                self._thread = threads.start(partial(self._run, spec, epoch), name)
             except RuntimeError as error:
                 raise could_not_start(OSError(11, str(error))) from error
         else:
@@ -239,6 +240,8 @@ class LocalWorker:
 
     def _report(self, error: BaseException) -> None:
         """Write down what the user's code raised while it was closed, where nobody waits for anything."""
+        if threads.is_ending:
+            return
         context = {"message": f"A DataLoader worker ended with an exception ({self!r})", "exception": error}
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)

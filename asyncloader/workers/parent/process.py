@@ -3,6 +3,7 @@
           parent (loop thread)                          worker
     channel   ───────────────── socketpair ───────────  messages
     liveness  ───────────────── pipe ─────────────────  hangs up when the parent is gone: SIGKILL by the kernel
+    group     ── the worker's end of it, which outlives the worker: then what it started is killed as well
     output    ───────────────── pipe ─────────────────  faulthandler: stacks, last words
     pidfd     ── readable when the process has ended
 
@@ -43,7 +44,7 @@ STACK_TIMEOUT_S = 0.5
 _STACK_QUIET_S = 0.03
 _EXITCODE_TRIES = 50
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
-_DESCRIPTORS = 18  # open at once at most while a worker is started, by us and by multiprocessing
+_DESCRIPTORS = 19  # open at once at most while a worker is started, by us and by multiprocessing
 
 
 class State(enum.Enum):
@@ -68,7 +69,7 @@ class Owner(Protocol):
 class WorkerProcess:
     """Owner of a process and of the parent's ends of its connections.
 
-    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive` and `wait_dead`, which any thread may use.
+    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class WorkerProcess:
         self._loop = loop
         self._owner = owner
         self._dead = threading.Event()
+        self._closing = threading.Lock()  # held to close a descriptor, and to use one in another thread
         self._unexpected_end = False
         self._was_killed = False
         self._why_killed = ""
@@ -134,6 +136,7 @@ class WorkerProcess:
         ends = Ends(theirs)
         try:
             ends.liveness, self._descriptors["liveness"] = os.pipe()
+            self._descriptors["group"] = os.dup(ends.liveness)
             self._descriptors["output"], ends.output = os.pipe()
         except OSError:
             ends.close()
@@ -281,12 +284,12 @@ class WorkerProcess:
             self._kill_timer = self._loop.call_later(grace_s, self.kill)
 
     def kill(self) -> None:
-        """Kill the process and its children with SIGKILL. The pidfd tells when it is gone."""
+        """Kill the process and its children with SIGKILL. The pidfd tells when it is gone. In any thread."""
         if self.state is State.DEAD:
             return
         self._was_killed = True
-        self._close_descriptor("liveness")
-        with contextlib.suppress(ProcessLookupError):
+        self._kill_group()
+        with self._closing, contextlib.suppress(KeyError, ProcessLookupError):
             signal.pidfd_send_signal(self._descriptors["pid"], signal.SIGKILL)
 
     def _close(self) -> None:
@@ -297,29 +300,31 @@ class WorkerProcess:
         for name in ("pid", "output"):
             if name in self._descriptors:
                 self._loop.remove_reader(self._descriptors[name])
+        self._kill_group()
         for name in tuple(self._descriptors):
             self._close_descriptor(name)
         if hasattr(self, "channel"):
             self.channel.close()
         if hasattr(self, "_executor"):
             self._executor.shutdown(wait=False)
-            if self.state is State.NEW:
-                self._kill_group()
         _parent_ends.discard(self)
         self._tell_stack()
         self._move(State.DEAD)
         self._dead.set()
 
     def _kill_group(self) -> None:
-        """Kill the worker with all that it started and left behind."""
-        if self.pid > 0:
-            with contextlib.suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """Kill the worker with all that it started and left behind.
+
+        The kernel does it when the pipe hangs up, and knows the group that the worker made. ``killpg`` knows a number:
+        by now it may be that of another group, or, if the worker was refused one, of none.
+        """
+        self._close_descriptor("liveness")
 
     def _close_descriptor(self, name: str) -> None:
-        fd = self._descriptors.pop(name, None)
-        if fd is not None:
-            os.close(fd)
+        with self._closing:
+            fd = self._descriptors.pop(name, None)
+            if fd is not None:
+                os.close(fd)
 
     def _move(self, state: State) -> None:
         self.state = state
@@ -411,6 +416,12 @@ def try_descriptors(count: int) -> None:
 
 
 _parent_ends: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+def kill_all() -> None:
+    """Kill all workers of this process. For who ends the interpreter, in any thread."""
+    for worker in tuple(_parent_ends):
+        worker.kill()
 
 
 def _close_in_child() -> None:

@@ -1,0 +1,96 @@
+"""Threads that run the user's code, and the end of the interpreter.
+
+They are daemons, so that one that hangs does not hold up the end of the program. But a daemon thread that comes back
+from C++, a torch operation for example, while the interpreter is torn down is unwound by it (before Python 3.14), which
+C++ answers with ``std::terminate``: the program would abort with a core dump after everything went well. So whoever
+ends the interpreter calls `end_all` before: threads that still run are made to raise SystemExit at their next line of
+Python, and are waited for, but not those that wait for something else than a core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+LONGEST_S = 10.0
+"""An operation that computes at the end of the program is waited for no longer. Seconds."""
+
+_LOOK_EVERY_S = 0.02
+_IDLE_S = 0.3  # who has not run for so long is waiting for something
+
+is_ending = False
+"""Threads raise what nobody need hear of."""
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def start(target: Callable[[], object], name: str) -> threading.Thread:
+    """Start a thread that `end_all` knows of.
+
+    Raises:
+        RuntimeError: if the system has no room for it.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
+def end_all(grace_s: float) -> None:
+    """Wait for the threads to end by themselves, then make them; give up those that wait for something.
+
+    Args:
+        grace_s: How long they have to end by themselves. Seconds.
+    """
+    left = _join(_all(), grace_s)
+    began = time.monotonic()
+    ran_at = dict.fromkeys(left, began)
+    while left and (now := time.monotonic()) < began + LONGEST_S:
+        for thread in left:
+            interrupt(thread)
+            if _is_running(thread):
+                ran_at[thread] = now
+        left = [thread for thread in _join(left, _LOOK_EVERY_S) if now - ran_at[thread] < _IDLE_S]
+
+
+def interrupt(thread: threading.Thread) -> None:
+    """Have a thread raise SystemExit at its next line of Python, because the interpreter ends."""
+    global is_ending
+    is_ending = True
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def _all() -> list[threading.Thread]:
+    """Return all threads that there are, though others may be starting some."""
+    while True:
+        try:
+            return list(_threads)
+        except RuntimeError:  # the set changed its size
+            continue
+
+
+def _join(threads: Iterable[threading.Thread], timeout_s: float) -> list[threading.Thread]:
+    """Wait for all of them; return those that are still there."""
+    deadline = time.monotonic() + timeout_s
+    alive = [thread for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
+    for thread in alive:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in alive if thread.is_alive()]
+
+
+def _is_running(thread: threading.Thread) -> bool:
+    """Whether it has a core, or waits for one. Where nobody can tell, it may."""
+    try:
+        status = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "R"
+
+
+os.register_at_fork(after_in_child=_threads.clear)
