@@ -43,6 +43,7 @@ from asyncloader.workers.parent.pool import Pool
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
+from asyncloader.workers.protocol.origin import Origin
 from asyncloader.workers.protocol.snapshot import is_stateful
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ class WorkerIterator(Faces[T_co]):
             is_async=self._concurrency.is_async,
             snapshot_every=self._options.snapshot_every_n_steps if self._is_iterable else 1,
             modes=self._modes(loader),
+            origin=Origin.of_this_thread(),
         )
 
     def _modes(self, loader: DataLoader[T_co]) -> Modes | None:

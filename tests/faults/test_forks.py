@@ -204,6 +204,95 @@ if __name__ == "__main__":
     assert (program.returncode, program.err) == (0, "")
 
 
+IMPORTING = """
+import types
+from importlib.machinery import ModuleSpec
+
+class Late:
+    # A module that comes to its end when it may, in the trainer; at once in workers.
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self) if name == "late" else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        if os.getpid() == trainer:
+            half_done.set()
+            release.wait()
+        module.number = 7
+trainer = os.getpid()
+half_done, release = threading.Event(), threading.Event()
+sys.meta_path.insert(0, Late())
+
+class Importing(Numbers):
+    def __getitem__(self, index):
+        if index < 2:
+            return index
+        if sys.argv[1] == "replacement" and not os.path.exists("died"):
+            open("died", "w").close()
+            os._exit(1)
+        import late
+        return late.number
+"""
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("who", ["first worker", "replacement"])
+def test_fork_while_a_thread_imports(run: Run, face: str, who: str) -> None:
+    """The worker imports the module itself: the import that it inherited half made is nobody's there."""
+    main = """
+import logging
+logging.getLogger("asyncloader").setLevel(logging.ERROR)
+thread = threading.Thread(target=__import__, args=("late",))
+thread.start()
+half_done.wait()
+print(train(DataLoader(Importing(4), num_workers=1, timeout=10)))
+release.set()
+thread.join()
+import late
+print(late.number)
+"""
+    program = run(NUMBERS + IMPORTING + FACES[face] + main, who)
+    assert (program.returncode, program.out, program.err) == (0, "[0, 1, 7, 7]\n7\n", "")
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("who", ["first worker", "replacement"])
+def test_iterating_in_the_body_of_a_module(run: Run, face: str, who: str) -> None:
+    """Workers find it as it is, half made: to import it again would be to iterate again."""
+    main = """
+import logging
+logging.getLogger("asyncloader").setLevel(logging.ERROR)
+def iterate(module):
+    assert os.getpid() == trainer
+    module.number = 7
+    print(train(DataLoader(Importing(4), num_workers=1, timeout=10)))
+Late.exec_module = lambda self, module: iterate(module)
+import late
+"""
+    program = run(NUMBERS + IMPORTING + FACES[face] + main, who)
+    assert (program.returncode, program.out, program.err) == (0, "[0, 1, 7, 7]\n", "")
+
+
+@pytest.mark.parametrize("who", ["first worker", "replacement"])
+def test_workers_have_the_priority_of_the_thread_that_iterates(run: Run, who: str) -> None:
+    """As it is when it begins to iterate."""
+    main = """
+import logging
+logging.getLogger("asyncloader").setLevel(logging.ERROR)
+class Nice(Importing):
+    def __getitem__(self, index):
+        return super().__getitem__(index) and os.nice(0)
+sys.modules["late"] = types.SimpleNamespace(number=7)
+before = os.nice(0)
+list(DataLoader(Numbers(2), num_workers=1))
+os.nice(3)
+print([int(nice) - before for nice in DataLoader(Nice(4), num_workers=1)])
+"""
+    program = run(NUMBERS + IMPORTING + main, who)
+    assert (program.returncode, program.err) == (0, "")
+    assert program.out.endswith("3, 3, 3]\n")
+
+
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_fork_after_torch_has_used_its_threads(run: Run, num_threads: int) -> None:
     """Workers do convolutions and matrix products although the trainer did, with several threads, before the fork."""

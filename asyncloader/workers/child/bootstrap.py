@@ -21,7 +21,10 @@ import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from asyncloader.workers.protocol.origin import Origin
 
 if sys.platform != "win32":
     import fcntl
@@ -65,7 +68,9 @@ def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
     return Ends(socket.socket(fileno=channel.detach()), liveness.detach(), output.detach())
 
 
-def start(worker_id: int, ends: Ends, source: Any, arena: Any, start_method: str, epoch: Any) -> None:
+def start(
+    worker_id: int, ends: Ends, source: Any, arena: Any, start_method: str, epoch: Any, origin: Origin | None = None
+) -> None:
     """Make this process a worker and stay until told to end: the initializer of the executor, which never needs a task.
 
     A task would come through the executor's queue, for which two threads of the parent must have their turns while it
@@ -79,7 +84,12 @@ def start(worker_id: int, ends: Ends, source: Any, arena: Any, start_method: str
         arena: Handle of the shared memory, or None.
         start_method: How the process was started.
         epoch: The run over the data that the first tickets belong to.
+        origin: The thread that iterates.
     """
+    if origin is not None:
+        if start_method == "fork":
+            origin.forget_imports_of_others()  # before anything is imported
+        origin.adopt()
     _become_worker(ends, start_method)
     from asyncloader.workers.child.serve import serve
 

@@ -113,7 +113,10 @@ class OverlapServer(Server):
             keeper = self._make_keeper(dataset)
             self._overlap = Stream(dataset, spec.drop_last, self._on_exhausted, closing, keeper, *common)
         else:
-            self._overlap = Coroutines(dataset, *common) if spec.is_async else Lanes(dataset, spec.num_workers, *common)
+            self._overlap = Coroutines(dataset, *common) if spec.is_async else self._make_lanes(dataset, common)
+
+    def _make_lanes(self, dataset: Any, common: tuple[Any, ...]) -> Lanes:
+        return Lanes(dataset, self._spec.num_workers, self._spec.origin, *common)
 
     # -------------------------------------------------------------------------------------------------- serving
 

@@ -34,6 +34,7 @@ from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.overlap import Base, Job, settle
 from asyncloader.workers.protocol.modes import Modes
+from asyncloader.workers.protocol.origin import Origin
 
 _TICK_S = 0.005
 _WAITING = 0.5  # cores: lanes that use less in all are waiting for something
@@ -47,6 +48,7 @@ class Lanes(Base):
         self,
         dataset: Any,
         num_workers: int,
+        origin: Origin | None,
         key: tuple[int, int, int],
         auto_collation: bool,
         concurrency: int,
@@ -58,6 +60,7 @@ class Lanes(Base):
         self._cores = max(1, min(concurrency, usable_cores() // max(1, num_workers)))
         self._whole = getattr(dataset, "__getitems__", None) if auto_collation else None
         self._modes = Modes.of_this_thread()
+        self._origin = None if num_workers else origin  # a thread of a worker inherits that of the worker
         self._to_do: deque[tuple[Job, int]] = deque()
         self._at: dict[int, tuple[Job, int]] = {}  # by thread, what it is at
         self._tick: asyncio.TimerHandle | None = None
@@ -155,6 +158,8 @@ class Lanes(Base):
         ident = threading.get_ident()
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS, where all lanes are always awake
             self._clocks.append(time.pthread_getcpuclockid(ident))
+        if self._origin is not None:
+            self._origin.adopt()
         with self._modes.active():
             while self._tokens.get():
                 self._work(ident)

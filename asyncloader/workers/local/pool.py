@@ -200,6 +200,8 @@ class LocalWorker:
         self.started_at = time.monotonic()
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        if spec.origin is not None:
+            spec.origin.adopt()
         try:
             server = self._make_server(spec, epoch)
             with server.modes():

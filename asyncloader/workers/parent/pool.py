@@ -98,7 +98,7 @@ class Pool:
         borrower = self._slabs.borrower()
         try:
             with borrower.starting():
-                process.start(self._context, self._source, self._slabs.handle(), self._epoch)
+                process.start(self._context, self._source, self._slabs.handle(), self._epoch, self._spec.origin)
         except BaseException:
             borrower.reclaim()
             raise

@@ -38,6 +38,7 @@ from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, STACK_SIGNAL, Ends
 from asyncloader.workers.parent.channel import BadFrame, Channel, open_pair
 from asyncloader.workers.protocol.messages import EpochSpec, Kind
+from asyncloader.workers.protocol.origin import Origin
 
 _OUTPUT_BYTES = 64 << 10
 STACK_TIMEOUT_S = 0.5
@@ -104,7 +105,7 @@ class WorkerProcess:
 
     # -------------------------------------------------------------------------------------------------- start
 
-    def start(self, context: BaseContext, source: Any, arena: Any, epoch: EpochSpec) -> None:
+    def start(self, context: BaseContext, source: Any, arena: Any, epoch: EpochSpec, origin: Origin | None) -> None:
         """Start the process.
 
         Raises:
@@ -114,7 +115,7 @@ class WorkerProcess:
             try_descriptors(_DESCRIPTORS)
             ends = self._connect()
             try:
-                self._launch(context, (self.worker_id, ends, source, arena, context.get_start_method(), epoch))
+                self._launch(context, (self.worker_id, ends, source, arena, context.get_start_method(), epoch, origin))
             finally:
                 ends.close()
         except OSError as error:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from asyncloader.settings import OnError
 from asyncloader.workers.protocol.modes import Modes
+from asyncloader.workers.protocol.origin import Origin
 from asyncloader.workers.protocol.snapshot import Start
 
 HEADER = struct.Struct("<QB7x")
@@ -116,6 +117,7 @@ class WorkerSpec:
         snapshot_every: Batches from one snapshot of the dataset's state to the next.
         is_async: The dataset is async; else its samples are fetched on threads where there are several at once.
         modes: Of the thread that iterates; None where the worker is not to have them.
+        origin: What else workers take over from that thread.
     """
 
     dataset: Any
@@ -132,6 +134,7 @@ class WorkerSpec:
     is_async: bool = False
     snapshot_every: int = 1
     modes: Modes | None = None
+    origin: Origin | None = None
 
     @property
     def overlaps(self) -> bool:
