@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 
 from asyncloader.iteration.checkpoint import Record, check, initial_state
 from asyncloader.iteration.concurrency import concurrency_of
+from asyncloader.iteration.plan import set_epochs
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.trace import Trace, active_trace
@@ -146,8 +147,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             batch follows.
         worker_backend: Where workers run.
         trace: File to write a timeline of all runs to, for Perfetto or ``asyncloader trace FILE``.
-        snapshot_every_n_steps: How often a worker tells the state of an iterable dataset: after so many batches. Those
-            since are read again and dropped to go on from a state.
+        snapshot_every_n_steps: How often the state of a dataset is taken, where it provides one: after so many batches,
+            or less often where that would cost more than a fiftieth of the time. What came since is made again and
+            dropped to resume. 0 or None for never: then a stream is read again from its beginning, and the state of a
+            map-style dataset is not kept.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -187,7 +190,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_retries: int = 2,
         worker_backend: WorkerBackend = "process",
         trace: str | PathLike[str] | None = None,
-        snapshot_every_n_steps: int = 1,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
@@ -227,6 +230,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._meter: Meter | None = None
         self._record: Record | None = None
         self._loaded: dict[str, Any] | None = None
+        self._epochs_when_loaded: list[int | None] = []  # of samplers
         self._tracer: Trace | None = None
         self._checked_options()
 
@@ -330,6 +334,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if state:
             check(state, self)
         self._loaded = copy.deepcopy(state) or None
+        self._epochs_when_loaded = set_epochs(self._index_sampler)
         self._record = None
         self._iterator = None
         self._runs_begun = 0

@@ -37,7 +37,7 @@ class Options:
     max_retries: int = 2
     worker_backend: WorkerBackend = "process"
     trace: str | PathLike[str] | None = None
-    snapshot_every_n_steps: int = 1
+    snapshot_every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
         _one_of("scheduling", self.scheduling, Scheduling)
@@ -50,7 +50,8 @@ class Options:
             _count("concurrency", self.concurrency, least=1)
         _count("run_ahead_bytes", self.run_ahead_bytes, least=0)
         _count("max_retries", self.max_retries, least=0)
-        _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=1)
+        if self.snapshot_every_n_steps is not None:
+            _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=0)
         self._check_max_errors()
 
     def _check_max_errors(self) -> None:

@@ -59,7 +59,7 @@ def test_the_docstring_names_every_option() -> None:
         ("run_ahead_bytes", True),
         ("max_retries", -1),
         ("max_retries", "2"),
-        ("snapshot_every_n_steps", 0),
+        ("snapshot_every_n_steps", -1),
         ("max_errors", -1),
         ("max_errors", 1.5),
         ("max_errors", True),

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.tracks import Track
+from asyncloader.engine.tracks import make_tracks
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child.fetch import BadSample
 from asyncloader.workers.protocol.messages import EpochSpec
+from asyncloader.workers.protocol.snapshot import Frozen, Start
 
 
 class Item(NamedTuple):
@@ -21,7 +22,7 @@ class Item(NamedTuple):
     the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
     ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order. ``worker`` has
     answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then; ``number`` is that of the
-    batch in its stream.
+    batch in its stream. ``keys`` are there where they may be needed to make the batch again.
     """
 
     batch: Any
@@ -34,6 +35,7 @@ class Item(NamedTuple):
     worker: int = -1
     snapshot: Any = None
     number: int = -1
+    keys: Any = None
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
@@ -62,18 +64,36 @@ class Run:
         faults: What went wrong and was mended.
         bad: By sequence number, the bad samples of batches that are on their way.
         snapshots: By sequence number, states of the dataset after batches that are on their way.
-        tracks: By worker, how far it is, for datasets that workers have a place in.
+        ends: By worker, the state of its stream after the end, if that outlasts the run.
+        tracks: By worker, how far it is, for datasets that workers have a place or a state in.
     """
 
-    def __init__(self, scheduler: Scheduler, epoch: EpochSpec, faults: Faults, meter: Meter) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        epoch: EpochSpec,
+        faults: Faults,
+        meter: Meter,
+        *,
+        is_stream: bool = False,
+        overlaps: bool = False,
+    ) -> None:
         self.scheduler = scheduler
         self.meter = meter
         self.epoch = epoch
         self.faults = faults
         self.bad: dict[int, Sequence[BadSample]] = {}
         self.snapshots: dict[int, Any] = {}
-        self.tracks = {worker: Track(start) for worker, start in (epoch.starts or {}).items()}
+        self.ends: dict[int, Frozen] = {}
+        self._is_stream = is_stream
+        self._overlaps = overlaps
+        self.begin_at(epoch.starts or {})
         self.handoff: Handoff[Item] = Handoff()
         self.ended = False
         self.read_until = 0
         self.void_count = 0
+
+    def begin_at(self, starts: dict[int, Start]) -> None:
+        """Note where workers are at the beginning."""
+        key = None if self._is_stream else self.epoch.key
+        self.tracks = make_tracks(starts, key, overlaps=self._overlaps)

@@ -22,17 +22,19 @@ from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
-from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send
+from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send, Ticket
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Item, PlanEnd, Run
+from asyncloader.engine.tracks import Track
 from asyncloader.errors import LoaderClosedError, describe_keys, exiting
 from asyncloader.observe.meter import Passage
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.child.fetch import BadSample
 from asyncloader.workers.protocol.failure import LocalError, RemoteError
 from asyncloader.workers.protocol.messages import Record
+from asyncloader.workers.protocol.snapshot import Frozen, Start
 
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
@@ -189,11 +191,19 @@ class Session:
         last.handoff.wake_all()
         self._outbox.clear()  # of workers that are not started yet, for the last run
         if self.state is State.OPEN:
+            self._carry_over(last)
             self.pool.begin_epoch(run.epoch)
             for worker in self.recovery.stop():
                 self._replace(Replace(worker))
         else:
             run.handoff.wake_all()
+
+    def _carry_over(self, last: Run) -> None:
+        """Note where workers are at the beginning of another run: their datasets are those of the last one."""
+        starts = {worker: track.start for worker, track in last.tracks.items()}
+        if self._is_stream:
+            starts = {worker: Start(0, last.ends.get(worker)) for worker in starts}
+        self.run.begin_at(starts)
 
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset."""
@@ -205,12 +215,13 @@ class Session:
             return
         scheduler = self.run.scheduler
         self.recovery.calm()
-        sent_at = scheduler.in_flight[worker][record.seq].sent_at
-        passage = self.run.meter.came(worker, record, sent_at, arrived_at, nbytes)
+        ticket = scheduler.in_flight[worker][record.seq]
+        passage = self.run.meter.came(worker, record, ticket.sent_at, arrived_at, nbytes)
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         bad = self.run.bad.pop(record.seq, ()) if self.run.bad else ()
         item = Item(None if self._pinner else batch, bad=bad, passage=passage, seq=record.seq, worker=worker)
-        item = self._note_place(item)
+        if self.run.tracks:
+            item = self._note_place(item, ticket)
         if self._pinner is None:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
@@ -224,14 +235,13 @@ class Session:
             run.meter.pinned(passage, seconds)
             self.apply(run.scheduler.ready(item.seq, item._replace(batch=batch, error=error), nbytes))
 
-    def _note_place(self, item: Item) -> Item:
+    def _note_place(self, item: Item, ticket: Ticket | None) -> Item:
         """Note that a worker has answered a ticket, which decides where a replacement would begin."""
         run = self.run
-        if not run.tracks:
-            return item
         snapshot = run.snapshots.pop(item.seq, None)
-        number = run.tracks[item.worker].answered(item.seq, snapshot)
-        return item._replace(snapshot=snapshot, number=number)
+        keys = None if self._is_stream or ticket is None else ticket.keys
+        number = run.tracks[item.worker].answered(item.seq, snapshot, keys)
+        return item._replace(snapshot=snapshot, number=number, keys=keys)
 
     def lost(self, worker: int) -> None:
         """Forget what a worker that is gone had told ahead of outcomes, and what it had been given."""
@@ -243,7 +253,7 @@ class Session:
             run.tracks[worker].lost()
 
     def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
-        """The state of the dataset after this ticket, whose outcome follows."""
+        """The state of the dataset after this ticket, or why there is none. The ticket's outcome follows."""
         self.run.snapshots[record.seq] = snapshot
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
@@ -270,13 +280,18 @@ class Session:
         """Hand over what stands for a ticket that has no batch, when its turn comes."""
         self.recovery.calm()
         scheduler = self.run.scheduler
+        ticket = scheduler.in_flight[worker].get(record.seq)
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = item._replace(bad=self.run.bad.pop(record.seq, ()), seq=record.seq, worker=worker)
-        self.apply(actions + scheduler.ready(record.seq, self._note_place(item)))
+        if self.run.tracks:
+            item = self._note_place(item, ticket)
+        self.apply(actions + scheduler.ready(record.seq, item))
 
     def on_exhausted(self, worker: int, record: Record) -> None:
         """The worker's iterable dataset ended before this ticket."""
         if self.takes_outcomes:
+            if isinstance(last := self.run.snapshots.pop(record.seq, None), Frozen):
+                self.run.ends[worker] = last
             self.apply(self.run.scheduler.exhausted(worker, record.seq))
 
     @property
@@ -327,8 +342,8 @@ class Session:
         ticket = action.ticket
         ticket.sent_at = perf_counter()
         self.run.faults.retries += ticket.tries > 0
-        if self._is_stream:
-            self.run.tracks[action.worker].given(ticket.seq)
+        if isinstance(track := self.run.tracks.get(action.worker), Track):
+            track.given(ticket.seq)
         self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:

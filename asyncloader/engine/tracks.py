@@ -1,4 +1,4 @@
-"""How far workers are in their streams, batch by batch, whatever order the batches come in.
+"""How far workers are in their data, batch by batch.
 
     given(seq) ──> the next batch of the stream that is not done with ── done(number, snapshot) ──> start
     lost() ──────> what was given and is not done with is given again
@@ -7,13 +7,33 @@ A worker of an iterable dataset reads one batch after the other, and each ticket
 it makes several at once they may be done with in any order; its place in the data is then before the first that is not
 done with, and those ahead of it are known one by one. So another worker can begin at that place: it reads over what is
 ahead, and nothing is lost or comes twice.
+
+A worker of a map-style dataset that provides a state has no place, but a `History`: what it has made since its state
+was last taken. Another worker loads the state and makes that again.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from asyncloader.workers.protocol.snapshot import Start
+from asyncloader.workers.protocol.snapshot import Made, Start, Untold
+
+
+class Progressing(Protocol):
+    """How far one worker is."""
+
+    @property
+    def start(self) -> Start:
+        """Where another worker has to begin."""
+
+    def lost(self) -> None:
+        """The worker is gone, and what it had was not made."""
+
+    def answered(self, seq: int, snapshot: Any, keys: Any) -> int:
+        """The ticket has an outcome; return what `done` is to be told of it."""
+
+    def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
+        """A batch is done with; the dataset was in this state then, or nobody knows (None, Untold)."""
 
 
 class Track:
@@ -51,7 +71,7 @@ class Track:
         self._given.clear()
         self._next = self._first
 
-    def answered(self, seq: int, snapshot: Any) -> int:
+    def answered(self, seq: int, snapshot: Any, keys: Any = None) -> int:
         """The ticket has an outcome, and its batch is done with; return the number of that.
 
         -1 if the ticket was not `given`: the batches of the worker are done with as they come.
@@ -60,9 +80,60 @@ class Track:
         self.done(number, snapshot)
         return number
 
-    def done(self, number: int, snapshot: Any) -> None:
+    def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
         """A batch is done with, -1 for the first that is not; the dataset was in this state when it had been read."""
+        if isinstance(snapshot, Untold):
+            snapshot = None
         self._ahead[self._first if number < 0 else number] = snapshot
         while self._first in self._ahead:
             self._place = self._place.after(self._ahead.pop(self._first))
             self._first += 1
+
+
+class History:
+    """Keeps what of one worker of a map-style dataset is done with, in one run.
+
+    Where samples of several batches are in work at once, what was made after a state cannot be made again from it: some
+    of that is in it. There the last state that was taken stands for itself.
+
+    Args:
+        start: Where the worker begins.
+        key: What batches are seeded with: base seed, epoch, rank.
+        overlaps: Samples of several batches are in work at once.
+    """
+
+    def __init__(self, start: Start, key: tuple[int, int, int], *, overlaps: bool) -> None:
+        self.start = start
+        self._key = key
+        self._overlaps = overlaps
+        self._is_known = True  # whether what was made since a state, or the beginning, is in `start`
+
+    def lost(self) -> None:
+        """The worker is gone: another one makes what it had."""
+
+    def answered(self, seq: int, snapshot: Any, keys: Any) -> int:
+        """The ticket has an outcome; return its number."""
+        self.done(seq, snapshot, keys)
+        return seq
+
+    def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
+        """A batch is done with; the dataset was in this state then, or nobody knows (None, Untold)."""
+        if snapshot is None:
+            if self._is_known and not self._overlaps:
+                self.start = self.start._replace(made=(*self.start.made, Made(self._key, number, keys)))
+        elif isinstance(snapshot, Untold):
+            self._is_known = False
+            self.start = Start()
+        elif not self._overlaps or snapshot.taken_at >= getattr(self.start.snapshot, "taken_at", 0.0):
+            self._is_known = True
+            self.start = Start(0, snapshot)
+
+
+def make_tracks(
+    starts: dict[int, Start] | None, key: tuple[int, int, int] | None, *, overlaps: bool
+) -> dict[int, Progressing]:
+    """Return how far each worker is that begins there, in a stream, or with a ``key`` in a map-style dataset."""
+    return {
+        worker: Track(start) if key is None else History(start, key, overlaps=overlaps)
+        for worker, start in (starts or {}).items()
+    }

@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.checkpoint import Beginning, Record, check
+from asyncloader.iteration.plan import set_epochs
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 
@@ -52,14 +53,15 @@ class Faces(_BaseDataLoaderIter, Generic[T_co]):
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
         check(state, loader)
+        loader._epochs_when_loaded = set_epochs(self._index_sampler)
         self._begin_anew(loader, copy.deepcopy(state))
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _open_plan(self, loader: DataLoader[T_co], beginning: Beginning, *, keeps_seed: bool = False) -> None:
+    def _open_plan(self, loader: DataLoader[T_co], beginning: Beginning, **how: bool) -> None:
         """Put our reader of the sampler in the place of torch's, and tell the loader of this run."""
-        plan, self._record = beginning.open(self, keeps_seed=keeps_seed)
+        plan, self._record = beginning.open(self, **how)
         self._sampler_iter = plan
         self._loader = weakref.ref(loader)
         loader._record = self._record

@@ -1,20 +1,26 @@
 """The state of a loader: what is in it, what it has to fit, and how a run begins from one.
 
-    {"version": 1, "kind": "map" or "iterable",
+    {"version": 2, "kind": "map" or "iterable",
      "epoch": runs of the loader before this one, "position": batches of it that are done with, "ahead": [more of them],
      "base_seed": of this run, or None if the next one draws its own,
      "draws": what the random generators were when the order began to be drawn (JSON), "check": what they are now,
      "inline": whether the base seed was drawn after that, "shared_seed": of data pipes,
-     "set_epochs": what `set_epoch` of samplers had been called with, "samplers": their states,
-     "workers": where each worker is in a dataset that it has a place in, "next_worker": whose turn it is,
+     "set_epochs": what `set_epoch` of samplers had been called with, "samplers": the last state of theirs that was
+     taken, "drawn": batches that were drawn since, "is_over": that was in the epoch before, which has ended since,
+     "finished": whether it is a state after the end of a run,
+     "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
      "fits": what of the loader must be the same}
 
 Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
 as JSON text if that says all there is, else as they are; so the keys of two states are the same whatever was saved,
 which torch.distributed.checkpoint needs.
 
-Two kinds of states: one in the middle of a run, which goes on with that run, and one between two runs (before the
+Two kinds of states: one in the middle of a run, from which that run is resumed, and one between two runs (before the
 first, or after the end of one), where ``base_seed`` is None unless persistent workers keep theirs.
+
+What samplers and datasets count over epochs is in the latter too. Samplers load their last state of the run that was
+over and are drawn to its end, so they do by themselves what they do then. Datasets that outlast a run, without workers
+or in persistent ones, provide their state after its end; others begin each run as the trainer's process has them.
 """
 
 from __future__ import annotations
@@ -28,68 +34,27 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.errors import StateMismatchError
-from asyncloader.iteration.plan import Plan, load_samplers, own_states, samplers_within
-from asyncloader.iteration.progress import Progress
+from asyncloader.iteration.fits import Fits
+from asyncloader.iteration.plan import Plan, load_samplers, own_state, samplers_within, set_epochs
+from asyncloader.iteration.progress import Progress, SamplerState
 from asyncloader.iteration.rng_snapshot import Draws
-from asyncloader.protocols import probe
-from asyncloader.samplers import ElasticSampler
-from asyncloader.workers.protocol.snapshot import Start, as_plain, from_plain, is_stateful, plain, unplain
+from asyncloader.workers.protocol.snapshot import (
+    Frozen,
+    Keeper,
+    Pace,
+    Start,
+    as_plain,
+    from_plain,
+    is_stateful,
+    unplain,
+)
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
 
 log = logging.getLogger("asyncloader")
 
-VERSION = 1
-
-
-# ------------------------------------------------------------------------------------------------------ what must fit
-
-
-@dataclass(frozen=True)
-class Fits:
-    """Describes what of a loader must be the same for its states to mean the same batches.
-
-    Holds the parts of the loader, not the loader: its iterator, which is told by this, must not keep it alive.
-    """
-
-    dataset: Any
-    sampler: Any
-    index_sampler: Any
-    batch_size: int | None
-    drop_last: bool
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Fits:
-        """Look at a loader as it is now."""
-        return cls(loader.dataset, loader.sampler, loader._index_sampler, loader.batch_size, loader.drop_last)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what must be the same, as plain data."""
-        samplers = samplers_within(self.index_sampler)
-        is_elastic = any(isinstance(sampler, ElasticSampler) for sampler in samplers)
-        is_iterable = isinstance(self.dataset, IterableDataset)
-        divided = next((sampler for sampler in samplers if _is_divided(sampler)), None)
-        return {
-            "dataset_length": None if is_iterable else _length(self.dataset),
-            "batch_size": None if is_elastic else self.batch_size,
-            "drop_last": self.drop_last,
-            "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),
-            "samples": None if is_elastic or is_iterable else _length(self.sampler),
-            "num_replicas": None if is_elastic or divided is None else divided.num_replicas,
-            "rank": None if is_elastic or divided is None else divided.rank,
-        }
-
-
-def _is_divided(sampler: Any) -> bool:
-    return isinstance(probe(sampler, "num_replicas"), int) and isinstance(probe(sampler, "rank"), int)
-
-
-def _length(thing: Any) -> int | None:
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return None
+VERSION = 2
 
 
 def check(state: dict[str, Any], loader: DataLoader[Any]) -> None:
@@ -105,9 +70,13 @@ def check(state: dict[str, Any], loader: DataLoader[Any]) -> None:
     _same("kind", state["kind"], kind)
     for name, now in Fits.of(loader).describe().items():
         _same(name, state["fits"].get(name), now)
-    if state["workers"] is not None:
+    if state["workers"] is not None and not _is_between_runs(state):
         advice = "A dataset with a state of its own in each worker can only go on with as many workers."
         _same("num_workers", len(from_plain(state["workers"])), max(1, loader.num_workers), advice)
+
+
+def _is_between_runs(state: dict[str, Any]) -> bool:
+    return state["finished"] or state["base_seed"] is None
 
 
 def _same(name: str, saved: Any, now: Any, advice: str = "") -> None:
@@ -130,11 +99,12 @@ class Record:
         base_seed: Of this run.
         shared_seed: Of data pipes.
         inline: The base seed was drawn between `begun` and the first batch.
-        keeps_seed: The next run has the same base seed: persistent workers.
+        is_persistent: The next run has the same workers, with their base seed and their datasets.
+        keeps_dataset: The next run has the same datasets: persistent workers, or none.
         kind: "map" or "iterable".
         fits: Describes the loader.
-        starts: Where workers begin, for datasets that they have a place in. The session changes those of workers that
-            it replaces.
+        starts: Where workers begin, for datasets that they have a place or a state in. The session changes those of
+            workers that it replaces.
     """
 
     progress: Progress
@@ -144,32 +114,74 @@ class Record:
     base_seed: int
     shared_seed: int | None
     inline: bool
-    keeps_seed: bool
+    is_persistent: bool
+    keeps_dataset: bool
     kind: str
     fits: Fits
     starts: dict[int, Start] | None
     _begun_text: str = ""
     _described: dict[str, Any] = field(default_factory=dict)
+    _has_warned: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of what was yielded so far."""
-        progress = self.progress
-        self._described = self._described or self.fits.describe()
-        if progress.finished:
-            return _state(
-                self.kind,
-                self.epoch + 1,
-                self._described,
-                self.draws.as_text(self.draws.capture()),
-                base_seed=self.base_seed if self.keeps_seed else None,
-                shared_seed=self.shared_seed if self.keeps_seed else None,
+        with self.progress.lock:
+            state = self._after_the_run() if self.progress.finished else self._within_the_run()
+        if self.progress.untold and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "The state of the dataset could not be taken (%s). %s",
+                self.progress.untold,
+                "It is not in states of the loader."
+                if self.kind == "map"
+                else "To resume from here, batches since the last one are read again and dropped.",
             )
+        return state
+
+    def carried(self) -> dict[int, Start] | None:
+        """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
+        progress = self.progress
+        if not self.keeps_dataset or progress.workers is None:
+            return None
+        if self.kind == "map":
+            return dict(progress.workers)
+        if not progress.ends:
+            return None
+        return {worker: Start(0, progress.ends.get(worker)) for worker in progress.workers}
+
+    def samplers_after(self) -> SamplerState:
+        """Return where samplers are before the next run."""
+        samplers = self.progress.sampler_state()
+        if samplers.is_over or samplers.state is None or not self.progress.finished:
+            return SamplerState(own_state(self.fits.index_sampler))
+        return samplers._replace(is_over=True)
+
+    def _after_the_run(self) -> dict[str, Any]:
+        samplers = self.samplers_after()
+        carried = self.carried()
+        return _state(
+            self.kind,
+            self.epoch + 1,
+            self._describe(),
+            self.draws.as_text(self.draws.capture()),
+            base_seed=self.base_seed if self.is_persistent else None,
+            shared_seed=self.shared_seed if self.is_persistent else None,
+            samplers=samplers.state and samplers.state.plain(),
+            drawn=samplers.drawn,
+            is_over=samplers.is_over,
+            finished=True,
+            workers=None if carried is None else as_plain(carried),
+        )
+
+    def _within_the_run(self) -> dict[str, Any]:
+        progress = self.progress
         self._begun_text = self._begun_text or self.draws.as_text(self.begun)
         position = progress.position
+        samplers = progress.sampler_state()
         return _state(
             self.kind,
             self.epoch,
-            self._described,
+            self._describe(),
             self._begun_text,
             position=position,
             ahead=sorted(progress.ahead),
@@ -178,31 +190,52 @@ class Record:
             inline=self.inline,
             check=self.draws.check() if position else [],
             set_epochs=list(progress.set_epochs),
-            samplers=plain(progress.sampler_states.get(position)),
+            samplers=samplers.state and samplers.state.plain(),
+            drawn=samplers.drawn,
+            is_over=samplers.is_over,
             workers=None if progress.workers is None else as_plain(progress.workers),
             next_worker=progress.next_worker,
         )
+
+    def _describe(self) -> dict[str, Any]:
+        self._described = self._described or self.fits.describe()
+        return self._described
 
 
 class Beginning:
     """How a run begins: anew, or from a state. Constructors of iterators go through it from top to bottom.
 
-    Each random generator ends up where it was in the run that goes on. If the trainer had set it to that by itself (the
-    state's ``check`` tells), it is left alone: so what was drawn from it beside the loader is accounted for. Else it is
-    left where drawing the order anew takes it: right as long as nothing else draws from it.
+    torch iterates over the samplers as often as without a state, so what they do then they do as often.
+
+    Each random generator ends up where it was in the run that is resumed. If the trainer had set it to that by itself
+    (the state's ``check`` tells), it is left alone: so what was drawn from it beside the loader is accounted for.
+    Otherwise it is left where drawing the order anew takes it: right as long as nothing else draws from it.
 
     Args:
         loader: What is iterated over.
         state: To begin from, or None.
         inline: Nothing is read of the sampler before the first batch, and the base seed is drawn before that.
+        last: The run before this one, if its workers make this one too.
     """
 
-    def __init__(self, loader: DataLoader[Any], state: dict[str, Any] | None, *, inline: bool = False) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        state: dict[str, Any] | None,
+        *,
+        inline: bool = False,
+        last: Record | None = None,
+    ) -> None:
         self.state = state
         self.goes_on = state is not None and state["base_seed"] is not None
         self._loader = loader
-        self._draws = Draws(loader.generator, samplers_within(loader._index_sampler))
+        self._index_sampler = loader._index_sampler
+        self._draws = Draws(loader.generator, samplers_within(self._index_sampler))
         self._inline = inline
+        self._last = last
+        self._pace = Pace()
+        self._samplers = SamplerState(None)  # before what is drawn in this run
+        self._states: dict[str, Any] | None = None  # theirs, to load
         self._begun = self._draws.capture()
         self._before = self._begun
         self._left_alone: list[bool] = []
@@ -210,74 +243,130 @@ class Beginning:
             pairs = zip_longest(self._draws.check(), state["check"][: len(self._before)])
             self._left_alone = [now == saved for now, saved in pairs]
             loader._runs_begun = state["epoch"]
+            self._states = unplain(state["samplers"])
+            frozen = None if self._states is None else Frozen(self._states)
+            self._samplers = SamplerState(frozen, state["drawn"], state["is_over"])
+            if state["is_over"]:
+                self._finish_last_run(state)
             self._begun = self._draws.from_text(state["draws"])
             self._draws.restore(self._begun)
+        if inline:
+            self._load_samplers()
 
     def mark(self) -> None:
-        """From here on the order is drawn."""
-        if not self.goes_on:
+        """From here on the order is drawn. Called before torch iterates over the samplers in earnest."""
+        if self.goes_on:
+            self._draws.restore(self._begun)
+        else:
             self._begun = self._draws.capture()
+        self._load_samplers()
 
-    def open(self, iterator: Any, *, keeps_seed: bool = False) -> tuple[Plan, Record]:
+    def open(self, iterator: Any, *, is_persistent: bool = False, overlaps: bool = False) -> tuple[Plan, Record]:
         """Return the plan of the run in place of the sampler's iterator, which torch's constructor has made."""
         state, loader = self.state, self._loader
-        index_sampler = loader._index_sampler
         is_iterable = isinstance(loader.dataset, IterableDataset)
+        epoch = loader._next_epoch()
+        if state is not None and self.goes_on:
+            iterator._base_seed = state["base_seed"]
+            iterator._shared_seed = state["shared_seed"]
+            self._draw_as_it_was(iterator, state)
         starts = self._starts(is_iterable)
-        progress = Progress(in_order=loader.in_order, workers=starts and dict(starts))
-        sampler_iterator, samplers = iterator._sampler_iter, None
-        if state is not None:
-            if self.goes_on:
-                progress = Progress(
-                    state["position"],
-                    set(state["ahead"]),
-                    in_order=loader.in_order,
-                    workers=starts and dict(starts),
-                    next_worker=state["next_worker"],
-                )
-                iterator._base_seed = state["base_seed"]
-                iterator._shared_seed = state["shared_seed"]
-                self._inline = state["inline"]
-                self._draws.restore(self._begun)
-            samplers = unplain(state["samplers"])
-            if self.goes_on or samplers:
-                load_samplers(index_sampler, samplers or {}, state["set_epochs"])
-                sampler_iterator = iter(index_sampler)
-            if self.goes_on and self._inline:
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # torch's constructor draws it
-        plan = Plan(index_sampler, sampler_iterator, progress)
+        carried = self._last and self._last.carried()
+        known = carried or starts
+        if starts is not None and not loader.num_workers and starts[0] == Start():
+            known = {0: _dataset_here(loader)}
+        progress = Progress(
+            state["position"] if state is not None else 0,
+            set(state["ahead"]) if state is not None else None,
+            in_order=loader.in_order,
+            workers=known and dict(known),
+            next_worker=state["next_worker"] if state is not None else None,
+            key=None if is_iterable else (int(iterator._base_seed), epoch, iterator._rank),
+            overlaps=overlaps,
+        )
+        plan = Plan(self._index_sampler, iterator._sampler_iter, progress, self._pace)
         if progress.position and not is_iterable:
-            plan.go_on(progress.position, samplers or {})
-        if (own := samplers or own_states(index_sampler)) is not None:
-            progress.sampler_states[progress.position] = own
+            is_over = self._samplers.is_over
+            plan.go_on(None if is_over else self._states, progress.position if is_over else self._samplers.drawn)
+        if self._samplers.state is not None and not self._samplers.is_over:
+            progress.sampler_states.append((progress.position - self._samplers.drawn, self._samplers.state))
+        progress.samplers_before = self._samplers
         record = Record(
             progress,
             self._draws,
             self._begun,
-            loader._next_epoch(),
+            epoch,
             int(iterator._base_seed),
             iterator._shared_seed,
             self._inline,
-            keeps_seed,
+            is_persistent,
+            is_persistent or not loader.num_workers,
             "iterable" if is_iterable else "map",
             Fits.of(loader),
             starts,
         )
         return plan, record
 
+    def _finish_last_run(self, state: dict[str, Any]) -> None:
+        """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another.
+
+        An epoch that the user has set since the state was loaded is the one that begins now.
+        """
+        states = self._states
+        if states is None:
+            return
+        chosen = set_epochs(self._index_sampler)
+        load_samplers(self._index_sampler, states, ())
+        plan = Plan(self._index_sampler, iter(self._index_sampler), Progress(), self._pace)
+        plan.go_on(states, state["drawn"])
+        next(plan, None)
+        for sampler, epoch, loaded in zip(
+            samplers_within(self._index_sampler), chosen, self._loader._epochs_when_loaded, strict=False
+        ):
+            if epoch is not None and epoch != loaded:
+                sampler.set_epoch(epoch)
+
+    def _load_samplers(self) -> None:
+        """Bring samplers to where they were, or note where they are, before they are iterated over."""
+        state = self.state
+        if state is not None:
+            load_samplers(self._index_sampler, None if state["is_over"] else self._states, state["set_epochs"])
+        elif (last := self._loader._record) is not None and last.progress.finished:
+            self._samplers = last.samplers_after()
+        if self._samplers.state is None:
+            self._samplers = self._samplers._replace(state=own_state(self._index_sampler, self._pace))
+
+    def _draw_as_it_was(self, iterator: Any, state: dict[str, Any]) -> None:
+        """Account for the base seed, which is drawn before the order by one kind of iterators, and not by the other."""
+        if self._inline and not state["inline"]:  # torch's constructor has drawn it
+            self._draws.restore(self._begun)
+            iterator._sampler_iter = iter(self._index_sampler)
+        elif state["inline"] and not self._inline:
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        self._inline = state["inline"]
+
     def _starts(self, is_iterable: bool) -> dict[int, Start] | None:
-        """Return where workers begin, if the dataset is one that they have a place in."""
+        """Return where workers begin, if the dataset is one that they have a place or a state in."""
         loader, state = self._loader, self.state
-        if not is_iterable and not is_stateful(loader.dataset):
+        if not is_iterable and not (is_stateful(loader.dataset) and loader.snapshot_every_n_steps):
             return None
+        places = max(1, loader.num_workers)
+        anew = {worker: Start() for worker in range(places)}
         if state is None or state["workers"] is None:
-            return {worker: Start() for worker in range(max(1, loader.num_workers))}
+            return anew
         starts = from_plain(state["workers"])
+        if len(starts) != places:
+            log.warning(
+                "The state has those of the dataset in %d workers, and there are %d now: the dataset begins anew.",
+                len(starts),
+                places,
+            )
+            return anew
         again = sum(start.batches + len(start.ahead) for start in starts.values() if start.snapshot is None)
         if is_iterable and again:
             log.warning(
-                "Neither the dataset nor its iterator has state_dict and load_state_dict: to go on, %d batches are "
-                "read again and dropped.",
+                "Neither the dataset nor its iterator has given a state (state_dict, load_state_dict): to resume, %d "
+                "batches are read again and dropped.",
                 again,
             )
         return starts
@@ -290,12 +379,24 @@ class Beginning:
 
 def initial_state(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over."""
-    kind = "iterable" if isinstance(loader.dataset, IterableDataset) else "map"
+    is_iterable = isinstance(loader.dataset, IterableDataset)
     draws = Draws(loader.generator, samplers_within(loader._index_sampler))
-    samplers = plain(own_states(loader._index_sampler))
+    samplers = own_state(loader._index_sampler)
+    here = Start() if loader.num_workers else _dataset_here(loader)
     return _state(
-        kind, loader._runs_begun, Fits.of(loader).describe(), draws.as_text(draws.capture()), samplers=samplers
+        "iterable" if is_iterable else "map",
+        loader._runs_begun,
+        Fits.of(loader).describe(),
+        draws.as_text(draws.capture()),
+        samplers=samplers and samplers.plain(),
+        workers=None if here == Start() else as_plain({0: here}),
     )
+
+
+def _dataset_here(loader: DataLoader[Any]) -> Start:
+    """Return where the dataset of this process is, which is the one that batches are made of without workers."""
+    snapshot = Keeper(loader.dataset, loader.snapshot_every_n_steps or 0, Start()).take_now()
+    return Start(0, snapshot) if isinstance(snapshot, Frozen) else Start()
 
 
 def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any) -> dict[str, Any]:
@@ -312,6 +413,9 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any)
         "inline": False,
         "set_epochs": [],
         "samplers": None,
+        "drawn": 0,
+        "is_over": False,
+        "finished": False,
         "workers": None,
         "next_worker": None,
     }

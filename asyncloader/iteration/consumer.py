@@ -39,7 +39,7 @@ class Consumer:
         self._session = session
         self._sampler = sampler
         self._window = window
-        self._lock = threading.Lock()
+        self._lock = progress.lock
         self._planned = progress.position
         self._planned_samples = 0
         self._plan_ended = False
@@ -83,7 +83,7 @@ class Consumer:
             if item.seq >= 0:
                 self.progress.done(item.seq)
                 if item.worker >= 0:
-                    self.progress.answered(item.worker, item.snapshot, item.number)
+                    self.progress.answered(item.worker, item.snapshot, item.number, item.keys)
             if self._plan_error is not None:
                 run.handoff.wake()  # what the sampler raised may be due now, and we may not come again
             if item.bad:
@@ -114,6 +114,7 @@ class Consumer:
                 finally:
                     del error
         if run.ended and not run.handoff.ready:
+            self.progress.ends = run.ends
             self.progress.finished = True
             run.meter.told()
             raise StopIteration

@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.run import Item
+from asyncloader.iteration.rng_snapshot import left_alone
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child import sample_context as place
@@ -93,7 +94,9 @@ class TimedFetcher:
 
     fetcher: Any  # set once it was made, with our `collate`
     passage: Passage  # of the last batch
+    keys: Any = None  # of the last batch, where they may be needed to make it again
     snapshot: Any = None  # of the dataset, after the last batch
+    last_state: Any = None  # of a stream, after its end
 
     def __init__(self, meter: Meter, collate_fn: Any, auto_collation: bool, keeper: Keeper | None) -> None:
         self._meter = meter
@@ -114,13 +117,52 @@ class TimedFetcher:
         began = time.perf_counter()
         keeper, self.snapshot = self._keeper, None
         if keeper is not None:
-            keeper.leave_out(self._fetch, keys)
-        batch = self.fetcher.fetch(keys)
+            self._leave_out(keeper, keys)
+        try:
+            batch = self.fetcher.fetch(keys)
+        except StopIteration:
+            if keeper is not None and isinstance(self._fetch, IterableFetcher):
+                self.last_state = keeper.take_last()
+            raise
         if keeper is not None:
             self.snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
         if batch is not LEFT_OUT:
             self.passage = self._meter.made_here(began, self._collate_s, self._count)
         return batch
+
+    def _catch_up(self, keeper: Keeper) -> None:
+        """Make again, and drop, what was made of a map-style dataset after the state that it has begun with.
+
+        What that draws from the trainer's own generators was drawn before they were saved: they are left as they are.
+        """
+        if not keeper.made:
+            return
+        with left_alone():
+            for made in keeper.made:
+                outside = place.current.set(place.Place(made.key, made.seq))
+                try:
+                    self._make_and_drop(made.keys)
+                finally:
+                    place.current.reset(outside)
+
+    def _leave_out(self, keeper: Keeper, keys: Any) -> None:
+        """Read over the batches of a stream that come before this one, and were made already."""
+        self.keys = None if isinstance(self._fetch, IterableFetcher) else keys
+        if gap := keeper.gap():
+            with left_alone():
+                for _ in range(gap):
+                    if not self._make_and_drop(keys):
+                        return
+
+    def _make_and_drop(self, keys: Any) -> bool:
+        """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
+        try:
+            self._fetch(keys)
+        except StopIteration:
+            return False
+        except Exception:  # it was raised in its time
+            pass
+        return True
 
     def attach(self, fetch: Fetcher | None) -> None:
         """Have the state kept of the iterator that the samples come from, if they do."""
@@ -129,6 +171,8 @@ class TimedFetcher:
             ended = self._keeper.attach(getattr(fetch, "iterator", None))
             if isinstance(fetch, IterableFetcher):
                 fetch.ended = ended
+            else:
+                self._catch_up(self._keeper)
 
     def collate(self, samples: Any) -> Any:
         """Make a batch of samples."""
@@ -182,7 +226,8 @@ class FetchThread:
                 left_out = batch is LEFT_OUT
                 passage = None if left_out else self._fetcher.passage
                 made = None if left_out else batch
-                item = Item(made, left_out=left_out, passage=passage, worker=0, snapshot=self._fetcher.snapshot)
+                snapshot, keys = self._fetcher.snapshot, self._fetcher.keys
+                item = Item(made, left_out=left_out, passage=passage, worker=0, snapshot=snapshot, keys=keys)
                 del batch, made
             except asyncio.CancelledError as error:
                 item = Item(None, _cancelled(error), worker=0)

@@ -31,7 +31,7 @@ from asyncloader.observe.faults import Faults, make_faults
 from asyncloader.observe.meter import Meter
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child.fetch import make_fetcher
-from asyncloader.workers.protocol.snapshot import Keeper
+from asyncloader.workers.protocol.snapshot import Frozen, Keeper
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
@@ -68,7 +68,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._closed = False
         self._exhausted = False
         self._taking = threading.Lock()
-        self._asking = threading.Lock()  # held to read the sampler, and to change the thread's two numbers
+        self._asking = self._record.progress.lock  # held to read the sampler, and to change the thread's two numbers
         _iterators.add(self)
 
     def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults, key: tuple[int, int, int]) -> TimedFetcher:
@@ -78,7 +78,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         iterator = self._dataset_fetcher.dataset_iter if is_iterable else None
         keeper = None
         if (starts := self._record.starts) is not None:
-            keeper = Keeper(self._dataset, loader.snapshot_every_n_steps if is_iterable else 1, starts[0])
+            keeper = Keeper(self._dataset, loader.snapshot_every_n_steps or 0, starts[0])
             if starts[0].snapshot is not None:
                 iterator = None  # that was made before the dataset was in its state
         timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper)
@@ -104,14 +104,26 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             try:
                 batch = super()._next_data()  # type: ignore[no-untyped-call]
             except StopIteration:
-                self._record.progress.finished |= self._dataset_kind != 0
+                if self._dataset_kind != 0:
+                    self._finish()
                 raise
             except Exception:
-                self._record.progress.answered(0, None)
+                self._answered(None, self._dataset_fetcher.keys)
                 raise
-            self._record.progress.answered(0, self._dataset_fetcher.snapshot)
+            self._answered(self._dataset_fetcher.snapshot, self._dataset_fetcher.keys)
             if batch is not LEFT_OUT:
                 return batch
+
+    def _answered(self, snapshot: Any, keys: Any) -> None:
+        """Note what has become of the dataset by the last batch that was counted."""
+        progress = self._record.progress
+        progress.answered(0, snapshot, -1 if self._dataset_kind != 0 else progress.position - 1, keys)
+
+    def _finish(self) -> None:
+        """A stream has come to its end."""
+        if isinstance(last := self._dataset_fetcher.last_state, Frozen):
+            self._record.progress.ends = {0: last}
+        self._record.progress.finished = True
 
     def __next__(self) -> Any:
         while True:
@@ -274,9 +286,9 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         progress = self._record.progress
         progress.done(progress.position)
         if item is not None and item.worker >= 0:
-            progress.answered(item.worker, item.snapshot)
+            self._answered(item.snapshot, item.keys)
         elif item is not None and self._dataset_kind != 0:
-            progress.finished = True
+            self._finish()
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self.close()

@@ -1,26 +1,30 @@
-"""Reads batches of keys from the sampler, so that an epoch can be gone on with in the middle.
+"""Reads batches of keys from the sampler, so that an epoch can be resumed in the middle.
 
-How a plan goes on at batch n: samplers with a state load it. For others the generators are set to what they were when
-the epoch began, and n batches are drawn and dropped; no data are read for it.
+How a plan is resumed at batch n: samplers with a state load the last one that was taken, up to n; for others the
+generators are set to what they were when the epoch began. The batches from there to n are drawn and dropped; no data
+are read for it.
 
 All of it happens in the consumer's thread: samplers are the user's.
 """
 
 from __future__ import annotations
 
-import copy
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
 from asyncloader.protocols import probe
-from asyncloader.workers.protocol.snapshot import is_stateful
+from asyncloader.workers.protocol.snapshot import Frozen, Pace, is_stateful
 
 if TYPE_CHECKING:
     from asyncloader.iteration.progress import Progress
+
+log = logging.getLogger("asyncloader")
 
 
 def samplers_within(index_sampler: Any) -> list[Any]:
@@ -45,22 +49,31 @@ class Plan:
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
     what is skipped is not put into batches first.
 
+    States of samplers are taken after the first batch, and then as `Pace` allows. Not after a short one, whose sampler
+    has come to its end and may have begun anew: it is drawn again from the state before.
+
     Args:
         index_sampler: What torch's loader iterates over.
         iterator: Its iterator, which torch has made.
         progress: Where is counted what was read; samplers' states are left there.
+        pace: When to take these.
     """
 
-    def __init__(self, index_sampler: Any, iterator: Iterator[Any], progress: Progress) -> None:
+    def __init__(self, index_sampler: Any, iterator: Iterator[Any], progress: Progress, pace: Pace) -> None:
         self._index_sampler = index_sampler
         self._takes_apart = type(index_sampler) is BatchSampler
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
         self._iterator = iter(self._batch, None) if self._takes_apart else iterator
-        self._inner: Any = None  # the iterator over the sampler within, from the first batch on
+        self._inner: Any = None if self._takes_apart else iterator  # what may have a state
         self._progress = progress
         self._done = frozenset(progress.ahead)
+        self._sampler = stateful_sampler(index_sampler)
+        iterated = index_sampler.sampler if self._takes_apart else index_sampler
+        self._is_exact = self._sampler is iterated  # else its state does not say where in the epoch it is
         self._is_stateful: bool | None = None  # known when the iterator within is there
-        progress.set_epochs = [_epoch(sampler) for sampler in samplers_within(index_sampler)]
+        self._has_state = False
+        self._pace = pace
+        progress.set_epochs = set_epochs(index_sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -68,55 +81,59 @@ class Plan:
     def __next__(self) -> Any:
         keys = next(self._iterator)
         progress = self._progress
-        if progress.read in self._done:
-            keys = Done
+        number = progress.read
         progress.read += 1
         if self._is_stateful is None:
-            self._is_stateful = any(is_stateful(thing) for thing in self._things().values())
-        if self._is_stateful:
-            ended = self._takes_apart and len(keys) < self._index_sampler.batch_size
-            progress.sampler_states[progress.read] = {"ended": True} if ended else self.state()
-        return keys
+            self._is_stateful = self._is_exact or is_stateful(self._inner)
+        if self._is_stateful and (self._pace.is_due() or not self._has_state):
+            is_short = self._takes_apart and len(keys) < self._index_sampler.batch_size
+            if not is_short:
+                self._take_state()
+        return Done if number in self._done else keys
 
-    def state(self) -> dict[str, Any] | None:
-        """Return the states of samplers and their iterators after what was read so far; None if none has one."""
-        states = {name: thing.state_dict() for name, thing in self._things().items() if is_stateful(thing)}
-        return copy.deepcopy(states) or None
-
-    def _things(self) -> dict[str, Any]:
-        """Name what may have a state; what is its own iterator is named once."""
-        if self._takes_apart:
-            things = {"sampler": self._index_sampler.sampler, "iterator": self._inner}
-        else:
-            things = {"index_sampler": self._index_sampler, "index_iterator": self._iterator}
-        first, second = things.items()
-        return dict([first] if first[1] is second[1] else [first, second])
-
-    def go_on(self, skip: int, states: dict[str, Any]) -> None:
-        """Go on in the middle, before anything was read.
+    def go_on(self, states: dict[str, Any] | None, skip: int) -> None:
+        """Begin in the middle, before anything was read.
 
         Args:
-            skip: Batches to leave out, where nothing has a state.
-            states: Of iterators over samplers; those of samplers were loaded before they were iterated over. Where a
-                short batch was the last, the sampler has begun anew: then there is just nothing left.
+            states: Of the sampler, which was loaded before it was iterated over, and of its iterator.
+            skip: Batches to leave out from there.
         """
-        iterator: Any = self._iterator
-        if "ended" in states:
-            self._iterator = iter(())
-            return
         if self._takes_apart:
-            iterator = self._inner = iter(self._index_sampler.sampler)
+            self._inner = iter(self._index_sampler.sampler)
             skip *= self._index_sampler.batch_size
-        for name in ("iterator", "index_iterator"):
-            if name in states and is_stateful(iterator):
-                iterator.load_state_dict(states[name])
-        if not states:
-            deque(islice(iterator, skip), maxlen=0)
+        if states is not None and states["iterator"] is not None and is_stateful(self._inner):
+            self._inner.load_state_dict(states["iterator"])
+        drawn = count()
+        deque(zip(islice(self._inner, skip), drawn, strict=False), maxlen=0)
+        if next(drawn) < skip:  # not asked again: some iterators would begin anew
+            self._inner = iter(())
+            if not self._takes_apart:
+                self._iterator = self._inner
+
+    def _take_state(self) -> None:
+        began = perf_counter()
+        sampler = self._sampler if self._is_exact else None
+        inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
+        try:
+            state = {
+                "sampler": None if sampler is None else sampler.state_dict(),
+                "iterator": None if inner is None else inner.state_dict(),
+            }
+            self._progress.sampler_states.append((self._progress.read, Frozen(state)))
+            self._has_state = True
+        except Exception:
+            log.warning(
+                "The state of the sampler could not be taken: to resume from here, what it has yielded since the last "
+                "one is drawn again.",
+                exc_info=True,
+            )
+            self._is_stateful = False
+        self._pace.took(began)
 
     def _batch(self) -> list[Any] | None:
         """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; None at the end.
 
-        After an exception of the sampler there is nothing more, as with torch.
+        After an exception of the sampler there is nothing more, as with torch; nor after its end.
         """
         batching = self._index_sampler
         try:
@@ -127,27 +144,55 @@ class Plan:
             self._inner = iter(())
             raise
         is_short = len(batch) < batching.batch_size
+        if is_short:
+            self._inner = iter(())
         return None if not batch or (is_short and batching.drop_last) else batch
 
 
-def load_samplers(index_sampler: Any, states: dict[str, Any], epochs: Sequence[int | None]) -> None:
-    """Load the states of samplers, before they are iterated over; set epochs as they had been set."""
+def stateful_sampler(index_sampler: Any) -> Any:
+    """Return the outermost sampler that provides a state, which covers those within; None if none does."""
+    return next(filter(is_stateful, samplers_within(index_sampler)), None)
+
+
+def may_be_looked_at(index_sampler: Any) -> bool:
+    """Whether the user may take a sampler's state beside the loader, and count on how far it is ahead of batches.
+
+    So some libraries save it: ``loader.sampler.state_dict()``, less torch's window. Not where the sampler says, as
+    `ElasticSampler` does, what its state was after any number of samples.
+    """
+    sampler = stateful_sampler(index_sampler)
+    return sampler is not None and not callable(probe(sampler, "state_after"))
+
+
+def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Sequence[int | None]) -> None:
+    """Load the state of a sampler, before it is iterated over; set epochs as they had been set."""
     for sampler, epoch in zip(samplers_within(index_sampler), epochs, strict=False):
         if epoch is not None and _epoch(sampler) not in (None, epoch):
             sampler.set_epoch(epoch)
-    outer: Any = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
-    for name in ("sampler", "index_sampler"):
-        if name in states and is_stateful(outer):
-            outer.load_state_dict(states[name])
+    sampler = stateful_sampler(index_sampler)
+    if sampler is not None and states is not None and states["sampler"] is not None:
+        sampler.load_state_dict(states["sampler"])
 
 
-def own_states(index_sampler: Any) -> dict[str, Any] | None:
+def own_state(index_sampler: Any, pace: Pace | None = None) -> Frozen | None:
     """Return the state of a sampler that is not being iterated over; None if it has none."""
-    apart = type(index_sampler) is BatchSampler
-    sampler = index_sampler.sampler if apart else index_sampler
-    if not is_stateful(sampler):
+    sampler = stateful_sampler(index_sampler)
+    if sampler is None:
         return None
-    return {"sampler" if apart else "index_sampler": copy.deepcopy(sampler.state_dict())}
+    began = perf_counter()
+    try:
+        return Frozen({"sampler": sampler.state_dict(), "iterator": None})
+    except Exception:
+        log.warning("The state of the sampler could not be taken: it is not in states of the loader.", exc_info=True)
+        return None
+    finally:
+        if pace is not None:
+            pace.took(began)
+
+
+def set_epochs(index_sampler: Any) -> list[int | None]:
+    """Return what `set_epoch` of samplers, from the outermost on, has been called with."""
+    return [_epoch(sampler) for sampler in samplers_within(index_sampler)]
 
 
 def _epoch(sampler: Any) -> int | None:

@@ -6,10 +6,23 @@ iterator, and no worker.
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections import deque
+from typing import Any, NamedTuple
 
-from asyncloader.engine.tracks import Track
-from asyncloader.workers.protocol.snapshot import Start
+from asyncloader.engine.tracks import make_tracks
+from asyncloader.workers.protocol.snapshot import Frozen, Start, Untold
+
+
+class SamplerState(NamedTuple):
+    """Where samplers are: so many batches after a state of theirs.
+
+    With ``is_over`` that was in the epoch before, which has come to its end then, and another one has begun.
+    """
+
+    state: Frozen | None
+    drawn: int = 0
+    is_over: bool = False
 
 
 class Progress:
@@ -21,8 +34,17 @@ class Progress:
     Args:
         position: Where the run begins.
         ahead: What is done with beyond that.
-        workers: Where workers begin, for datasets that they have a place in. Kept up to date with what is done with.
+        workers: Where workers are at the beginning, for datasets that they have a place or a state in. Kept up to date
+            with what is done with.
         next_worker: Who gets the first batch.
+        key: Of a map-style dataset: what batches are seeded with. None for a stream.
+        overlaps: A worker has samples of several batches in work at once.
+
+    Attributes:
+        samplers_before: Where samplers were before the run.
+        lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
+            middle of that, in the same thread: so it can be taken again.
+        ends: By worker, the state of a stream after its end.
     """
 
     def __init__(
@@ -33,22 +55,30 @@ class Progress:
         in_order: bool = True,
         workers: dict[int, Start] | None = None,
         next_worker: int | None = None,
+        key: tuple[int, int, int] | None = None,
+        overlaps: bool = False,
     ) -> None:
+        self.lock = threading.RLock()
         self.position = position
         self.ahead = ahead or set()
         self.read = position  # batches of keys that were read from the sampler
-        self.sampler_states: dict[int, Any] = {}  # by the number of batches that had been read
+        self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
+        self.samplers_before = SamplerState(None)
         self.set_epochs: list[int | None] = []  # what `set_epoch` of samplers had been called with
         self.finished = False
         self.workers = workers
-        self._tracks = {worker: Track(start) for worker, start in (workers or {}).items()}
+        self.ends: dict[int, Frozen] = {}
+        self.untold = ""  # why the state of a dataset could not be taken
         self.next_worker = next_worker
         self._in_order = in_order
+        self._tracks = make_tracks(workers, key, overlaps=overlaps)
 
-    def answered(self, worker: int, snapshot: Any, number: int = -1) -> None:
-        """What is done with came from this worker, and is this batch of its stream; its dataset has told this state."""
+    def answered(self, worker: int, snapshot: Any, number: int = -1, keys: Any = None) -> None:
+        """What is done with came from this worker, and is this batch of its stream; its dataset was in this state."""
         if self.workers is not None:
-            self._tracks[worker].done(number, snapshot)
+            if isinstance(snapshot, Untold):
+                self.untold = snapshot.reason
+            self._tracks[worker].done(number, snapshot, keys)
             self.workers[worker] = self._tracks[worker].start
             self.next_worker = worker + 1
 
@@ -62,5 +92,13 @@ class Progress:
             self.ahead.remove(self.position)
             self.position += 1
         states = self.sampler_states
-        while states and (oldest := next(iter(states))) < self.position:
-            del states[oldest]
+        while len(states) > 1 and states[1][0] <= self.position:
+            states.popleft()
+
+    def sampler_state(self) -> SamplerState:
+        """Return the last state of the samplers that is not beyond the position."""
+        for read, state in reversed(tuple(self.sampler_states)):
+            if read <= self.position:
+                return SamplerState(state, self.position - read)
+        before = self.samplers_before
+        return before if before.is_over else before._replace(drawn=self.position)

@@ -8,9 +8,11 @@ Python's, numpy's global ones   4 kB each, and only where samplers are not torch
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
 import zlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,6 +116,18 @@ class _NumpySource:
     def decode(self, plain: Any) -> Any:
         name, keys, *rest = plain
         return (name, _unpacked(keys, np.uint32), *rest)
+
+
+@contextlib.contextmanager
+def left_alone() -> Iterator[None]:
+    """Leave the global generators as they are, whatever is drawn from them meanwhile."""
+    sources: list[_Source] = [_TorchSource(torch.default_generator), _PythonSource(), _NumpySource()]
+    states = [source.capture() for source in sources]
+    try:
+        yield
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.restore(state)
 
 
 class Draws:

@@ -33,6 +33,7 @@ from asyncloader.iteration.base_iterator import Faces, check_owner
 from asyncloader.iteration.checkpoint import Beginning
 from asyncloader.iteration.concurrency import concurrency_of
 from asyncloader.iteration.consumer import Consumer
+from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.observe.faults import make_faults
 from asyncloader.observe.meter import Meter
 from asyncloader.protocols import probe
@@ -145,7 +146,7 @@ class WorkerIterator(Faces[T_co]):
         super()._reset(loader, first_iter)
         if first_iter:
             self._shared_seed = shared_seed  # workers that are started get the first one, as torch's do
-        self._open_plan(loader, beginning, keeps_seed=self._persistent_workers)
+        self._open_plan(loader, beginning, is_persistent=self._persistent_workers, overlaps=self._concurrency.overlaps)
         return self._make_run(loader)
 
     def _make_run(self, loader: DataLoader[T_co]) -> Run:
@@ -156,7 +157,7 @@ class WorkerIterator(Faces[T_co]):
             prefetch_factor=self._window // self._num_places,
             scheduling="static" if self._is_iterable else options.scheduling,
             in_order=loader.in_order,
-            run_ahead_bytes=options.run_ahead_bytes,
+            run_ahead_bytes=0 if may_be_looked_at(self._index_sampler) else options.run_ahead_bytes,
             on_crash=options.on_crash,
             on_timeout=options.on_timeout,
             max_retries=options.max_retries,
@@ -180,7 +181,9 @@ class WorkerIterator(Faces[T_co]):
             concurrency=self._concurrency.samples,
             in_process=self._num_workers == 0 or options.worker_backend == "thread",
         )
-        return Run(scheduler, EpochSpec(self._runs, key, self._shared_seed, self._record.starts), faults, self._meter)
+        spec = EpochSpec(self._runs, key, self._shared_seed, self._record.starts)
+        kind = {"is_stream": self._is_iterable, "overlaps": self._concurrency.overlaps}
+        return Run(scheduler, spec, faults, self._meter, **kind)
 
     def _worker_spec(self, loader: DataLoader[T_co]) -> WorkerSpec:
         return WorkerSpec(
@@ -196,7 +199,8 @@ class WorkerIterator(Faces[T_co]):
             on_error=self._options.on_error,
             concurrency=self._concurrency.samples,
             is_async=self._concurrency.is_async,
-            snapshot_every=self._options.snapshot_every_n_steps if self._is_iterable else 1,
+            snapshot_every=self._options.snapshot_every_n_steps or 0,
+            outlasts_run=self._persistent_workers or not loader.num_workers,
             modes=self._modes(loader),
             origin=Origin.of_this_thread(),
         )
@@ -228,7 +232,7 @@ class WorkerIterator(Faces[T_co]):
     def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
         self._window = self._window_of(loader)
-        beginning = Beginning(loader, None)
+        beginning = Beginning(loader, None, last=self._record)
         run = self._prepare(loader, beginning, first_iter=first_iter)
         self._session.push(run)
         self._begin(run, beginning)

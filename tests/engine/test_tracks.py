@@ -6,7 +6,7 @@ import random
 from collections import deque
 
 from asyncloader.engine.tracks import Track
-from asyncloader.workers.protocol.snapshot import Start, as_plain, from_plain
+from asyncloader.workers.protocol.snapshot import Frozen, Made, Start, as_plain, from_plain
 
 
 def test_the_place_is_before_the_first_that_is_missing() -> None:
@@ -67,12 +67,13 @@ def test_gaps_are_what_lies_before_each_batch_that_is_made() -> None:
 
 
 def test_places_are_written_as_json_if_that_says_all() -> None:
-    """And as they are otherwise; those that were written without anything ahead can be read."""
-    starts = {0: Start(1, '{"at": 3}', (1, 5)), 1: Start()}
-    written = as_plain(starts)
-    assert written == '[[1, {"at": 3}, [1, 5]], [0, null, []]]'
-    assert from_plain(written) == {0: Start(1, {"at": 3}, (1, 5)), 1: Start()}
+    """And as they are otherwise."""
+    starts = {0: Start(1, {"at": 3}, (1, 5)), 1: Start(made=(Made((7, 0, 0), 4, [2, 9]),))}
+    written = as_plain({**starts, 0: Start(1, Frozen({"at": 3}), (1, 5))})
+    assert written == '[[1, {"at": 3}, [1, 5], []], [0, null, [], [[[7, 0, 0], 4, [2, 9]]]]]'
+    assert from_plain(written) == starts
     unusual = {0: Start(1, {"iterator": {0: 3}}, (1, 5)), 1: Start()}
-    assert as_plain(unusual) == [[1, {"iterator": {0: 3}}, "[1, 5]"], [0, None, "[]"]]
+    assert as_plain(unusual) == [[1, {"iterator": {0: 3}}, "[1, 5]", "[]"], [0, None, "[]", "[]"]]
     assert from_plain(as_plain(unusual)) == unusual
-    assert from_plain("[[2, null]]") == {0: Start(2)}
+    strange_keys = {0: Start(0, {"at": 3}, (), (Made((7, 0, 0), 4, ("a", 2)),))}
+    assert from_plain(as_plain(strange_keys)) == strange_keys

@@ -108,9 +108,9 @@ class OverlapServer(Server):
         self._waited_s.clear()
         for task in self._collating:
             task.cancel()
+        keeper = self._make_keeper(dataset)
         common = (self._epoch.key, spec.auto_collation, spec.concurrency, spec.on_error != "raise", self._on_finished)
         if spec.is_iterable:
-            keeper = self._make_keeper(dataset)
             self._overlap = Stream(dataset, spec.drop_last, self._on_exhausted, closing, keeper, *common)
         else:
             self._overlap = Coroutines(dataset, *common) if spec.is_async else self._make_lanes(dataset, common)
@@ -167,12 +167,16 @@ class OverlapServer(Server):
 
     def _on_exhausted(self, seq: int) -> None:
         self._ended = True
-        self._line.send(Kind.EXHAUSTED, self._record(seq, perf_counter()))
+        record = self._record(seq, perf_counter())
+        self._tell_last_state(record)
+        self._line.send(Kind.EXHAUSTED, record)
 
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples. What goes wrong with it must not reach the task that calls."""
         fetched = self._idle_since = perf_counter()
         try:
+            if self._keeper is not None and not self._spec.is_iterable:
+                job.snapshot = self._keeper.take()  # a stream takes it itself, when the samples have been read
             if job.fatal is not None and self._line.ends(job.fatal):
                 self._stop(job.fatal)
             elif (error := self._error(job)) is not None:

@@ -107,12 +107,18 @@ class Server:
         )
         if keeper is not None and isinstance(self._fetch, IterableFetcher):
             self._fetch.ended = keeper.attach(self._fetch.iterator)
+        elif keeper is not None:
+            self._catch_up(keeper)
         self._seed = BatchSeeder(self._epoch.key) if spec.seed_each_batch else None
 
     def _make_keeper(self, dataset: Any) -> Keeper | None:
         """Bring the dataset into the state that the run begins with; return what tells its state from now on."""
         starts = self._epoch.starts
-        self._keeper = None if starts is None else Keeper(dataset, self._spec.snapshot_every, starts[self._id])
+        if starts is None:
+            self._keeper = None
+        else:
+            every, sends = self._spec.snapshot_every, self._line.is_remote
+            self._keeper = Keeper(dataset, every, starts[self._id], sends=sends)
         return self._keeper
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -168,12 +174,12 @@ class Server:
             if self._fetch is None or self._failure is not None:
                 self._line.send(Kind.FAILURE, self._record(seq, started), self._failure)
                 return
+            keeper, snapshot = self._keeper, None
+            if keeper is not None:
+                self._leave_out(keeper, seq, keys)
             if self._seed is not None:
                 self._seed(seq)
             place.enter(self._epoch.key, seq)
-            keeper, snapshot = self._keeper, None
-            if keeper is not None:
-                keeper.leave_out(self._fetch, keys)
             samples = self._fetch(keys)
             if keeper is not None:
                 snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
@@ -190,10 +196,37 @@ class Server:
                 raise
             self._fail(self._record(seq, started), error, () if self._fetch is None else self._fetch.bad)
 
+    def _catch_up(self, keeper: Keeper) -> None:
+        """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
+        for made in keeper.made:
+            if self._spec.seed_each_batch:
+                BatchSeeder(made.key)(made.seq)
+            place.enter(made.key, made.seq)
+            self._make_and_drop(made.keys)
+
+    def _leave_out(self, keeper: Keeper, seq: int, keys: Any) -> None:
+        """Read over the batches of a stream that come before this one, and were made already."""
+        for _ in range(keeper.gap()):
+            place.enter(self._epoch.key, seq)
+            if not self._make_and_drop(keys):
+                return
+
+    def _make_and_drop(self, keys: Any) -> bool:
+        """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
+        assert self._fetch is not None
+        try:
+            self._fetch(keys)
+        except StopIteration:
+            return False
+        except Exception:  # it was raised in its time
+            pass
+        return True
+
     def _fail(self, record: Record, error: BaseException, bad: Sequence[BadSample]) -> None:
         """Tell what became of a ticket that there is no batch for."""
         if isinstance(error, StopIteration) and self._spec.is_iterable:
             self._ended = True
+            self._tell_last_state(record)
             self._line.send(Kind.EXHAUSTED, record)
             return
         if isinstance(error, NoGoodSample):
@@ -203,6 +236,11 @@ class Server:
                 return
             error = error.first
         self._line.send(Kind.FAILURE, record, self._line.capture(error))
+
+    def _tell_last_state(self, record: Record) -> None:
+        """Send the state of a dataset that the next run begins with, if that is in this worker."""
+        if self._keeper is not None and self._spec.outlasts_run and (snapshot := self._keeper.take_last()) is not None:
+            self._line.send(Kind.STATE, record, snapshot)
 
     def _record(self, seq: int, started: float, fetched: float | None = None, samples: int = 0) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the one before."""

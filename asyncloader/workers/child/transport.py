@@ -37,9 +37,11 @@ class Line(Protocol):
 
     Attributes:
         where: For the words of errors: "in DataLoader worker process 3".
+        is_remote: What is sent goes to another process.
     """
 
     where: str
+    is_remote: bool
 
     @property
     def cpu_clock(self) -> Callable[[], float]:
@@ -93,6 +95,7 @@ class ProcessLine:
         arena: Handle of the shared memory, or None.
     """
 
+    is_remote = True
     cpu_clock = staticmethod(process_time)
 
     def __init__(self, worker_id: int, channel: WorkerChannel, arena: Any) -> None:

@@ -52,6 +52,7 @@ class LocalLine:
         post: Gives an outcome (kind, record, body, bytes) to the parent.
     """
 
+    is_remote = False
     cpu_clock = staticmethod(thread_time)
 
     def __init__(self, where: str, post: Callable[[int, Record | None, Any, int], None]) -> None:

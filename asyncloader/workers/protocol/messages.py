@@ -17,7 +17,7 @@
                        EXHAUSTED record                       the iterable dataset ended before this ticket
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
                        AWAITS   text                          answer to WHERE
-                       STATE    record, snapshot              of the dataset; the outcome of the ticket follows
+                       STATE    record, snapshot              of the dataset, or why not; the ticket's outcome follows
 
 Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
 """
@@ -114,7 +114,8 @@ class WorkerSpec:
 
     Attributes:
         concurrency: Samples that one worker fetches at once.
-        snapshot_every: Batches from one snapshot of the dataset's state to the next.
+        snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
+        outlasts_run: The worker, and its dataset, are there for the next run too.
         is_async: The dataset is async; else its samples are fetched on threads where there are several at once.
         modes: Of the thread that iterates; None where the worker is not to have them.
         origin: What else workers take over from that thread.
@@ -133,6 +134,7 @@ class WorkerSpec:
     concurrency: int = 1
     is_async: bool = False
     snapshot_every: int = 1
+    outlasts_run: bool = False
     modes: Modes | None = None
     origin: Origin | None = None
 

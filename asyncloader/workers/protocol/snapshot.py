@@ -1,10 +1,13 @@
-"""The state of a dataset in one worker: taken after its batches, brought back at the beginning of a run.
+"""States of the user's objects: when they are taken, how they are kept and written down, how they are brought back.
 
-    Start      where a worker begins, or has come to: the last snapshot, the batches since, and some ahead of these
-    Keeper     takes snapshots of the dataset and its iterator, loads one, and leaves out what came after it
+    Pace       says when a state is due: it may cost a fiftieth of the time, and no more
+    Frozen     a state as it was when it was taken
+    Start      where a worker begins, or has come to: the last snapshot, and what was made since
+    Keeper     takes snapshots of the dataset and its iterator, loads one, and says what came after it
 
-A snapshot is {"dataset", "iterator", "ended"}: the states of those that tell theirs. A dataset that is its own iterator
-tells it once. Without any there are no snapshots, and a worker begins with leaving out as many batches as were made.
+A snapshot is {"dataset", "iterator", "ended"}: the states of those that provide one. A dataset that is its own iterator
+provides it once. What was made after a snapshot is made again from there, and dropped: of a stream so many batches, of
+a map-style dataset those with their keys.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import logging
+import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncloader.protocols import probe
 
-log = logging.getLogger("asyncloader")
+_SHARE = 50
+_MOST_SINCE = 1000
+"""Batches of a map-style dataset after a snapshot: their keys are kept until the next one."""
 
 
 def is_stateful(thing: Any) -> bool:
@@ -33,6 +39,8 @@ def is_stateful(thing: Any) -> bool:
     tell, take = probe(thing, "state_dict"), probe(thing, "load_state_dict")
     if not (callable(tell) and callable(take)) or isinstance(thing, torch.nn.Module):
         return False
+    if inspect.iscoroutinefunction(tell) or inspect.iscoroutinefunction(take):  # of an actor elsewhere
+        return False
     try:
         inspect.signature(tell).bind()
     except TypeError:
@@ -42,15 +50,31 @@ def is_stateful(thing: Any) -> bool:
     return True
 
 
+# ------------------------------------------------------------------------------------------------------ written down
+
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+
+
+def says_all(state: Any) -> bool:
+    """Whether JSON says all of a state, its types included: no tuple, no other class, no key that is not a string."""
+    kind = type(state)
+    if kind is dict:
+        return all(type(key) is str for key in state) and says_all(list(state.values()))
+    if kind is list:
+        return all(part in _SCALARS or part is dict or part is list for part in set(map(type, state))) and all(
+            map(says_all, [part for part in state if type(part) not in _SCALARS])
+        )
+    return kind in _SCALARS
+
+
 def plain(state: Any) -> Any:
     """Write a user's state down as JSON where that says all of it; else return a copy of it."""
     if state is None:
         return None
     try:
-        text = json.dumps(state)
-        if json.loads(text) == state:
-            return text
-    except (TypeError, ValueError, RecursionError, RuntimeError):  # RuntimeError: tensors do not like being compared
+        if says_all(state):
+            return json.dumps(state)
+    except (ValueError, RecursionError):  # it contains itself, or is very deep
         pass
     return copy.deepcopy(state)
 
@@ -60,19 +84,102 @@ def unplain(state: Any) -> Any:
     return json.loads(state) if isinstance(state, str) else copy.deepcopy(state)
 
 
-class Start(NamedTuple):
-    """Where a worker is: so many batches after a snapshot, or after the beginning if there is none.
+class Frozen:
+    """A state as it was when it was taken, whatever becomes of the objects in it.
 
-    Where batches of a stream are made at once, some further ones may be done with before the one that comes next:
-    ``ahead`` are their numbers in ascending order, counted from that one, which is 0.
+    Pickled, which takes a tenth of the time of a deep copy, and isolates as well; a copy where that cannot be.
+
+    Attributes:
+        taken_at: On `time.perf_counter`, which all processes of a machine share.
+    """
+
+    __slots__ = ("_copy", "_pickled", "_text", "taken_at")
+
+    def __init__(self, state: Any) -> None:
+        self.taken_at = perf_counter()
+        self._text: str | None = None
+        self._copy: Any = None
+        self._pickled: bytes | None = None
+        try:
+            self._pickled = pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # whatever its classes raise
+            self._copy = copy.deepcopy(state)
+
+    def __repr__(self) -> str:
+        return f"<Frozen {self.thaw()!r}>"
+
+    @property
+    def can_travel(self) -> bool:
+        """Whether it can be sent to another process."""
+        return self._pickled is not None
+
+    def thaw(self) -> Any:
+        """Return the state, a new one each time."""
+        return copy.deepcopy(self._copy) if self._pickled is None else pickle.loads(self._pickled)
+
+    def plain(self) -> Any:
+        """Write it down as `plain` does."""
+        if self._text is None:
+            written = plain(self.thaw())
+            if not isinstance(written, str):
+                return written
+            self._text = written
+        return self._text
+
+
+class Untold(NamedTuple):
+    """In place of a snapshot: why the state of a dataset could not be taken."""
+
+    reason: str
+
+
+class Pace:
+    """Says when the next state is due, so that taking states costs a fiftieth of the time at most.
+
+    A state that takes microseconds is taken with each batch that takes some hundreds of them; one that takes a second,
+    every minute. What comes between two is drawn or made again after a resume: in less than `_SHARE` times as long as
+    taking the state took.
+    """
+
+    def __init__(self) -> None:
+        self._due_at = 0.0
+
+    def is_due(self) -> bool:
+        """Whether a state may be taken now."""
+        return perf_counter() >= self._due_at
+
+    def took(self, began: float) -> None:
+        """A state was taken, from this time on `time.perf_counter` until now."""
+        now = perf_counter()
+        self._due_at = now + _SHARE * (now - began)
+
+
+# ------------------------------------------------------------------------------------------------------------- places
+
+
+class Made(NamedTuple):
+    """A batch of a map-style dataset: what it was seeded with (base seed, epoch, rank; number) and its keys."""
+
+    key: tuple[int, int, int]
+    seq: int
+    keys: Any
+
+
+class Start(NamedTuple):
+    """Where a worker is: what was made after a snapshot, or after the beginning if there is none.
+
+    Of a stream so many batches. Where batches of a stream are made at once, some further ones may be done with before
+    the one that comes next: ``ahead`` are their numbers in ascending order, counted from that one, which is 0. Of a
+    map-style dataset ``made`` in this order.
     """
 
     batches: int = 0
-    snapshot: Any = None
+    snapshot: Any = None  # a Frozen, or a state that was loaded
     ahead: Sequence[int] = ()
+    made: tuple[Made, ...] = ()
 
     def after(self, snapshot: Any) -> Start:
-        """Return where it is one batch later, with nothing ahead."""
+        """Return where a stream is one batch later, with nothing ahead."""
         return Start(self.batches + 1, self.snapshot) if snapshot is None else Start(0, snapshot)
 
     def gaps(self) -> list[int]:
@@ -91,17 +198,22 @@ class Start(NamedTuple):
 
 def as_plain(starts: dict[int, Start]) -> Any:
     """Write down where workers are: as JSON if that says all of it."""
-    written = [
-        (start.batches, plain_snapshot(start.snapshot), list(start.ahead)) for _, start in sorted(starts.items())
-    ]
-    if all(isinstance(snapshot, str) for _, snapshot, _ in written):
-        return f"[{', '.join(f'[{batches}, {snapshot}, {ahead}]' for batches, snapshot, ahead in written)}]"
-    return [[start.batches, unplain(start.snapshot), str(list(start.ahead))] for _, start in sorted(starts.items())]
+    ordered = [start for _, start in sorted(starts.items())]
+    written = [(start, _plain_snapshot(start.snapshot), _plain_made(start.made)) for start in ordered]
+    if all(isinstance(part, str) for _, snapshot, made in written for part in (snapshot, made)):
+        texts = (f"[{start.batches}, {snapshot}, {list(start.ahead)}, {made}]" for start, snapshot, made in written)
+        return f"[{', '.join(texts)}]"
+    return [[start.batches, unplain(snapshot), str(list(start.ahead)), made] for start, snapshot, made in written]
 
 
-def plain_snapshot(snapshot: Any) -> Any:
-    """Write down a snapshot, which a worker may have written down already."""
-    return snapshot if isinstance(snapshot, str) else "null" if snapshot is None else plain(snapshot)
+def _plain_snapshot(snapshot: Any) -> Any:
+    if snapshot is None:
+        return "null"
+    return snapshot.plain() if isinstance(snapshot, Frozen) else plain(snapshot)
+
+
+def _plain_made(made: tuple[Made, ...]) -> Any:
+    return plain([[list(batch.key), batch.seq, batch.keys] for batch in made])
 
 
 def from_plain(plain: Any) -> dict[int, Start]:
@@ -109,8 +221,9 @@ def from_plain(plain: Any) -> dict[int, Start]:
     return {worker: _start(*start) for worker, start in enumerate(unplain(plain))}
 
 
-def _start(batches: int, snapshot: Any, ahead: list[int] | str = "[]") -> Start:
-    return Start(batches, snapshot, tuple(json.loads(ahead) if isinstance(ahead, str) else ahead))
+def _start(batches: int, snapshot: Any, ahead: list[int] | str = "[]", made: Any = "[]") -> Start:
+    ahead, made = (json.loads(part) if isinstance(part, str) else part for part in (ahead, made))
+    return Start(batches, snapshot, tuple(ahead), tuple(Made(tuple(key), seq, keys) for key, seq, keys in made))
 
 
 class Keeper:
@@ -118,18 +231,25 @@ class Keeper:
 
     Args:
         dataset: As the worker has it.
-        every: Take a snapshot after each so many batches.
+        every: Take a snapshot after each so many batches, or when `Pace` allows it; 0 for never.
         start: Where the run begins.
+        sends: Snapshots go to another process.
+
+    Attributes:
+        made: The batches of a map-style dataset that were made after its state was taken: to be made again at once, for
+            it may be that none follows in this run.
     """
 
-    def __init__(self, dataset: Any, every: int, start: Start) -> None:
+    def __init__(self, dataset: Any, every: int, start: Start, *, sends: bool = False) -> None:
         self._gaps = deque(start.gaps())
+        self.made = start.made
         self._dataset = dataset
         self._every = every
-        self._start = start
-        self._snapshot = unplain(start.snapshot) or {}
-        self._things: dict[str, Any] = {}
-        self._made = 0
+        self._sends = sends
+        self._snapshot = _thawed(start.snapshot) or {}
+        self._things: dict[str, Any] = {"dataset": dataset} if is_stateful(dataset) else {}
+        self._since = 0  # batches since the last snapshot
+        self._pace = Pace()
         if self._snapshot.get("dataset") is not None and is_stateful(dataset):
             dataset.load_state_dict(self._snapshot["dataset"])
 
@@ -144,32 +264,40 @@ class Keeper:
         return bool(self._snapshot.get("ended"))
 
     def gap(self) -> int:
-        """Turn to the next batch that is made; return how many are left out before it, for they were made already."""
+        """Turn to the next batch of a stream; return how many are left out before it, for they were made already."""
         return self._gaps.popleft() if self._gaps else 0
 
-    def leave_out(self, fetch: Callable[[Any], Any], keys: Any) -> None:
-        """Turn to the next batch; fetch what is left out before it, and drop it."""
-        for _ in range(self.gap()):
-            try:
-                fetch(keys)
-            except StopIteration:
-                return
-            except Exception:  # it was raised in its time
-                pass
-
-    def take(self, *, ended: bool = False) -> Any:
+    def take(self, *, ended: bool = False) -> Frozen | Untold | None:
         """Count a batch; return a snapshot if it is time for one."""
-        self._made += 1
-        if not self._things or self._made % self._every:
+        self._since += 1
+        if not self._every or self._since % self._every:
             return None
+        if not self._pace.is_due() and self._since < _MOST_SINCE:
+            return None
+        return self.take_now(ended=ended)
+
+    def take_now(self, *, ended: bool = False) -> Frozen | Untold | None:
+        """Return a snapshot, if anything provides a state; it may be that it cannot be taken."""
+        if not self._things or not self._every:
+            return None
+        began = perf_counter()
         try:
             states = {name: thing.state_dict() for name, thing in self._things.items()}
-            return plain({"dataset": None, "iterator": None, "ended": ended, **states})
-        except Exception:
-            log.warning(
-                "The state of the dataset could not be taken, and is not asked for again in this run: to go on from "
-                "here, batches since the last one are read again and dropped.",
-                exc_info=True,
-            )
-            self._things = {}
-            return None
+            frozen = Frozen({"dataset": None, "iterator": None, "ended": ended, **states})
+            if self._sends and not frozen.can_travel:
+                pickle.dumps(states)  # raises what is the matter
+            self._since = 0
+            return frozen
+        except Exception as error:
+            return Untold(f"{type(error).__name__}: {error}")
+        finally:
+            self._pace.took(began)
+
+    def take_last(self) -> Frozen | Untold | None:
+        """Return what of the dataset's state outlasts the run, after a stream has come to its end."""
+        self._things = {"dataset": self._dataset} if is_stateful(self._dataset) else {}
+        return self.take_now()
+
+
+def _thawed(snapshot: Any) -> Any:
+    return snapshot.thaw() if isinstance(snapshot, Frozen) else copy.deepcopy(snapshot)
