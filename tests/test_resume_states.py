@@ -141,6 +141,33 @@ def test_a_map_style_dataset_is_resumed_in_its_state(num_workers: int, options: 
     assert_resumable(maker(lambda: Counting(noisy), 1 if not is_alone else num_workers, **options))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_whose_state_is_that_of_a_global_generator(num_workers: int) -> None:
+    """What is made again from it draws from that, and leaves it where it was."""
+
+    class Drawing(Counting):
+        def __getitem__(self, index: int) -> Any:
+            return index, torch.rand(())
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"generator": torch.get_rng_state()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            torch.set_rng_state(state["generator"])
+
+    make = maker(Drawing, num_workers, snapshot_every_n_steps=3)
+    loader = make()
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    expected = everything(iterator)
+    torch.manual_seed(1)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert everything(resumed) == expected
+
+
 async def test_a_map_style_dataset_is_resumed_in_async_for() -> None:
     """By the other face too, without workers."""
     await assert_resumable_async(maker(Counting, 0, snapshot_every_n_steps=2))

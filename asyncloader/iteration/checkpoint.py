@@ -233,7 +233,6 @@ class Beginning:
         self._draws = Draws(loader.generator, samplers_within(self._index_sampler))
         self._inline = inline
         self._last = last
-        self._pace = Pace()
         self._samplers = SamplerState(None)  # before what is drawn in this run
         self._states: dict[str, Any] | None = None  # theirs, to load
         self._begun = self._draws.capture()
@@ -284,7 +283,7 @@ class Beginning:
             key=None if is_iterable else (int(iterator._base_seed), epoch, iterator._rank),
             overlaps=overlaps,
         )
-        plan = Plan(self._index_sampler, iterator._sampler_iter, progress, self._pace)
+        plan = Plan(self._index_sampler, iterator._sampler_iter, progress, Pace())
         if progress.position and not is_iterable:
             is_over = self._samplers.is_over
             plan.go_on(None if is_over else self._states, progress.position if is_over else self._samplers.drawn)
@@ -317,7 +316,7 @@ class Beginning:
             return
         chosen = set_epochs(self._index_sampler)
         load_samplers(self._index_sampler, states, ())
-        plan = Plan(self._index_sampler, iter(self._index_sampler), Progress(), self._pace)
+        plan = Plan(self._index_sampler, iter(self._index_sampler), Progress(), Pace())
         plan.go_on(states, state["drawn"])
         next(plan, None)
         for sampler, epoch, loaded in zip(
@@ -334,7 +333,7 @@ class Beginning:
         elif (last := self._loader._record) is not None and last.progress.finished:
             self._samplers = last.samplers_after()
         if self._samplers.state is None:
-            self._samplers = self._samplers._replace(state=own_state(self._index_sampler, self._pace))
+            self._samplers = self._samplers._replace(state=own_state(self._index_sampler))
 
     def _draw_as_it_was(self, iterator: Any, state: dict[str, Any]) -> None:
         """Account for the base seed, which is drawn before the order by one kind of iterators, and not by the other."""

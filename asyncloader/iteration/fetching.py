@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.run import Item
-from asyncloader.iteration.rng_snapshot import left_alone
+from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child import sample_context as place
@@ -90,6 +90,7 @@ class TimedFetcher:
         collate_fn: What the fetcher is to collate with, through `collate`.
         auto_collation: Whether a batch is made of several samples.
         keeper: Keeps the state of the dataset, if it has one.
+        generators: As they were before that was loaded.
     """
 
     fetcher: Any  # set once it was made, with our `collate`
@@ -98,9 +99,17 @@ class TimedFetcher:
     snapshot: Any = None  # of the dataset, after the last batch
     last_state: Any = None  # of a stream, after its end
 
-    def __init__(self, meter: Meter, collate_fn: Any, auto_collation: bool, keeper: Keeper | None) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        collate_fn: Any,
+        auto_collation: bool,
+        keeper: Keeper | None,
+        generators: GlobalGenerators,
+    ) -> None:
         self._meter = meter
         self._keeper = keeper
+        self._generators = generators
         self._fetch: Any = None
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
@@ -131,13 +140,10 @@ class TimedFetcher:
         return batch
 
     def _catch_up(self, keeper: Keeper) -> None:
-        """Make again, and drop, what was made of a map-style dataset after the state that it has begun with.
-
-        What that draws from the trainer's own generators was drawn before they were saved: they are left as they are.
-        """
+        """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         if not keeper.made:
             return
-        with left_alone():
+        with self._generators.left_alone():
             for made in keeper.made:
                 outside = place.current.set(place.Place(made.key, made.seq))
                 try:
@@ -149,7 +155,7 @@ class TimedFetcher:
         """Read over the batches of a stream that come before this one, and were made already."""
         self.keys = None if isinstance(self._fetch, IterableFetcher) else keys
         if gap := keeper.gap():
-            with left_alone():
+            with self._generators.left_alone():
                 for _ in range(gap):
                     if not self._make_and_drop(keys):
                         return
@@ -169,6 +175,7 @@ class TimedFetcher:
         self._fetch = fetch
         if self._keeper is not None:
             ended = self._keeper.attach(getattr(fetch, "iterator", None))
+            self._generators.loaded()
             if isinstance(fetch, IterableFetcher):
                 fetch.ended = ended
             else:

@@ -27,6 +27,7 @@ from asyncloader.iteration.base_iterator import Faces, check_owner
 from asyncloader.iteration.checkpoint import Beginning
 from asyncloader.iteration.fetching import LEFT_OUT, FetchThread, Maker, TimedFetcher, fetch_threads
 from asyncloader.iteration.plan import Done
+from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.observe.faults import Faults, make_faults
 from asyncloader.observe.meter import Meter
 from asyncloader.transport.collate import recycling_collate
@@ -76,12 +77,12 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         is_iterable = self._dataset_kind != 0
         # torch's own fetcher has begun to iterate, which a dataset may count.
         iterator = self._dataset_fetcher.dataset_iter if is_iterable else None
-        keeper = None
+        keeper, generators = None, GlobalGenerators()
         if (starts := self._record.starts) is not None:
             keeper = Keeper(self._dataset, loader.snapshot_every_n_steps or 0, starts[0])
             if starts[0].snapshot is not None:
                 iterator = None  # that was made before the dataset was in its state
-        timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper)
+        timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper, generators)
         options = loader._checked_options()
         fetch = make_fetcher(
             self._dataset,

@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
@@ -111,7 +110,7 @@ class Plan:
                 self._iterator = self._inner
 
     def _take_state(self) -> None:
-        began = perf_counter()
+        self._pace.begin()
         sampler = self._sampler if self._is_exact else None
         inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
         try:
@@ -128,7 +127,7 @@ class Plan:
                 exc_info=True,
             )
             self._is_stateful = False
-        self._pace.took(began)
+        self._pace.end()
 
     def _batch(self) -> list[Any] | None:
         """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; None at the end.
@@ -174,20 +173,16 @@ def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Seq
         sampler.load_state_dict(states["sampler"])
 
 
-def own_state(index_sampler: Any, pace: Pace | None = None) -> Frozen | None:
+def own_state(index_sampler: Any) -> Frozen | None:
     """Return the state of a sampler that is not being iterated over; None if it has none."""
     sampler = stateful_sampler(index_sampler)
     if sampler is None:
         return None
-    began = perf_counter()
     try:
         return Frozen({"sampler": sampler.state_dict(), "iterator": None})
     except Exception:
         log.warning("The state of the sampler could not be taken: it is not in states of the loader.", exc_info=True)
         return None
-    finally:
-        if pace is not None:
-            pace.took(began)
 
 
 def set_epochs(index_sampler: Any) -> list[int | None]:

@@ -118,16 +118,32 @@ class _NumpySource:
         return (name, _unpacked(keys, np.uint32), *rest)
 
 
-@contextlib.contextmanager
-def left_alone() -> Iterator[None]:
-    """Leave the global generators as they are, whatever is drawn from them meanwhile."""
-    sources: list[_Source] = [_TorchSource(torch.default_generator), _PythonSource(), _NumpySource()]
-    states = [source.capture() for source in sources]
-    try:
-        yield
-    finally:
-        for source, state in zip(sources, states, strict=True):
-            source.restore(state)
+class GlobalGenerators:
+    """The global generators of this process, which are the trainer's, while the state of a dataset is brought back.
+
+    What is made again from that state draws from them what was drawn before the trainer saved them: so they are left as
+    they were. But not those that the state itself has set.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[_Source] = [_TorchSource(torch.default_generator), _PythonSource(), _NumpySource()]
+        self._before = [source.check() for source in self._sources]
+
+    def loaded(self) -> None:
+        """The state was loaded."""
+        now = [source.check() for source in self._sources]
+        pairs = zip(self._sources, self._before, now, strict=True)
+        self._sources = [source for source, before, after in pairs if before == after]
+
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Leave the generators as they are, whatever is drawn from them meanwhile."""
+        states = [source.capture() for source in self._sources]
+        try:
+            yield
+        finally:
+            for source, state in zip(self._sources, states, strict=True):
+                source.restore(state)
 
 
 class Draws:

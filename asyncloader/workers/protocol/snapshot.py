@@ -18,7 +18,7 @@ import json
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ import torch
 from asyncloader.protocols import probe
 
 _SHARE = 50
+_CHEAP_S = 100e-6
+_CHEAP_FIRST_S = 5e-3
+"""The first time much is done that is not done again."""
 _MOST_SINCE = 1000
 """Batches of a map-style dataset after a snapshot: their keys are kept until the next one."""
 
@@ -136,22 +139,31 @@ class Untold(NamedTuple):
 class Pace:
     """Says when the next state is due, so that taking states costs a fiftieth of the time at most.
 
-    A state that takes microseconds is taken with each batch that takes some hundreds of them; one that takes a second,
-    every minute. What comes between two is drawn or made again after a resume: in less than `_SHARE` times as long as
-    taking the state took.
+    A state that takes microseconds is taken with each batch; one that takes a second, every minute. What comes between
+    two is drawn or made again after a resume: in less than `_SHARE` times as long as taking the state took.
     """
 
     def __init__(self) -> None:
         self._due_at = 0.0
+        self._began = (0.0, 0.0)
+        self._is_first = True
 
     def is_due(self) -> bool:
         """Whether a state may be taken now."""
         return perf_counter() >= self._due_at
 
-    def took(self, began: float) -> None:
-        """A state was taken, from this time on `time.perf_counter` until now."""
-        now = perf_counter()
-        self._due_at = now + _SHARE * (now - began)
+    def begin(self) -> None:
+        """A state is being taken from now on."""
+        self._began = (perf_counter(), thread_time())
+
+    def end(self) -> None:
+        """It was taken. Whether that is cheap is told by the thread's own time: others may have had the core."""
+        began, cpu_began = self._began
+        now, cpu_s = perf_counter(), thread_time() - cpu_began
+        is_cheap = cpu_s < (_CHEAP_FIRST_S if self._is_first else _CHEAP_S)
+        self._is_first = False
+        if not is_cheap:
+            self._due_at = now + _SHARE * (now - began)
 
 
 # ------------------------------------------------------------------------------------------------------------- places
@@ -280,7 +292,7 @@ class Keeper:
         """Return a snapshot, if anything provides a state; it may be that it cannot be taken."""
         if not self._things or not self._every:
             return None
-        began = perf_counter()
+        self._pace.begin()
         try:
             states = {name: thing.state_dict() for name, thing in self._things.items()}
             frozen = Frozen({"dataset": None, "iterator": None, "ended": ended, **states})
@@ -291,7 +303,7 @@ class Keeper:
         except Exception as error:
             return Untold(f"{type(error).__name__}: {error}")
         finally:
-            self._pace.took(began)
+            self._pace.end()
 
     def take_last(self) -> Frozen | Untold | None:
         """Return what of the dataset's state outlasts the run, after a stream has come to its end."""
