@@ -7,11 +7,13 @@
     SQLDataset                    rows of PostgreSQL by key                         asyncloader[sql]
     TarShards                     tar files in WebDataset's layout, one by one
     SharedList, SharedDict        rows in memory once for all workers
+    CachedDataset                 samples of a slow dataset, made once and kept
 
 A :class:`~asyncloader.DataLoader` opens and closes them; without one, ``async with dataset: await dataset[0]``. All can
 be pickled, whether open or not.
 """
 
+from asyncloader.datasets.cached import CachedDataset
 from asyncloader.datasets.files import FileDataset, ImageFolder
 from asyncloader.datasets.filesystems import FsspecDataset
 from asyncloader.datasets.http import HTTPDataset
@@ -25,6 +27,7 @@ from asyncloader.datasets.sql import SQLDataset
 
 __all__ = [
     "ByteRange",
+    "CachedDataset",
     "FetchError",
     "FileDataset",
     "FsspecDataset",

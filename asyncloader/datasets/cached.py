@@ -1,0 +1,281 @@
+"""A dataset whose samples are made once and kept: in memory for all workers of the machine, or on its disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader.datasets.fingerprint import fingerprint_of, given
+from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
+from asyncloader.errors import ConfigurationError
+from asyncloader.machine import available_bytes
+from asyncloader.protocols import is_async, is_async_iterable, is_resource, members, probe
+
+T_co = TypeVar("T_co", covariant=True)
+
+log = logging.getLogger("asyncloader")
+
+_SUFFIX = ".samples"
+_SHARE_OF_MEMORY = 0.5
+_SHARE_OF_DISK = 0.9
+
+
+class CachedDataset(Dataset[T_co]):
+    """Keep the samples of a dataset that is slow to read or to decode, as they are first made.
+
+    Put what is random after the cache: ``CachedDataset(photos, "ram", transform=augment)`` decodes each photo once, and
+    augments it in each epoch anew. Samples are pickled; each time they are made of the bytes that were kept, with one
+    copy, and may be changed.
+
+    What has been kept stays: an epoch reads each sample once, so a cache that is too small for all, and threw out what
+    was used least recently, would lose each sample before its next use. When ``max_bytes`` are full the rest is read
+    from the dataset as ever.
+
+    An async dataset stays one, and only what is not there is awaited. Keys may be whatever a :class:`SharedDict` takes
+    as keys; samples of others pass through.
+
+    Args:
+        dataset: A map-style dataset, plain or async.
+        where: ``"ram"`` keeps one copy for all workers of this object, wherever they are started, in memory that is
+            freed with the last of them (ranks can be given it, as :class:`SharedList`). A path is that of a folder,
+            which is made; what is in it stays for later runs, and is shared by all who use it on this machine: workers,
+            ranks, other runs. Each dataset has a file of its own there, by its fingerprint.
+        transform: Makes of what was kept what is returned, each time.
+        max_bytes: How much to keep; by default half of the memory that is free now, or nine tenths of the disk that is.
+        fingerprint: A text that changes when samples would be others, for caches that stay. By default it is derived
+            from the class of the dataset with the code of its methods, from its attributes and its length; what its
+            methods call elsewhere, and the content of files, it does not see.
+
+    Attributes:
+        dataset: As given.
+        transform: As given.
+
+    Raises:
+        ConfigurationError: The dataset has no keys (it is iterable), an argument is of no use, or no fingerprint can be
+            derived from the dataset.
+        OSError: There is no room, or no permission, for an empty cache at that path.
+
+    A disk that runs full ends the keeping, not the run: it is said once, in the log.
+
+    Example:
+        >>> class Slow:
+        ...     def __len__(self): return 3
+        ...     def __getitem__(self, index): print("reading", index); return [index]
+        >>> cached = CachedDataset(Slow(), "ram", transform=tuple)
+        >>> cached[1], cached[1], cached.usage().samples
+        reading 1
+        ((1,), (1,), 1)
+    """
+
+    def __new__(cls, dataset: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """Make one that is async for a dataset that is."""
+        if cls is CachedDataset and dataset is not None and is_async(dataset):
+            return cast(Self, super().__new__(_AsyncCachedDataset))
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        dataset: Any,
+        where: str | os.PathLike[str],
+        *,
+        transform: Callable[[Any], T_co] | None = None,
+        max_bytes: int | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        _check(dataset, where, transform, max_bytes, fingerprint)
+        self.dataset = dataset
+        self.transform = transform
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+        self._run = secrets.token_bytes(16)  # who is told once that there is no room
+        if where == "ram":
+            self._store = SampleStore.in_memory(length, max_bytes or int(available_bytes() * _SHARE_OF_MEMORY))
+        else:
+            of = given(fingerprint, length) if fingerprint is not None else given(fingerprint_of(dataset).hex(), length)
+            self._store = _on_disk(Path(where), length, max_bytes, of)
+        if not probe(dataset, "__getitems__"):
+            self.__getitems__ = None  # type: ignore[method-assign, assignment]  # samples are asked for one by one
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: Any) -> T_co:
+        """Return a sample, from the cache or else of the dataset."""
+        sample = self._store.get(key)
+        if sample is MISSING:
+            sample = self.dataset[key]
+            if hasattr(type(sample), "__await__"):  # a dataset that turns out to be async
+                return self._awaited(key, sample)  # type: ignore[return-value]
+            self._keep(key, sample)
+        return self._transformed(sample)
+
+    def __getitems__(self, keys: Sequence[Any]) -> list[T_co]:
+        """Return the samples of a batch, those that are missing asked for together."""
+        samples = [self._store.get(key) for key in keys]
+        missing = [at for at, sample in enumerate(samples) if sample is MISSING]
+        if missing:
+            for at, sample in zip(missing, self.dataset.__getitems__([keys[at] for at in missing]), strict=True):
+                self._keep(keys[at], sample)
+                samples[at] = sample
+        return [self._transformed(sample) for sample in samples]
+
+    def usage(self) -> StoreUsage:
+        """Return how many samples are kept, in how many bytes, and how many it may be."""
+        return self._store.usage()
+
+    def _transformed(self, sample: Any) -> T_co:
+        return sample if self.transform is None else self.transform(sample)
+
+    def _keep(self, key: Any, sample: Any) -> None:
+        error = self._store.add(key, sample)
+        if error is not None and self._store.first_to_tell(self._run):
+            log.warning(
+                "The cache of %s cannot be written to any more (%s): what it has is used, the rest is read from the "
+                "dataset as ever.",
+                type(self.dataset).__name__,
+                error,
+            )
+
+    async def _awaited(self, key: Any, sample: Any) -> Any:
+        sample = await sample
+        self._keep(key, sample)
+        return self._transformed(sample)
+
+
+class _AsyncCachedDataset(CachedDataset[T_co]):
+    """The same for an async dataset. What may have to wait for a disk is done on a thread."""
+
+    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        self._threads = _Threads()
+
+    async def __getitem__(self, key: Any) -> Any:  # type: ignore[override]
+        """Return a sample, from the cache or else of the dataset."""
+        sample = await self._kept(key)
+        if sample is MISSING:
+            sample = await self._made(key)
+            await self._kept_now(key, sample)
+        return await _value(self._transformed(sample))
+
+    async def __getitems__(self, keys: Sequence[Any]) -> list[Any]:  # type: ignore[override]
+        """Return the samples of a batch, those that are missing asked for together."""
+        samples = [await self._kept(key) for key in keys]
+        missing = [at for at, sample in enumerate(samples) if sample is MISSING]
+        if missing:
+            made = await _value(self.dataset.__getitems__([keys[at] for at in missing]))
+            for at, sample in zip(missing, made, strict=True):
+                await self._kept_now(keys[at], sample)
+                samples[at] = sample
+        return [await _value(self._transformed(sample)) for sample in samples]
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in self._resources():
+                await resource.__aenter__()
+                entered.push_async_exit(resource.__aexit__)
+            entered.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in self._resources():
+                entered.push_async_exit(resource.__aexit__)
+
+    def _resources(self) -> list[Any]:
+        return [*filter(is_resource, members(self.dataset)), *[self._threads] * self._store.is_on_disk]
+
+    async def _kept(self, key: Any) -> Any:
+        try:
+            return self._store.get(key, wait=False)
+        except BlockingIOError:
+            return await self._threads.run(self._store.get, key)
+
+    async def _made(self, key: Any) -> Any:
+        if hasattr(type(self.dataset), "__getitem__"):
+            return await _value(self.dataset[key])
+        (sample,) = await _value(self.dataset.__getitems__([key]))
+        return sample
+
+    async def _kept_now(self, key: Any, sample: Any) -> None:
+        if self._store.is_on_disk:
+            await self._threads.run(self._keep, key, sample)
+        else:
+            self._keep(key, sample)
+
+
+class _Threads(Openable[Threads]):
+    """A thread for what may have to wait for a disk, while the dataset is open; else there is nobody who minds."""
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        opened = self._opened.get(asyncio.get_running_loop())
+        return function(*args) if opened is None or opened.client is None else await opened.client.run(function, *args)
+
+    async def _open(self) -> Threads:
+        return Threads(1, "cache")
+
+    async def _close(self, client: Threads) -> None:
+        client.close()
+
+
+async def _value(sample: Any) -> Any:
+    return await sample if isinstance(sample, Coroutine) or hasattr(type(sample), "__await__") else sample
+
+
+def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint: Any) -> None:
+    if isinstance(dataset, IterableDataset) or is_async_iterable(dataset) or not _has_keys(dataset):
+        raise ConfigurationError(
+            f"samples are kept by their keys, and a {type(dataset).__name__} has none: it is no map-style dataset"
+        )
+    if not isinstance(where, (str, os.PathLike)) or not os.fspath(where):
+        raise ConfigurationError(f'samples are kept in "ram" or in a folder, which is no {where!r}')
+    if transform is not None and not callable(transform):
+        raise ConfigurationError(f"transform is called with each sample, which {transform!r} cannot be")
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0):
+        raise ConfigurationError(f"max_bytes must be a whole number above 0, but got {max_bytes!r}")
+    if fingerprint is not None and not isinstance(fingerprint, str):
+        raise ConfigurationError(f"fingerprint is a text, but got {fingerprint!r}")
+
+
+def _has_keys(dataset: Any) -> bool:
+    return hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
+
+
+def _on_disk(folder: Path, length: int | None, max_bytes: int | None, fingerprint: bytes) -> SampleStore:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{fingerprint.hex()[:32]}{_SUFFIX}"
+    if max_bytes is None:
+        there = path.stat().st_blocks * 512 if path.exists() else 0
+        max_bytes = there + int(shutil.disk_usage(folder).free * _SHARE_OF_DISK)
+    is_new = not path.exists()
+    store = SampleStore.at(path, length, max_bytes, fingerprint)
+    kept, others = store.usage(), _others(folder, path.name)
+    log.info(
+        "cache %s: %s, %d samples in %.1f MB, %s at most%s",
+        path,
+        "new" if is_new else "continued",
+        kept.samples,
+        kept.bytes / 1e6,
+        f"{max_bytes / 1e6:,.1f} MB",
+        f"; of other datasets, or earlier versions, {len(others)} files with {sum(others) / 1e6:,.1f} MB"
+        * bool(others),
+    )
+    return store
+
+
+def _others(folder: Path, name: str) -> list[int]:
+    """Return the bytes on the disk of the other caches in the folder."""
+    found = []
+    for entry in os.scandir(folder):
+        if entry.name.endswith(_SUFFIX) and entry.name != name:
+            with contextlib.suppress(FileNotFoundError):
+                found.append(entry.stat().st_blocks * 512)
+    return found

@@ -1,0 +1,67 @@
+"""A sample as bytes, and back: pickled, with the memory of arrays and tensors beside the pickle.
+
+    how many buffers, length of the pickle, lengths of the buffers | pickle | buffer | buffer ...
+
+To read one is one copy, from the file into memory of its own, in which arrays and tensors stay and may be written to.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+_COUNTS = struct.Struct("<II")
+_ALIGNMENT = 64
+
+
+def pack(sample: Any) -> list[Any]:
+    """Return the pieces of a sample's bytes, each to be put at the next multiple of 64.
+
+    Raises:
+        Exception: What its pickling raises.
+    """
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(sample)
+    raw = [buffer.raw() for buffer in buffers]
+    data = file.getbuffer()
+    lengths = struct.pack(f"<{len(raw)}Q", *map(len, raw))
+    return [b"".join((_COUNTS.pack(len(raw), len(data)), lengths, data)), *raw]
+
+
+def unpack(memory: memoryview) -> Any:
+    """Make the sample of its bytes; its arrays stay in them."""
+    count, length = _COUNTS.unpack_from(memory)
+    lengths = struct.unpack_from(f"<{count}Q", memory, _COUNTS.size)
+    begin = _COUNTS.size + 8 * count
+    at, buffers = aligned(begin + length), []
+    for size in lengths:
+        buffers.append(memory[at : at + size])
+        at = aligned(at + size)
+    return pickle.loads(memory[begin : begin + length], buffers=buffers)
+
+
+def aligned(size: int) -> int:
+    """Return the next multiple of 64."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def empty(size: int) -> Any:
+    """Return memory that nobody has filled with zeros."""
+    return np.empty(size, np.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """Pickle plain tensors as arrays: a view then is no more than it shows, and its memory goes out of band."""
+        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.requires_grad:
+            return NotImplemented
+        try:
+            return torch.from_numpy, (np.ascontiguousarray(obj.numpy()).reshape(obj.shape),)
+        except (TypeError, RuntimeError):  # a layout or dtype that numpy does not have
+            return NotImplemented

@@ -1,0 +1,671 @@
+"""CachedDataset: each sample is made once, by whichever process; what is kept is right, whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from asyncloader import ConfigurationError, DataLoader, SharedList
+from asyncloader.datasets import CachedDataset, FileDataset
+from asyncloader.datasets.fingerprint import fingerprint_of
+from tests.nursery import Program
+
+COUNT = 40
+WHERES = ["ram", "disk"]
+
+
+class Noted(Dataset[Any]):
+    """Writes a line for each sample that is made; a sample is some arrays."""
+
+    def __init__(self, log: Path, count: int = COUNT, factor: int = 1) -> None:
+        self.log = log
+        self.count = count
+        self.factor = factor
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with open(self.log, "a") as log:
+            log.write(f"{index}\n")
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return sample(index, self.factor)
+
+
+class Awaited(Noted):
+    """The same, awaited."""
+
+    is_open = False
+    was_closed = threading.Event()
+
+    async def __aenter__(self) -> None:
+        assert not self.is_open
+        self.is_open = True
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_open = False
+        self.was_closed.set()
+
+    async def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        assert self.is_open
+        await asyncio.sleep(0)
+        return super().__getitem__(index)
+
+
+class Batches(Noted):
+    """Makes the samples of a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        with open(self.log, "a") as log:
+            log.write(f"{indices}\n")
+        return [sample(index) for index in indices]
+
+
+class AwaitedBatches:
+    """Has no samples but by the batch."""
+
+    async def __getitems__(self, indices: list[int]) -> list[Any]:
+        await asyncio.sleep(0)
+        return [sample(index) for index in indices]
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+def sample(index: int, factor: int = 1) -> dict[str, Any]:
+    return {
+        "name": f"{index}" * 10,
+        "array": np.full((index % 5 + 1, 3), index * factor, np.int32),
+        "tensor": torch.full((7,), index / 2)[::2],
+    }
+
+
+def is_right(one: dict[str, Any], index: int, factor: int = 1) -> bool:
+    there = sample(index, factor)
+    return (
+        one["name"] == there["name"]
+        and bool((one["array"] == there["array"]).all())
+        and one["array"].dtype == np.int32
+        and torch.equal(one["tensor"], there["tensor"])
+    )
+
+
+def first(samples: list[Any]) -> Any:
+    return samples
+
+
+@pytest.fixture(params=WHERES)
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """In memory, or in a folder."""
+    return "ram" if request.param == "ram" else str(tmp_path / "cache")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Where datasets note what they make."""
+    path = tmp_path / "log"
+    path.touch()
+    return path
+
+
+def made(log: Path) -> list[str]:
+    """Return what was made since the last time."""
+    lines = log.read_text().splitlines()
+    log.write_text("")
+    return lines
+
+
+# ---- samples ----
+
+
+def test_each_sample_is_made_once(where: str, log: Path) -> None:
+    """And comes back as it was made; what a reader does to it is for that reader alone."""
+    cached = CachedDataset(Noted(log), where)
+    for _ in range(3):
+        for index in range(COUNT):
+            one = cached[index]
+            assert is_right(one, index)
+            one["array"][:] = -1
+            one["tensor"][:] = -1
+            one["name"] = ""
+    assert made(log) == [str(index) for index in range(COUNT)]
+    assert len(cached) == COUNT
+    assert cached.usage().samples == COUNT
+
+
+def test_what_is_random_comes_after(where: str, log: Path) -> None:
+    """`transform` sees every sample every time, and what it does is not kept."""
+
+    def once_more(one: dict[str, Any]) -> int:
+        one["array"] += 1
+        seen.append(int(one["array"][0, 0]))
+        return len(seen)
+
+    seen: list[int] = []
+    cached = CachedDataset(Noted(log), where, transform=once_more)
+    assert [cached[3] for _ in range(3)] == [1, 2, 3]
+    assert seen == [4, 4, 4]
+    assert made(log) == ["3"]
+
+
+def test_errors_are_the_datasets_own(where: str, log: Path) -> None:
+    """They are not kept."""
+    cached = CachedDataset(Noted(log), where)
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            cached[COUNT]
+    assert made(log) == [str(COUNT)] * 2
+
+
+SAMPLES = [
+    None,
+    0,
+    "text",
+    b"bytes" * 1000,
+    [],
+    torch.zeros(0),
+    np.zeros((0, 3)),
+    torch.ones(3, dtype=torch.bfloat16),
+    np.array("x"),
+    np.array([{}, None]),
+    torch.arange(12).reshape(3, 4).T,
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    torch.ones(2, 2).to_sparse(),
+    torch.ones(2, requires_grad=True),
+    (torch.tensor(1), {"a": [np.float32(1.5)]}),
+]
+
+
+def test_all_sorts_of_samples(where: str) -> None:
+    """Whatever can be pickled."""
+
+    class Sorts(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(SAMPLES)
+
+        def __getitem__(self, index: int) -> Any:
+            return SAMPLES[index]
+
+    cached = CachedDataset(Sorts(), where, fingerprint="sorts")
+    for _ in range(2):
+        for index, there in enumerate(SAMPLES):
+            one = cached[index]
+            assert type(one) is type(there)
+            if isinstance(there, torch.Tensor):
+                assert one.dtype == there.dtype
+                assert one.shape == there.shape
+                assert one.requires_grad == there.requires_grad
+                assert torch.equal(one.to_dense(), there.to_dense())
+            elif isinstance(there, np.ndarray):
+                assert one.dtype == there.dtype
+                assert one.shape == there.shape
+                assert (one == there).all()
+            else:
+                assert one == there
+    assert cached.usage().samples == len(SAMPLES)
+
+
+def test_what_cannot_be_pickled_is_an_error(where: str) -> None:
+    """It is pickle's own; nothing would be gained by going on without a cache."""
+
+    class Bad(Dataset[Any]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> Any:
+            return lambda: 1
+
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        CachedDataset(Bad(), where, fingerprint="bad")[0]
+
+
+def test_other_keys(where: str) -> None:
+    """Texts and tuples are kept as well; what equals a key finds its sample; other keys pass through."""
+    asked: list[Any] = []
+
+    class ByName(Dataset[Any]):
+        def __getitem__(self, key: Any) -> Any:
+            asked.append(key)
+            return repr(key)
+
+    cached = CachedDataset(ByName(), where, fingerprint="by name")
+    keys = ["a", "b", ("a", 1), 7, -7, 1 << 70, b"a"]
+    for _ in range(2):
+        assert [cached[key] for key in keys] == list(map(repr, keys))
+    assert cached[np.int64(7)] == "7"
+    assert asked == keys
+    for _ in range(2):
+        cached[slice(1, 2)]
+    assert len(asked) == len(keys) + 2
+    many = [f"key {number}" for number in range(20_000)]
+    assert [cached[key] for key in many] == list(map(repr, many))
+    asked.clear()
+    assert [cached[key] for key in many] == list(map(repr, many))
+    assert not asked
+
+
+def test_missing_samples_of_a_batch_are_asked_for_together(where: str, log: Path) -> None:
+    """Of a dataset that makes batches; others are asked one by one."""
+    cached = CachedDataset(Batches(log), where)
+    cached[3]
+    assert all(map(is_right, cached.__getitems__([2, 3, 4]), [2, 3, 4]))
+    assert all(map(is_right, cached.__getitems__([4, 3, 5]), [4, 3, 5]))
+    assert made(log) == ["3", "[2, 4]", "[5]"]
+    assert CachedDataset(Noted(log), where).__getitems__ is None
+
+
+def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
+    """What does not fit any more is made each time; nothing that is kept goes."""
+    cached = CachedDataset(Noted(log), where, max_bytes=5000)
+    for _ in range(2):
+        assert all(is_right(cached[index], index) for index in range(COUNT))
+    usage = cached.usage()
+    assert 0 < usage.samples < COUNT
+    assert 4000 < usage.bytes <= usage.max_bytes == 5000
+    assert len(made(log)) == COUNT + (COUNT - usage.samples)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"dataset": Subset, "where": ""}, "is no ''"),
+        ({"where": 3}, "is no 3"),
+        ({"max_bytes": 0}, "max_bytes must be"),
+        ({"max_bytes": 1.5}, "max_bytes must be"),
+        ({"transform": 1}, "transform is called"),
+        ({"fingerprint": 1}, "fingerprint is a text"),
+        ({"dataset": iter}, "it is no map-style dataset"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], error: str, log: Path) -> None:
+    """At construction, in words."""
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    options = {"where": "ram", **arguments}
+    dataset = Stream() if options.pop("dataset", None) is iter else Noted(log)
+    with pytest.raises(ConfigurationError, match=error):
+        CachedDataset(dataset, **options)
+
+    class AsyncStream:
+        async def __aiter__(self) -> AsyncIterator[int]:
+            yield 1
+
+    with pytest.raises(ConfigurationError, match="it is no map-style dataset"):
+        CachedDataset(AsyncStream(), "ram")
+
+
+# ---- workers ----
+
+
+def test_workers_share_it(where: str, log: Path, start_method: str) -> None:
+    """What one has made none makes again, in the next epoch, whatever way they were started."""
+    cached = CachedDataset(Noted(log), where)
+    how: Any = {"multiprocessing_context": start_method, "persistent_workers": True}
+    loader = DataLoader(cached, batch_size=4, num_workers=2, collate_fn=first, **how)
+    for _ in range(2):
+        samples = [one for batch in loader for one in batch]
+        assert all(map(is_right, samples, range(COUNT)))
+    loader.close()
+    assert sorted(map(int, made(log))) == list(range(COUNT))
+    assert is_right(cached[3], 3)
+    assert not made(log)
+    assert len(pickle.dumps(cached)) < 1000
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_async_datasets(where: str, log: Path, num_workers: int) -> None:
+    """Only what is missing is awaited; what the dataset opens is opened and closed."""
+    dataset = Awaited(log)
+    dataset.was_closed.clear()
+    cached = CachedDataset(dataset, where, transform=lambda one: one["name"])
+    some = DataLoader(Subset(cached, [1, 3, 5]), batch_size=2, num_workers=num_workers)
+    assert [name for batch in some for name in batch] == ["1" * 10, "3" * 10, "5" * 10]
+    loader = DataLoader(cached, batch_size=8, num_workers=num_workers, concurrency=4)
+    for _ in range(2):
+        assert [name for batch in loader for name in batch] == [f"{index}" * 10 for index in range(COUNT)]
+    assert sorted(map(int, made(log))) == list(range(COUNT))
+    some.close()
+    loader.close()
+    assert num_workers or dataset.was_closed.wait(10)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_async_batches(where: str, num_workers: int) -> None:
+    """A dataset that awaits batches, and knows nothing else."""
+    cached = CachedDataset(AwaitedBatches(), where)
+    loader = DataLoader(cached, batch_size=8, num_workers=num_workers, collate_fn=first)
+    for _ in range(2):
+        assert all(map(is_right, [one for batch in loader for one in batch], range(COUNT)))
+    assert is_right(asyncio.run(cached[3]), 3)  # type: ignore[arg-type]
+    assert cached.usage().samples == COUNT
+
+
+async def test_datasets_that_turn_out_to_be_async(where: str, log: Path) -> None:
+    """A plain method may return what is to be awaited."""
+
+    class Hidden(Noted):
+        def __getitem__(self, index: int) -> Any:
+            return asyncio.sleep(0, super().__getitem__(index))
+
+    cached: Any = CachedDataset(Hidden(log), where)
+    assert is_right(await cached[3], 3)
+    assert is_right(cached[3], 3)
+
+
+async def test_opening_that_fails(where: str, log: Path) -> None:
+    """What was opened before is closed."""
+
+    class Failing(Awaited):
+        async def __aenter__(self) -> None:
+            raise OSError("no")
+
+    good = Awaited(log)
+    cached: Any = CachedDataset(torch.utils.data.ConcatDataset([Failing(log), good]), where)
+    with pytest.raises(OSError, match="no"):
+        await cached.__aenter__()
+    assert not good.is_open
+
+
+async def test_real_files(where: str, tmp_path: Path) -> None:
+    """With a dataset of this package: files are read once."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}").write_text(str(number))
+    cached: Any = CachedDataset(FileDataset(folder), where)
+    async with cached:
+        assert await cached.__getitems__([0, 1]) == [b"0", b"1"]
+    for path in folder.iterdir():
+        path.unlink()
+    async with cached:
+        assert await cached.__getitems__([1, 0]) == [b"1", b"0"]
+        with pytest.raises(FileNotFoundError):
+            await cached[2]
+
+
+# ---- on disk ----
+
+
+def test_it_stays_for_the_next_run(tmp_path: Path, log: Path) -> None:
+    """The same dataset finds its samples, one with other content does not; nor does the cache of another text."""
+    folder = tmp_path / "cache"
+    for _ in range(2):
+        cached = CachedDataset(Noted(log), folder)
+        assert all(is_right(cached[index], index) for index in range(COUNT))
+    assert len(made(log)) == COUNT
+    assert is_right(CachedDataset(Noted(log, factor=2), folder)[3], 3, 2)
+    assert is_right(CachedDataset(Noted(log, count=COUNT + 1), folder)[3], 3)
+    assert is_right(CachedDataset(Noted(log), folder, fingerprint="v2")[3], 3)
+    assert made(log) == ["3", "3", "3"]
+    assert is_right(CachedDataset(Noted(log), folder)[3], 3)
+    assert not made(log)
+    assert len(list(folder.iterdir())) == 4
+
+
+def dataset_with(code: str, **attributes: Any) -> Any:
+    names: dict[str, Any] = {"__name__": "__main__", "Dataset": Dataset}
+    exec(f"class D(Dataset):\n def __getitem__(self, index): {code}", names)
+    made = names["D"]()
+    made.__dict__.update(attributes)
+    return made
+
+
+def test_what_tells_datasets_apart(tmp_path: Path) -> None:
+    """Code, attributes and what they hold; equal ones are the same, in another process too."""
+    array, path = np.arange(10), tmp_path / "array"
+    np.arange(5).tofile(path)
+    different = [
+        dataset_with("return 1"),
+        dataset_with("return 2"),
+        dataset_with("return [x + 1 for x in ()]"),
+        dataset_with("return [x + 2 for x in ()]"),
+        dataset_with("return 1", a=1),
+        dataset_with("return 1", a=[1, "x"]),
+        dataset_with("return 1", a={"x", "y", "z"}),
+        dataset_with("return 1", a=array),
+        dataset_with("return 1", a=array[::-1]),
+        dataset_with("return 1", a=torch.arange(10)),
+        dataset_with("return 1", a=torch.arange(11)),
+        dataset_with("return 1", a=SharedList([1, 2])),
+        dataset_with("return 1", a=SharedList([1, 3])),
+        dataset_with("return 1", a=SharedList([1, 3])[:1]),
+        dataset_with("return 1", a=lambda: 1),
+        dataset_with("return 1", a=lambda: 2),
+        dataset_with("return 1", a=np.memmap(path, np.int64, "r")),
+        dataset_with("return 1", a=np.memmap(path, np.int64, "r", offset=8)),
+    ]
+    assert len(set(map(fingerprint_of, different))) == len(different)
+    text = "".join(["a", "b"])
+    again = dataset_with("return 1", a=[text, text]), dataset_with("return 1", a=["ab", "".join(["a", "b"])])
+    assert fingerprint_of(again[0]) == fingerprint_of(again[1])
+    assert fingerprint_of(dataset_with("return 1", a=SharedList([1, 2]))) == fingerprint_of(different[11])
+    with pytest.raises(ConfigurationError, match="say so yourself with fingerprint="):
+        fingerprint_of(dataset_with("return 1", a=multiprocessing.Lock()))
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(ConfigurationError, match="fingerprint="):
+        fingerprint_of(dataset_with("return 1", a=loop))
+
+
+SAME = """
+    import sys
+    from asyncloader.datasets.fingerprint import fingerprint_of
+
+    class Named:
+        def __init__(self):
+            self.names = {"a", "b", "c", "d"}
+            self.rows = [{"a": frozenset("xyz")}]
+
+        def __getitem__(self, index):
+            return index in {"e", "f", "g"}
+
+    print(fingerprint_of(Named()).hex())
+"""
+
+
+def test_the_next_run_finds_the_same(run: Callable[..., Program]) -> None:
+    """Texts have another hash in every process, and sets another order."""
+    assert len({run(SAME, PYTHONHASHSEED=str(seed)).out for seed in range(3)}) == 1
+
+
+def test_damage_is_noticed(tmp_path: Path, log: Path) -> None:
+    """After a crash of the machine, part of the file may not be what was written: that is made anew."""
+    cached = CachedDataset(Noted(log), tmp_path / "cache")
+    assert all(is_right(cached[index], index) for index in range(COUNT))
+    made(log)
+    (path,) = (tmp_path / "cache").iterdir()
+    content = bytearray(path.read_bytes())
+    begin = content.index(b"3333333333")
+    content[begin] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        assert all(is_right(cached[index], index) for index in range(COUNT))
+    assert made(log) == ["3"]
+    path.write_bytes(content[: begin + 4])
+    assert all(is_right(cached[index], index) for index in range(COUNT))
+    assert made(log)[0] == "3"
+    data = pickle.dumps(cached)
+    del cached
+    path.write_bytes(b"x" * 10_000)
+    with pytest.raises(ValueError, match="not the file that was expected"):
+        pickle.loads(data)
+
+
+def test_without_permission_to_write(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that others have filled is read."""
+    cached = CachedDataset(Noted(log), tmp_path / "cache")
+    assert is_right(cached[1], 1)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    del cached
+    cached = CachedDataset(Noted(log), tmp_path / "cache")
+    assert is_right(cached[1], 1)
+    assert is_right(cached[2], 2)
+    assert is_right(cached[2], 2)
+    assert made(log) == ["1", "2", "2"]
+
+
+FULL = """
+    import logging, resource, sys
+    from pathlib import Path
+    import torch
+    from asyncloader import DataLoader
+    from asyncloader.datasets import CachedDataset
+
+    class Large(torch.utils.data.Dataset):
+        def __len__(self): return 64
+        def __getitem__(self, index): return torch.full((10_000,), float(index))
+
+    logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
+    cached = CachedDataset(Large(), sys.argv[1], max_bytes=1 << 30)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000_000, 9_000_000))
+    loader = DataLoader(cached, batch_size=4, num_workers=2)
+    for epoch in range(3):
+        assert [int(x) for batch in loader for x in batch[:, 0]] == list(range(64))
+    print(10 < cached.usage().samples < 64)
+"""
+
+
+def test_a_full_disk(run: Callable[..., Program], tmp_path: Path) -> None:
+    """It is said once, by one of all workers and epochs; everything goes on without."""
+    done = run(FULL, tmp_path / "cache")
+    assert done.returncode == 0, done.explain("")
+    warning, end = done.out.splitlines()
+    assert warning.startswith("The cache of Large cannot be written to any more ([Errno 27] File too large)")
+    assert end == "True"
+
+
+def test_what_else_is_in_the_folder_is_told(tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Caches of earlier versions stay, and take room."""
+    caplog.set_level(logging.INFO, "asyncloader")
+    for factor in (1, 2, 1):
+        CachedDataset(Noted(log, factor=factor), tmp_path / "cache", max_bytes=10_000)[0]
+    new, other, again = caplog.messages
+    assert "new, 0 samples" in new
+    assert "of other datasets, or earlier versions, 1 files" in other
+    assert "continued, 1 samples" in again
+
+
+# ---- killed, stopped, at once ----
+
+
+def read_at_random(cached: Any, seed: int) -> None:
+    order = random.Random(seed).sample(range(len(cached)), len(cached))
+    for index in order:
+        if not is_right(cached[index], index):
+            os._exit(3)
+    os._exit(0)
+
+
+def test_whoever_is_killed_loses_and_corrupts_nothing(where: str, log: Path) -> None:
+    """200 processes that fill a cache are killed at any moment, two at a time; what is there is right all the same."""
+    count, draw = 3000, random.Random(0)
+    cached = CachedDataset(Noted(Path("/dev/null"), count), where)
+    kept, statuses = 0, []
+    for number in range(100):
+        pids = []
+        for seed in (2 * number, 2 * number + 1):
+            if not (pid := os.fork()):
+                read_at_random(cached, seed)
+            pids.append(pid)
+        pause(draw.uniform(0, 0.02))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            statuses.append(os.waitpid(pid, 0)[1])
+        assert cached.usage().samples >= kept
+        kept = cached.usage().samples
+    assert 3 << 8 not in statuses
+    assert sum(status == signal.SIGKILL for status in statuses) > 50
+    assert all(is_right(cached[index], index) for index in range(count))
+    noted = CachedDataset.__new__(CachedDataset)
+    noted.__dict__.update(cached.__dict__, dataset=Noted(log, count))
+    assert all(is_right(noted[index], index) for index in range(count))
+    assert not made(log)
+
+
+def pause(seconds: float) -> None:
+    """Wait for nothing in particular: what is killed is to be at any place."""
+    signal.sigtimedwait([signal.SIGUSR2], seconds)
+
+
+def test_two_who_fill_it_at_once(where: str, log: Path) -> None:
+    """No sample is another's, and none is lost; one that both make at the same time may be kept twice."""
+    cached = CachedDataset(Noted(log, 500), where)
+    pids = []
+    for seed in range(4):
+        if not (pid := os.fork()):
+            read_at_random(cached, seed)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
+    made(log)
+    assert all(is_right(cached[index], index) for index in range(500))
+    assert not made(log)
+
+
+def test_who_is_stopped_with_the_lock_stops_nobody(where: str, log: Path) -> None:
+    """Others go on; what they make meanwhile is not kept."""
+    cached = CachedDataset(Noted(log), where)
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        with cached._store._locked():
+            os.write(writing, b"x")
+            signal.pause()
+    os.read(reading, 1)
+    assert is_right(cached[1], 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert is_right(cached[1], 1)
+    assert is_right(cached[1], 1)
+    assert made(log) == ["1", "1"]
+    os.close(reading)
+    os.close(writing)
+
+
+RANKS = """
+    import subprocess, sys, threading, time
+    import torch
+    from asyncloader.datasets import CachedDataset
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 200
+        def __getitem__(self, index):
+            open(sys.argv[2], "a").write(f"{index}\\n")
+            return torch.full((1000,), float(index))
+
+    if len(sys.argv) == 3:
+        ranks = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:], str(rank)]) for rank in range(2)]
+        sys.exit(max(rank.wait() for rank in ranks))
+    rank = int(sys.argv[3])
+    cached = CachedDataset(Slow(), sys.argv[1], max_bytes=1 << 24)
+    for index in range(rank, 200, 2):
+        assert int(cached[index][0]) == index
+    while cached.usage().samples < 200: pass
+    assert [int(cached[index][0]) for index in range(200)] == list(range(200))
+"""
+
+
+def test_ranks_share_a_folder(run: Callable[..., Program], tmp_path: Path) -> None:
+    """Two programs that begin at the same time fill one cache, and read each other's samples."""
+    log = tmp_path / "ranks"
+    done = run(RANKS, tmp_path / "cache", log, timeout_s=100)
+    assert done.returncode == 0, done.explain("")
+    assert sorted(map(int, made(log))) == list(range(200))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
