@@ -239,6 +239,34 @@ async def test_garbage_ends_the_channel(ends: tuple[Parent, socket.socket]) -> N
     assert "kind 77 and 12 bytes" in str(error)
 
 
+@pytest.mark.parametrize("by", ["reading", "drain"])
+async def test_a_frame_that_raises_does_not_strand_those_behind_it(by: str) -> None:
+    """It is told to the loop's exception handler; the others, which came with it, arrive."""
+    ours, theirs = open_pair()
+    told: list[dict[str, Any]] = []
+    taken: list[int] = []
+    everything = asyncio.Event()
+
+    def take(kind: int, body: memoryview) -> None:
+        if len(body) == 1:
+            raise ValueError(bytes(body))
+        taken.append(len(body))
+        if len(body) == 4:
+            everything.set()
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    channel = Channel(asyncio.get_running_loop(), ours, take, lambda error: None)
+    theirs.sendall(wire([(Kind.RESULT, b"." * size) for size in (2, 1, 3, 1, 4)]))
+    theirs.close()
+    if by == "drain":
+        channel.drain()
+    async with asyncio.timeout(SOON_S):
+        await everything.wait()
+    channel.close()
+    assert taken == [2, 3, 4]
+    assert [type(context["exception"]) for context in told] == [ValueError] * 2
+
+
 async def test_drain_reads_what_a_dead_worker_left(ends: tuple[Parent, socket.socket]) -> None:
     """Also while a child of the worker still holds the other end, so that there is no end to be seen."""
     parent, theirs = ends

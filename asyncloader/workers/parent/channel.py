@@ -199,12 +199,19 @@ class Channel:
             if self._incoming.read(self._sock.recv_into) == 0:
                 self._end(None)
                 return
-            for kind, body in self._incoming.frames():
-                self._on_frame(kind, body)
+            self._take_frames()
         except BlockingIOError:
             return
         except (BadFrame, OSError, MemoryError) as error:
             self._end(error)
+
+    def _take_frames(self) -> None:
+        for kind, body in self._incoming.frames():
+            try:
+                self._on_frame(kind, body)
+            except Exception as error:  # the frames behind it are none the worse
+                words = f"A frame of kind {kind} from a worker could not be dealt with"
+                self._loop.call_exception_handler({"message": words, "exception": error})
 
     def drain(self) -> None:
         """Read what a worker that has ended left in the socket, then close."""
@@ -212,8 +219,7 @@ class Channel:
             try:
                 if self._incoming.read(self._sock.recv_into) == 0:
                     break
-                for kind, body in self._incoming.frames():
-                    self._on_frame(kind, body)
+                self._take_frames()
             except (BadFrame, OSError, MemoryError):
                 break  # BlockingIOError among them: a child of the worker holds the other end
         self.close()

@@ -50,6 +50,7 @@ class Pool:
         self._outstanding = [0] * spec.num_workers
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()
+        self._unreadable: dict[tuple[WorkerProcess, int], Exception] = {}  # by ticket, whose outcome follows
         self._closing = False
 
     def __repr__(self) -> str:
@@ -120,6 +121,7 @@ class Pool:
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch
+        self._unreadable.clear()
         body = pickle.dumps(epoch)
         for worker, process in enumerate(self.processes):
             self._outstanding[worker] = 0
@@ -181,35 +183,52 @@ class Pool:
         arrived_at = perf_counter()
         worker = process.worker_id
         record = Record._make(RECORD.unpack_from(body))
-        payload = body[RECORD.size :]
-        batch: Any = None
-        nbytes, error = 0, None
-        if kind == Kind.RESULT:
-            try:
-                batch, nbytes = self._borrowers[process].decode(payload)
-            except Exception as broken:
-                error = broken
+        contents, nbytes, error = self._unpack(process, kind, body[RECORD.size :])
         listener = self.listener
         if listener is None or record.epoch != self._epoch.number:
             return
-        if kind == Kind.BAD:
-            listener.on_bad_samples(worker, record, pickle.loads(payload))
-            return
-        if kind == Kind.STATE:
-            listener.on_state(worker, record, pickle.loads(payload))
+        if kind in (Kind.BAD, Kind.STATE):
+            if error is not None:
+                self._unreadable[process, record.seq] = error
+            elif kind == Kind.BAD:
+                listener.on_bad_samples(worker, record, contents)
+            else:
+                listener.on_state(worker, record, contents)
             return
         self._outstanding[worker] -= 1
-        if kind == Kind.RESULT and error is None:
-            listener.on_batch(worker, record, batch, nbytes, arrived_at)
+        if self._unreadable:
+            error = self._unreadable.pop((process, record.seq), error)
+        if error is not None:
+            listener.on_failure(worker, record, error)
+        elif kind == Kind.RESULT:
+            listener.on_batch(worker, record, contents, nbytes, arrived_at)
         elif kind == Kind.EXHAUSTED:
             listener.on_exhausted(worker, record)
         elif kind == Kind.LEFT_OUT:
             listener.on_left_out(worker, record)
         else:
-            listener.on_failure(worker, record, error or pickle.loads(payload))
+            listener.on_failure(worker, record, contents)
+
+    def _unpack(self, process: WorkerProcess, kind: int, payload: memoryview) -> tuple[Any, int, Exception | None]:
+        """Return what a worker tells of a ticket, and its bytes; or what the user's classes raise as they are rebuilt.
+
+        That stands for the ticket then: whatever it is, it must not end the loop.
+        """
+        try:
+            if kind == Kind.RESULT:
+                return *self._borrowers[process].decode(payload), None
+            return pickle.loads(payload) if payload else None, 0, None
+        except Exception as error:
+            return None, 0, error
+        except BaseException as error:
+            stand_in = RuntimeError(f"What a worker sent raised {error!r} while it was unpickled in the main process.")
+            stand_in.__cause__ = error
+            return None, 0, stand_in
 
     def on_exit(self, process: WorkerProcess, expected: bool) -> None:
         """A process is gone."""
+        for ticket in [ticket for ticket in self._unreadable if ticket[0] is process]:
+            del self._unreadable[ticket]
         if (borrower := self._borrowers.pop(process, None)) is not None:
             borrower.reclaim()
         if process in self._leaving:
