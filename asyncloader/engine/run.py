@@ -11,6 +11,7 @@ from asyncloader.engine.tracks import make_tracks
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.snapshot import Frozen, Start
 
@@ -22,7 +23,8 @@ class Item(NamedTuple):
     the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
     ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order. ``worker`` has
     answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then; ``number`` is that of the
-    batch in its stream. ``keys`` are there where they may be needed to make the batch again.
+    batch in its stream. ``keys`` are there where they may be needed to make the batch again. ``ended`` stands for the
+    end of the data, where batches are made in this process.
     """
 
     batch: Any
@@ -36,13 +38,16 @@ class Item(NamedTuple):
     snapshot: Any = None
     number: int = -1
     keys: Any = None
+    ended: bool = False
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
+        if self.ended:
+            raise StopIteration
         if self.error is None:
             return self.batch
         try:
-            raise self.error
+            raise stand_in(self.error)
         finally:
             del self  # the traceback refers to this frame
 

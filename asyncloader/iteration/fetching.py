@@ -7,7 +7,6 @@ FetchThread   takes keys, hands batches over
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 import time
@@ -23,6 +22,7 @@ from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample
+from asyncloader.workers.protocol.failure import EndOfData, stand_in
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.snapshot import Keeper
 
@@ -120,7 +120,10 @@ class TimedFetcher:
     def fetch(self, keys: Any) -> Any:
         """Make the batch of these keys."""
         with self._one_at_a_time:
-            return self._make(keys)
+            try:
+                return self._make(keys)
+            except StopIteration as error:  # it would be taken for the sampler's
+                raise stand_in(error) from error
 
     def _make(self, keys: Any) -> Any:
         began = time.perf_counter()
@@ -129,8 +132,8 @@ class TimedFetcher:
             self._leave_out(keeper, keys)
         try:
             batch = self.fetcher.fetch(keys)
-        except StopIteration:
-            if keeper is not None and isinstance(self._fetch, IterableFetcher):
+        except EndOfData:
+            if keeper is not None:
                 self.last_state = keeper.take_last()
             raise
         if keeper is not None:
@@ -164,7 +167,7 @@ class TimedFetcher:
         """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
         try:
             self._fetch(keys)
-        except StopIteration:
+        except EndOfData:
             return False
         except Exception:  # it was raised in its time
             pass
@@ -236,21 +239,12 @@ class FetchThread:
                 snapshot, keys = self._fetcher.snapshot, self._fetcher.keys
                 item = Item(made, left_out=left_out, passage=passage, worker=0, snapshot=snapshot, keys=keys)
                 del batch, made
-            except asyncio.CancelledError as error:
-                item = Item(None, _cancelled(error), worker=0)
-            except StopIteration as error:
-                item = Item(None, error)
+            except EndOfData:
+                item = Item(None, ended=True)
             except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
                 item = Item(None, error, worker=0)
             self.handoff.put(item)
             del item
-
-
-def _cancelled(cause: BaseException) -> RuntimeError:
-    """Stand in for a CancelledError of the dataset's own: raised as it is, it would cancel the consumer's task."""
-    error = RuntimeError("The dataset raised CancelledError.")
-    error.__cause__ = cause
-    return error
 
 
 fetch_threads: weakref.WeakSet[FetchThread] = weakref.WeakSet()

@@ -32,6 +32,7 @@ from asyncloader.observe.faults import Faults, make_faults
 from asyncloader.observe.meter import Meter
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child.fetch import make_fetcher
+from asyncloader.workers.protocol.failure import EndOfData, stand_in
 from asyncloader.workers.protocol.snapshot import Frozen, Keeper
 
 if TYPE_CHECKING:
@@ -104,9 +105,10 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         while True:
             try:
                 batch = super()._next_data()  # type: ignore[no-untyped-call]
-            except StopIteration:
-                if self._dataset_kind != 0:
-                    self._finish()
+            except EndOfData:
+                self._finish()
+                raise StopIteration from None
+            except StopIteration:  # of the sampler
                 raise
             except Exception:
                 self._answered(None, self._dataset_fetcher.keys)
@@ -180,6 +182,8 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             return item.open()
         except StopIteration:
             raise StopAsyncIteration from None
+        except StopAsyncIteration as error:
+            raise stand_in(error, in_async_for=True) from error
         finally:
             del item
 
@@ -194,6 +198,8 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                         item = self._take_or_request(asked_at)
                     except StopIteration:
                         raise StopAsyncIteration from None
+                    except StopAsyncIteration as error:  # of the sampler
+                        raise stand_in(error, in_async_for=True) from error
                     if item is not None:
                         return item
                     await fetching.handoff.wait_async(self._has_news, None)
@@ -248,7 +254,7 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
     def _count(self, item: Item, asked_at: float) -> None:
         if item.passage is not None:
             self._meter.took(asked_at, item.passage, 0, len(self._fetching.handoff.ready))
-        else:
+        elif not item.ended:
             self._meter.failed()
 
     def _next_index(self) -> Any:

@@ -42,6 +42,7 @@ from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.handle import WorkerHandle
 from asyncloader.workers.parent.pool import Pool
 from asyncloader.workers.parent.process import WorkerProcess
+from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.origin import Origin
@@ -323,8 +324,8 @@ class WorkerIterator(Faces[T_co]):
             item = await self._wait_async(asked_at)
         try:
             return self._open(item)
-        except StopIteration:
-            raise StopAsyncIteration from None
+        except StopAsyncIteration as error:
+            raise stand_in(error, in_async_for=True) from error
         finally:
             del item
 
@@ -335,6 +336,8 @@ class WorkerIterator(Faces[T_co]):
                 item = self._take_or_read_on(asked_at)
             except StopIteration:
                 raise StopAsyncIteration from None
+            except StopAsyncIteration as raised:  # of the sampler
+                raise stand_in(raised, in_async_for=True) from raised
             if item is not None:
                 return item
             consumer = self._consumer

@@ -71,10 +71,14 @@ async def test_errors_come_where_torch_raises_them(num_workers: int) -> None:
 
 
 @FEW_WORKERS
-async def test_stop_iteration_of_a_dataset_ends_the_loop(num_workers: int) -> None:
-    """As it ends a `for` loop; a future could not even hold it."""
+async def test_stop_iteration_of_a_dataset_is_an_error(num_workers: int) -> None:
+    """In the place of its batch; a future could not even hold it."""
     mine, _ = pair(Failing(9, "StopIteration", at=[5]), num_workers=num_workers)
-    assert [batch.item() async for batch in mine] == [0, 1, 2, 3, 4]
+    seen = []
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        async for batch in mine:
+            seen.append(batch.item())
+    assert seen == [0, 1, 2, 3, 4]
 
 
 @FEW_WORKERS

@@ -47,6 +47,22 @@ def epoch(loader: Any) -> list[Any]:
 
 
 @differs(
+    "StopIteration raised by a dataset or `collate_fn`",
+    torch="ends the `for` loop: the epoch is short, and nobody knows",
+    ours="RuntimeError in the place of the batch, with it as the cause",
+    why="as PEP 479 has it for generators",
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stop_iteration_is_no_end(ours: Any, num_workers: int) -> None:
+    """torch's epoch has five of nine batches; ours tells, and goes on behind it."""
+    assert len(list(Torch(Failing(9, "StopIteration", at=[5]), num_workers=num_workers))) == 5
+    batches = iter(ours(Failing(9, "StopIteration", at=[5]), num_workers=num_workers))
+    assert [next(batches).item() for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert isinstance(caught(lambda: next(batches)), RuntimeError)
+    assert [batch.item() for batch in batches] == [6, 7, 8]
+
+
+@differs(
     "random numbers in workers",
     torch="one stream for each worker: other num_workers, other augmentations",
     ours="each batch is seeded from base seed, epoch, rank and its number",

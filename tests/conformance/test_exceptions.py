@@ -160,25 +160,6 @@ def test_error_of_getitems(make: Subject, num_workers: int) -> object:
     return story(iter(make(FailingBatches(7), batch_size=2, num_workers=num_workers)))
 
 
-@FEW_WORKERS
-@same_as_torch("StopIteration")
-def test_stop_iteration_from_the_dataset_ends_the_loop(make: Subject, num_workers: int) -> object:
-    """A `for` loop ends silently at it."""
-    it = iter(make(Failing(9, "StopIteration", at=[5]), num_workers=num_workers))
-    seen = list(it)
-    for _ in it:  # torch's iterator is slow to go where it was left by an error
-        pass
-    return seen
-
-
-@FEW_WORKERS
-@same_as_torch("StopIteration")
-def test_loop_after_a_stop_iteration_of_the_dataset_goes_on(make: Subject, num_workers: int) -> object:
-    """It ended a loop, not the iterator: the next loop gets the batches behind it."""
-    it = iter(make(Failing(9, "StopIteration", at=[5]), num_workers=num_workers))
-    return list(it), list(it), list(it)
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 @same_as_torch("errors of worker_init_fn")
 def test_error_of_worker_init_fn_is_the_result_of_the_first_batch(make: Subject, num_workers: int) -> object:

@@ -9,6 +9,7 @@ import torch.utils.data._utils.fetch as torch_fetch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.workers.child.fetch import make_fetcher
+from asyncloader.workers.protocol.failure import EndOfData
 
 
 class Plain(Dataset[int]):
@@ -69,7 +70,7 @@ def test_iterable_as_torch(length: int, drop_last: bool, auto_collation: bool) -
         for _ in range(9):
             try:
                 found.append(fetch(keys))
-            except StopIteration:
+            except (StopIteration, EndOfData):
                 found.append("end")
         return found
 

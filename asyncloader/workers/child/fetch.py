@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from asyncloader.settings import OnError
 from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.protocol.failure import RemoteError
+from asyncloader.workers.protocol.failure import EndOfData, RemoteError
 
 
 class BadSample(NamedTuple):
@@ -79,7 +79,7 @@ class MapFetcher:
 
 
 class IterableFetcher:
-    """Fetches from an iterator over an iterable dataset. Raises StopIteration when there is nothing more.
+    """Fetches from an iterator over an iterable dataset. Raises EndOfData when there is nothing more.
 
     Attributes:
         iterator: The iterator.
@@ -98,11 +98,11 @@ class IterableFetcher:
     def __call__(self, keys: Any) -> Any:
         """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
         if self.ended:
-            raise StopIteration
+            raise EndOfData
         here = place.here()
         if not self._auto_collation:
             here.position = 0
-            return _settled([next(self.iterator)], self._run)[0]
+            return _settled([self._next()], self._run)[0]
         samples = []
         for here.position, _ in enumerate(keys):
             try:
@@ -112,8 +112,15 @@ class IterableFetcher:
                 break
         here.position = place.BATCH
         if not samples or (self._drop_last and len(samples) < len(keys)):
-            raise StopIteration
+            raise EndOfData
         return _settled(samples, self._run)
+
+    def _next(self) -> Any:
+        """Read a sample. StopIteration means the end of the data here, and nowhere else."""
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            raise EndOfData from None
 
 
 class Mender:
@@ -220,7 +227,7 @@ class TolerantIterableFetcher(IterableFetcher):
         """Return the good ones of as many samples as there are keys, or of what is left."""
         self.bad = ()
         if self.ended:
-            raise StopIteration
+            raise EndOfData
         mender = Mender(self._on_error, self._where)
         self.bad = mender.bad
         wanted = len(keys) if self._auto_collation else 1
@@ -229,8 +236,8 @@ class TolerantIterableFetcher(IterableFetcher):
         while position < wanted and not self.ended:
             here.position = position
             try:
-                mender.good(position, _settled([next(self.iterator)], self._run)[0])
-            except StopIteration:
+                mender.good(position, _settled([self._next()], self._run)[0])
+            except EndOfData:
                 self.ended = True
                 break
             except Exception as error:
@@ -240,7 +247,7 @@ class TolerantIterableFetcher(IterableFetcher):
             position += 1
         here.position = place.BATCH
         if not position or (self._auto_collation and self._drop_last and position < wanted):
-            raise StopIteration
+            raise EndOfData
         samples = mender.mended()
         return samples if self._auto_collation else samples[0]
 

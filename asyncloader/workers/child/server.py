@@ -19,6 +19,7 @@ from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child.fetch import BadSample, Fetcher, IterableFetcher, NoGoodSample, make_fetcher
 from asyncloader.workers.child.seeding import BatchSeeder, mix
 from asyncloader.workers.child.transport import Line, micros
+from asyncloader.workers.protocol.failure import EndOfData
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.protocol.snapshot import Keeper, Start
 
@@ -216,7 +217,7 @@ class Server:
         assert self._fetch is not None
         try:
             self._fetch(keys)
-        except StopIteration:
+        except EndOfData:
             return False
         except Exception:  # it was raised in its time
             pass
@@ -224,7 +225,7 @@ class Server:
 
     def _fail(self, record: Record, error: BaseException, bad: Sequence[BadSample]) -> None:
         """Tell what became of a ticket that there is no batch for."""
-        if isinstance(error, StopIteration) and self._spec.is_iterable:
+        if isinstance(error, EndOfData):
             self._ended = True
             self._tell_last_state(record)
             self._line.send(Kind.EXHAUSTED, record)

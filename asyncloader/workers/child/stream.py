@@ -52,6 +52,7 @@ class Stream(Base):
         self._iterator = open_stream(dataset)
         self._keeper = keeper
         self._is_async = hasattr(type(self._iterator), "__anext__")
+        self._ends_with = StopAsyncIteration if self._is_async else StopIteration  # the other one is a bug
         self._has_ended = keeper is not None and keeper.attach(self._iterator)
         self._too_late: list[int] = []  # tickets after the end of the data
         self._work = asyncio.Event()
@@ -114,7 +115,7 @@ class Stream(Base):
             place.enter(self._key, job.seq, position)
             try:
                 sample = await anext(self._iterator) if self._is_async else next(self._iterator)
-            except (StopIteration, StopAsyncIteration):
+            except self._ends_with:
                 self._end(job)  # not asked again: some iterators would begin anew
                 return
             except (Exception, asyncio.CancelledError) as error:  # it was raised in its time
@@ -139,7 +140,7 @@ class Stream(Base):
         place.enter(self._key, job.seq, position)
         try:
             sample = await anext(self._iterator) if self._is_async else next(self._iterator)
-        except (StopIteration, StopAsyncIteration):
+        except self._ends_with:
             self._end(job)
             return
         except asyncio.CancelledError as error:

@@ -20,6 +20,26 @@ from asyncloader.errors import describe_keys
 Raised = TypeVar("Raised", bound=BaseException)
 
 
+class EndOfData(Exception):
+    """There are no more samples. Not StopIteration, which a bug in user code can be."""
+
+
+def stand_in(error: BaseException, *, in_async_for: bool = False) -> BaseException:
+    """Return what to raise at the consumer: the error, or another one if it would mean something else there.
+
+    StopIteration would end a ``for`` loop before its time, StopAsyncIteration an ``async for``, and nobody would know
+    that the epoch is short (PEP 479 says the same of generators); CancelledError would cancel the consumer's task.
+    """
+    misleading = (
+        (StopIteration, CancelledError, StopAsyncIteration) if in_async_for else (StopIteration, CancelledError)
+    )
+    if not isinstance(error, misleading):
+        return error
+    other = RuntimeError(f"The dataset, its sampler or collate_fn raised {type(error).__name__}.")
+    other.__cause__ = error
+    return _with_notes(other, getattr(error, "__notes__", []))
+
+
 class RemoteTraceback(Exception):
     """The worker's traceback as text, shown as the cause of what was raised there."""
 
@@ -86,12 +106,8 @@ class LocalError:
     where: str
 
     def rebuild(self, keys: Any) -> BaseException:
-        """Return the exception to raise: with notes, and one in place of what would cancel the consumer's task."""
-        error = self.error
-        if isinstance(error, CancelledError):
-            stand_in = RuntimeError("The dataset raised CancelledError.")
-            stand_in.__cause__ = error
-            error = stand_in
+        """Return the exception to raise, with notes."""
+        error = stand_in(self.error)
         notes = [f"Caught {type(self.error).__name__} {self.where}."] if self.where else []
         if keys is not None:
             notes.append(f"The batch has the indices {describe_keys(keys)}.")
