@@ -33,6 +33,8 @@ _LATENCY_SHARE = 0.05
 _LATENCY_GUESS_S = 0.0003
 # What a parked batch costs beyond its data. Bounds run-ahead over batches of a few bytes.
 _BATCH_OVERHEAD_BYTES = 4096
+# Further than so many batches a worker nobody runs ahead, whatever they are thought to weigh.
+_MOST_AHEAD = 256
 
 
 class Scheduler:
@@ -97,6 +99,7 @@ class Scheduler:
         self._read_until = first + self.window
         self._parked_bytes = 0
         self._mean_bytes: float | None = None
+        self._is_bounded = True  # the size of every batch so far is known
         self._mean_busy_s: float | None = None
         self._latency_s = _LATENCY_GUESS_S
 
@@ -147,9 +150,16 @@ class Scheduler:
         return self._assign(idle=worker) if self._unsent or self._suspects else []
 
     def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
-        """The outcome of a returned ticket can be handed over."""
+        """The outcome of a returned ticket can be handed over.
+
+        Args:
+            seq: Of the ticket.
+            outcome: What is handed over.
+            nbytes: How large it is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead of.
+        """
+        self._is_bounded &= nbytes >= 0
         is_batch = nbytes > 0  # what is void, and an exception, tells nothing about the size of batches
-        nbytes += _BATCH_OVERHEAD_BYTES
+        nbytes = max(nbytes, 0) + _BATCH_OVERHEAD_BYTES
         if is_batch:
             mean = self._mean_bytes
             self._mean_bytes = nbytes if mean is None else mean + 0.2 * (nbytes - mean)
@@ -325,7 +335,7 @@ class Scheduler:
         """
         if self.planned_count < self._read_until or self._unsent or not self._run_ahead_bytes:
             return []
-        if self._plan_ended or self._mean_bytes is None:
+        if self._plan_ended or self._mean_bytes is None or not self._is_bounded:
             return []
         depth = self._depth()
         # Asked for early, so that what is read comes before a worker stands idle.
@@ -334,7 +344,8 @@ class Scheduler:
             return []
         unknown = self.planned_count - self.gone_count - len(self._parked)  # in flight, or returned and being pinned
         room_bytes = self._run_ahead_bytes - self._parked_bytes - self._mean_bytes * unknown
-        rounds = min(depth - 1, int(room_bytes / (self._mean_bytes * self.num_workers)))
+        room = self.window + _MOST_AHEAD * self.num_workers - (self.planned_count - self.gone_count)
+        rounds = min(depth - 1, int(room_bytes / (self._mean_bytes * self.num_workers)), room // self.num_workers)
         if rounds < 1:
             return []
         self._read_until = self.planned_count + rounds * self.num_workers

@@ -216,7 +216,7 @@ class Session:
         scheduler = self.run.scheduler
         self.recovery.calm()
         ticket = scheduler.in_flight[worker][record.seq]
-        passage = self.run.meter.came(worker, record, ticket.sent_at, arrived_at, nbytes)
+        passage = self.run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         bad = self.run.bad.pop(record.seq, ()) if self.run.bad else ()
         item = Item(None if self._pinner else batch, bad=bad, passage=passage, seq=record.seq, worker=worker)

@@ -55,7 +55,7 @@ class Listener(Protocol):
         """The worker has opened the dataset."""
 
     def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
-        """A batch has come, and began to be read at this time."""
+        """A batch has come, and began to be read at this time; ``nbytes`` is less than 0 if its size is unknown."""
 
     def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
         """Samples that raised: what follows for this ticket was made without them."""

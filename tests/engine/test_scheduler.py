@@ -517,6 +517,22 @@ def test_without_run_ahead_the_window_is_torchs() -> None:
     assert actions == []
 
 
+@pytest.mark.parametrize(("size", "most"), [(1, 4 + 2 * 256), (-1, 4)], ids=["tiny", "unknown"])
+def test_run_ahead_is_bounded_in_batches_too(size: int, most: int) -> None:
+    """However little they weigh; and batches of unknown size are not run ahead of at all."""
+    scheduler = make(run_ahead_bytes=1 << 40)
+    scheduler.planned(range(4))
+    planned = 4
+    while mine := sorted(scheduler.in_flight[1]):
+        scheduler.returned(1, mine[0], 1e-5)
+        for action in scheduler.ready(mine[0], mine[0], size):
+            assert isinstance(action, Read)
+            scheduler.planned(range(action.until - planned))
+            planned = action.until
+    assert most - 2 <= planned <= most
+    scheduler.validate()
+
+
 def test_only_the_batch_in_work_is_blamed() -> None:
     """The tickets queued behind it are sent again without counting as tried."""
     scheduler = make(max_retries=1, prefetch_factor=3)
