@@ -168,3 +168,24 @@ def test_without_the_extra_it_says_so() -> None:
     script = "import sys; sys.modules['typer'] = None; from asyncloader.cli import main; main()"
     done = run_python("-c", script)
     assert (done.returncode, done.stderr) == (1, "The command line needs typer: pip install 'asyncloader[cli]'\n")
+
+
+def test_a_file_with_a_colon_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is there or not; what is there is a file whatever it is called."""
+    monkeypatch.chdir(tmp_path)
+    events = [{"ph": "X", "tid": 1, "ts": 0, "dur": 1, "name": "train", "args": {}}]
+    for name in ("run-12:30.json", "run:12"):
+        Path(name).write_text(json.dumps(events))
+        assert called_json("trace", name) == {"page": str(Path(name).with_suffix(".html"))}
+    done = call("trace", "run-12:31.json")
+    assert done.exit_code == 2
+    assert "No such file" in done.output
+
+
+@pytest.mark.parametrize("name", [":f", ".:f", "..a:f", " :f", "a b:f", "missing.py:f", "json.py:f", "a..b:f"])
+def test_what_names_no_function_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A module of another name is not taken in the place of a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("def f(): ...")
+    with pytest.raises(ValueError, match=r"cannot be imported|cannot import"):
+        find(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from pathlib import Path
@@ -37,14 +38,17 @@ LONGEST = """(() => {
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run of two epochs with 40 batches each, some of which are slow."""
-    path = tmp_path_factory.mktemp("viewer") / "run.json"
+    """The page of a run of two epochs with 40 batches each, some of which are slow; its names try to be HTML."""
+    path = tmp_path_factory.mktemp("viewer") / "<img src=x onerror=alert(1)>.json"
     with tracing(path):
         loader = DataLoader(Load(320, 0.001, slow_every=80, slow_s=0.05), 8, num_workers=2, persistent_workers=True)
         for _ in range(2):
             for _ in loader:
                 time.sleep(0.003)
         loader.close()
+    events = json.loads(path.read_text())
+    events += [{**events[-1], "ph": "i", "name": "<!--<script>"}, {**events[-1], "ph": "i", "name": "</script>"}]
+    path.write_text(json.dumps(events))
     return to_html(path)
 
 

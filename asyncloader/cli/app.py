@@ -12,7 +12,7 @@ import typer
 from asyncloader.cli import compare, doctor, search
 from asyncloader.cli.measure import run
 from asyncloader.cli.report import Report
-from asyncloader.cli.source import Source, find
+from asyncloader.cli.source import Source, find, is_function
 from asyncloader.loader import DataLoader
 from asyncloader.machine import available_bytes
 from asyncloader.observe.trace import to_html, tracing
@@ -85,7 +85,7 @@ def trace(
 ) -> None:
     """Make a page of a timeline, which any browser shows; of a loader, run it and write the timeline first."""
     report = Report(as_json)
-    if ":" in target:
+    if is_function(target):
         source = _found(target)
         with tracing(output):
             seen = run(source.make(DataLoader, trace=None), source.step, seconds=0, batches=batches)

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.utils.data
@@ -58,6 +59,11 @@ class Source(NamedTuple):
         return {"batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last}
 
 
+def is_function(target: str) -> bool:
+    """Tell ``module:function`` from the name of a file, which may have a colon in it."""
+    return ":" in target and not target.endswith(".json") and not Path(target).exists()
+
+
 def find(name: str) -> Source:
     """Call the function that ``module:function`` names; a file's path may stand for the module.
 
@@ -67,12 +73,7 @@ def find(name: str) -> Source:
     module_name, colon, function_name = name.rpartition(":")
     if not colon:
         raise ValueError(f"{name!r} should be module:function, such as train:make_loader")
-    path = Path(module_name)
-    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
-    try:
-        module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"cannot import {module_name!r}: {error}") from error
+    module = _module(module_name)
     made = getattr(module, function_name, None)
     if made is None:
         raise ValueError(f"{module_name!r} has no {function_name!r}")
@@ -85,3 +86,22 @@ def find(name: str) -> Source:
     if step is not None and (not callable(step) or inspect.iscoroutinefunction(step)):
         raise ValueError(f"the step that {name} gave is not a function")
     return Source(loader, step)
+
+
+def _module(name: str) -> ModuleType:
+    """Import a module by its name, or a file by its path."""
+    path = Path(name)
+    is_file = path.suffix == ".py"
+    if not is_file and not all(map(str.isidentifier, name.split("."))):
+        raise ValueError(f"cannot import {name!r}: it is neither the name of a module nor a file that ends with .py")
+    sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
+    try:
+        module = importlib.import_module(path.stem if is_file else name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"cannot import {name!r}: {error}") from error
+    found = getattr(module, "__file__", None)
+    if is_file and (found is None or not path.exists() or not path.samefile(found)):
+        raise ValueError(
+            f"{name!r} cannot be imported: the module {path.stem!r} is another one ({found or 'built in'})"
+        )
+    return module

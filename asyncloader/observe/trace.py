@@ -10,9 +10,12 @@ only, so a run that is killed leaves a timeline up to then.
 from __future__ import annotations
 
 import contextlib
+import errno
+import html
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from importlib.resources import files
@@ -22,6 +25,7 @@ from typing import Any
 
 log = logging.getLogger("asyncloader")
 
+_MARK = '<meta name="generator" content="asyncloader timeline">'  # in viewer.html
 _WRITE_AT = 512
 _END = b"\n]\n"
 _INSTANT_S = 1e-6
@@ -237,18 +241,66 @@ def to_html(source: str | os.PathLike[str], target: str | os.PathLike[str] | Non
 
     Args:
         source: What the option ``trace``, or `tracing`, wrote.
-        target: The page; by default beside the timeline, with ".html".
+        target: The page; by default beside the timeline, with ".html". A page that was made so is replaced.
 
     Returns:
         The path of the page.
 
     Raises:
         ValueError: if the source is no timeline.
+        FileExistsError: if there is another file in the place of the page.
     """
-    text = Path(source).read_text()
-    if not isinstance(events := json.loads(text), list) or not all("ph" in event for event in events):
-        raise ValueError(f"{source} is no timeline: a list of trace events is expected")
-    page = files("asyncloader").joinpath("viewer.html").read_text()
-    target = Path(target) if target is not None else Path(source).with_suffix(".html")
-    target.write_text(page.replace("/*EVENTS*/[]", text.replace("</", "<\\/").strip()).replace("TITLE", target.stem))
+    source = Path(source)
+    target = source.with_suffix(".html") if target is None else Path(target)
+    text = _timeline(source)
+    page = files("asyncloader").joinpath("viewer.html").read_text(encoding="utf-8")
+    if target.exists() and not _is_page(target):
+        raise FileExistsError(errno.EEXIST, "is there and no page of a timeline: give another name", str(target))
+    # The text stands in the page as it is. Each "<" is inside a string, and may be written so; HTML then finds nothing
+    # in it, neither an end of the script nor a comment.
+    parts = {"/*EVENTS*/[]": text.replace("<", "\\u003c"), "TITLE": html.escape(_shown(target.stem))}
+    filled = re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], page)
+    target.write_text(filled, encoding="utf-8")
     return target
+
+
+def _timeline(source: Path) -> str:
+    """Read the text of a timeline.
+
+    Raises:
+        ValueError: if it is none, or the page could not read it.
+    """
+    text = source.read_text(encoding="utf-8").strip()
+    try:
+        events = json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError(f"{source} is no timeline: it is nested too deeply") from None
+    if not isinstance(events, list) or not all(map(_is_event, events)):
+        raise ValueError(f"{source} is no timeline: a list of trace events is expected")
+    return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _is_event(event: Any) -> bool:
+    """Whether the page can show this."""
+    if not isinstance(event, dict) or not isinstance(phase := event.get("ph"), str):
+        return False
+    wanted = {"X": ("ts", "dur"), "i": ("ts",), "s": ("ts",), "t": ("ts",), "f": ("ts",)}.get(phase, ())
+    has_times = all(type(event.get(name)) in (int, float) for name in wanted)
+    has_name = isinstance(event.get("name"), str) or phase not in "XM"
+    return has_times and has_name and isinstance(event.get("args", {}), dict)
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is a page that `to_html` made, by its first lines."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
+        return _MARK in file.read(500)
+    return False
+
+
+def _shown(name: str) -> str:
+    """Return a name that is not UTF-8 as far as it is."""
+    return os.fsencode(name).decode("utf-8", "replace")
