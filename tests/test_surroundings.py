@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
+import threading
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +82,49 @@ def test_workers_have_the_cores_of_the_thread_that_iterates(concurrency: int | N
     finally:
         os.sched_setaffinity(0, cores)
     assert seen == [{max(cores)}] * 2
+
+
+class Rows:
+    """A table behind a connection that belongs to the thread that made it, and something else that does."""
+
+    def __init__(self, path: Path) -> None:
+        self.connection = sqlite3.connect(path)
+        self.connection.execute("create table numbers (number integer)")
+        self.connection.executemany("insert into numbers values (?)", [(i,) for i in range(8)])
+        self.connection.commit()
+        self.local = threading.local()
+        self.local.offset = 10
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        query = "select number from numbers where number = ?"
+        return int(self.connection.execute(query, (index,)).fetchone()[0] + self.local.offset)
+
+
+@pytest.mark.parametrize("is_main", [True, False], ids=["main thread", "another thread"])
+def test_forked_workers_are_copies_of_the_thread_that_iterates(is_main: bool, tmp_path: Path) -> None:
+    """What belongs to it works there: a connection to SQLite, which looks at the thread's identity, a thread-local."""
+    seen: list[list[int]] = []
+
+    def iterate() -> None:
+        dataset: Any = Rows(tmp_path / "rows.db")
+        loader: Any = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
+        try:
+            for _ in range(2):
+                seen.extend(batch.tolist() for batch in loader)
+        finally:
+            loader.close()
+            dataset.connection.close()
+
+    if is_main:
+        iterate()
+    else:
+        thread = threading.Thread(target=iterate)
+        thread.start()
+        thread.join()
+    assert seen == [[10, 11, 12, 13], [14, 15, 16, 17]] * 2
 
 
 class Leaving:

@@ -29,7 +29,8 @@ from asyncloader.engine import exits
 from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.loops import run_forever
-from asyncloader.workers.parent.process import kill_all, try_descriptors
+from asyncloader.workers.parent.launching import try_descriptors
+from asyncloader.workers.parent.process import kill_all
 
 T = TypeVar("T")
 

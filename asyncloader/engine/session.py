@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from asyncloader.errors import LoaderClosedError, describe_keys, exiting
 from asyncloader.observe.meter import Passage
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.protocol.failure import LocalError, RemoteError
 from asyncloader.workers.protocol.messages import Record
 from asyncloader.workers.protocol.snapshot import Frozen, Start
@@ -122,6 +123,31 @@ class Session:
 
     def start(self) -> None:
         """Start the workers and begin the first run."""
+        carry_out(self._steps())
+
+    def start_from_here(self) -> None:
+        """Do so from a thread of the consumer's, so that forked workers are copies of that.
+
+        They find what belongs to it, as workers that torch's loader forks there: connections to SQLite, thread-locals.
+        """
+        steps = self._steps()
+        step: Callable[[], Callable[[], None] | None] = partial(next, steps, None)
+        try:
+            while (launch := self.portal.call(step).result()) is not None:
+                step = partial(next, steps, None)
+                try:
+                    launch()
+                except Exception as error:
+                    step = partial(steps.throw, error)
+        except BaseException:  # Ctrl-C: one more process may be half started
+            with contextlib.suppress(LoaderClosedError):
+                self.portal.post(steps.close)
+            raise
+        finally:
+            del step
+
+    def _steps(self) -> Generator[Callable[[], None], None, None]:
+        """Start; what is yielded launches a worker, and is to be called before the next step."""
         if self.portal.is_closing:
             self.close_soon(0.0)
             raise exiting()
@@ -130,8 +156,7 @@ class Session:
         self._move(State.OPEN)
         self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
         try:
-            for _ in self.pool.start(self.run.epoch):
-                self._flush()
+            yield from self.pool.start(self.run.epoch, self._flush)
         except BaseException:
             self.close_soon(0.0)
             raise

@@ -92,9 +92,20 @@ class WorkerIterator(Faces[T_co]):
         self._finalizer.atexit = False
         self._begin(run, beginning)
         # The first window is read before the workers start: they find their tickets waiting.
-        self._started: Future[None] | None = self._session.portal.call(self._session.start)
-        if wait_for_start:
-            self._wait_started(self._started)
+        self._started: Future[None] | None = None
+        if wait_for_start and self._session.pool.forks:
+            self._start_from_here()
+        else:
+            self._started = self._session.portal.call(self._session.start)
+            if wait_for_start:
+                self._wait_started(self._started)
+
+    def _start_from_here(self) -> None:
+        try:
+            self._session.start_from_here()
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
 
     def _window_of(self, loader: DataLoader[T_co]) -> int:
         """Return how many batches are in flight or waiting: torch's number, or what `concurrency` needs."""

@@ -88,10 +88,17 @@ class Backend(Protocol):
     def processes(self) -> Sequence[Worker]:
         """The workers that are there now, by id."""
 
-    def start(self, epoch: EpochSpec) -> Iterator[int]:
-        """Start one worker after the other, and yield the id of each: it can be given tickets before the next starts.
+    @property
+    def forks(self) -> bool:
+        """Whether its workers are copies of the thread that launches them."""
+
+    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Start one worker after the other; `started` is called after each: it can be given tickets before the next.
 
         On failure those that did start are ended.
+
+        Yields:
+            What launches the next one, to be called, in any thread, before the next step.
         """
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:

@@ -311,9 +311,9 @@ def test_a_worker_begins_before_the_next_one_is_started(monkeypatch: pytest.Monk
 
     start = process.WorkerProcess.start
 
-    def start_late(worker: process.WorkerProcess, *args: Any) -> None:
+    def start_late(worker: process.WorkerProcess, *args: Any) -> Any:
         assert worker.worker_id == 0 or has_begun.wait(20)
-        start(worker, *args)
+        return start(worker, *args)
 
     monkeypatch.setattr(process.WorkerProcess, "start", start_late)
     assert squares_of(DataLoader(Telling(), num_workers=2, multiprocessing_context="fork")) == list(range(8))

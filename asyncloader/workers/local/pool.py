@@ -36,6 +36,7 @@ from asyncloader.workers.child.transport import ParentGone
 from asyncloader.workers.local.copies import private_copy
 from asyncloader.workers.local.sizes import batch_bytes
 from asyncloader.workers.local.worker_info import set_worker_info
+from asyncloader.workers.parent.launching import Launch
 from asyncloader.workers.parent.process import STACK_TIMEOUT_S, State
 from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
@@ -355,12 +356,18 @@ class LocalPool:
     def __repr__(self) -> str:
         return f"<LocalPool {self.processes!r}>"
 
-    def start(self, epoch: EpochSpec) -> Iterator[int]:
-        """Start one worker after the other, and yield the id of each."""
+    @property
+    def forks(self) -> bool:
+        """Whether its workers are copies of the thread that launches them."""
+        return False
+
+    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
+        """Start one worker after the other; `started` is called after each. There is nothing to launch."""
         self._epoch = epoch
         for worker in range(max(1, self._spec.num_workers)):
             self.processes.append(self._start_one(worker))
-            yield worker
+            started()
+        yield from ()
 
     def _start_one(self, worker: int, before: LocalWorker | None = None) -> LocalWorker:
         started = LocalWorker(worker, self._loop, self, self._on_threads, before)

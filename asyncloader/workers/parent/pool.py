@@ -14,7 +14,7 @@ import contextlib
 import pickle
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
 from time import perf_counter
@@ -22,6 +22,7 @@ from typing import Any
 
 from asyncloader.transport.slab import SlabPool, slab_pool
 from asyncloader.workers.backend import Listener
+from asyncloader.workers.parent.launching import Launch, carry_out
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.protocol.pickled_spec import Parcel
@@ -79,8 +80,16 @@ class Pool:
             )
             raise
 
-    def start(self, epoch: EpochSpec) -> Iterator[int]:
-        """Start one process after the other, and yield the id of each. On failure those that did start are ended.
+    @property
+    def forks(self) -> bool:
+        """Whether its workers are copies of the thread that launches them."""
+        return self._context.get_start_method() == "fork"
+
+    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
+        """Start one process after the other; `started` is called after each. On failure those that did start are ended.
+
+        Yields:
+            What launches the next process, to be called before the next step.
 
         Raises:
             WorkerStartError: if the system has no room.
@@ -88,18 +97,24 @@ class Pool:
         self._epoch = epoch
         try:
             for worker in range(self._spec.num_workers):
-                self.processes.append(self._start_one(worker))
-                yield worker
+                self.processes.append((yield from self._start_one(worker)))
+                started()
         except BaseException:
             self.end(0.0)
             raise
 
-    def _start_one(self, worker: int) -> WorkerProcess:
+    def _start_one(self, worker: int) -> Generator[Launch, None, WorkerProcess]:
         process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
         borrower = self._slabs.borrower()
         try:
-            with borrower.starting():
-                process.start(self._context, self._source, self._slabs.handle(), self._epoch, self._spec.origin)
+            yield from process.start(
+                self._context,
+                borrower.starting,
+                self._source,
+                self._slabs.handle(),
+                self._epoch,
+                self._spec.origin,
+            )
         except BaseException:
             borrower.reclaim()
             raise
@@ -116,7 +131,7 @@ class Pool:
     def replace(self, worker: int) -> None:
         """Start a new process under this worker id, whose process has died or was discarded."""
         self._outstanding[worker] = 0
-        self.processes[worker] = self._start_one(worker)
+        self.processes[worker] = carry_out(self._start_one(worker))
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""

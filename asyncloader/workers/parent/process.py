@@ -27,8 +27,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol, cast
@@ -37,6 +38,7 @@ from asyncloader.errors import could_not_start
 from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, STACK_SIGNAL, Ends
 from asyncloader.workers.parent.channel import BadFrame, Channel, open_pair
+from asyncloader.workers.parent.launching import Forking, Launch, handlers_wait, masked, try_descriptors
 from asyncloader.workers.protocol.messages import EpochSpec, Kind
 from asyncloader.workers.protocol.origin import Origin
 
@@ -105,17 +107,21 @@ class WorkerProcess:
 
     # -------------------------------------------------------------------------------------------------- start
 
-    def start(self, context: BaseContext, source: Any, arena: Any, epoch: EpochSpec, origin: Origin | None) -> None:
-        """Start the process.
+    def start(
+        self, context: BaseContext, forking: Forking, source: Any, arena: Any, epoch: EpochSpec, origin: Origin | None
+    ) -> Iterator[Launch]:
+        """Start the process. In the middle what launches it is yielded, to be called in any thread.
 
         Raises:
             WorkerStartError: if the system has no room for it.
         """
+        method = context.get_start_method()
         try:
             try_descriptors(_DESCRIPTORS)
             ends = self._connect()
             try:
-                self._launch(context, (self.worker_id, ends, source, arena, context.get_start_method(), epoch, origin))
+                initargs = (self.worker_id, ends, source, arena, method, epoch, origin)
+                yield partial(self._launch, context, forking, initargs)
             finally:
                 ends.close()
         except OSError as error:
@@ -124,9 +130,10 @@ class WorkerProcess:
         except BaseException:
             self._close()
             raise
+        self._watch()
         self._move(State.RUNNING)
         self.started_at = time.monotonic()
-        if context.get_start_method() == "fork":
+        if method == "fork":
             self._up_timer = self._loop.call_later(_UP_S, self._on_late)
 
     def _connect(self) -> Ends:
@@ -144,28 +151,32 @@ class WorkerProcess:
             raise
         return ends
 
-    def _launch(self, context: BaseContext, initargs: tuple[Any, ...]) -> None:
+    def _launch(self, context: BaseContext, forking: Forking, initargs: tuple[Any, ...]) -> None:
         # Without SIGCHLD the fork server would never learn of the end of a worker. And multiprocessing's resource
         # tracker, which an executor may start, leaves signals unblocked that were not.
-        with _signals(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
+        with masked(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
             executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
             if context.get_start_method() == "forkserver":
                 forkserver.ensure_running()
         try:
-            with _signals(signal.SIG_BLOCK, signal.valid_signals()):  # none may end the worker before it has settled
+            # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
+            with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
                 executor.submit(int)  # makes it start the process
+                self._meet(executor)
         except BaseException:
             executor.shutdown(wait=False)
             raise
+
+    def _meet(self, executor: ProcessPoolExecutor) -> None:
+        """Get to know the process, before anybody may have reaped it."""
         # The executor drops both when it shuts down, and never tells the exit code. The thread holds descriptors.
         (self._process,) = executor._processes.values()
         self._manager = weakref.ref(cast(threading.Thread, executor._executor_manager_thread))
         self._executor = executor
         self.pid = self._process.pid or -1
-        self._watch()
+        self._descriptors["pid"] = os.pidfd_open(self.pid)
 
     def _watch(self) -> None:
-        self._descriptors["pid"] = os.pidfd_open(self.pid)
         self._loop.add_reader(self._descriptors["pid"], self._on_exit)
         os.set_blocking(self._descriptors["output"], False)
         self._loop.add_reader(self._descriptors["output"], self._on_output)
@@ -301,6 +312,8 @@ class WorkerProcess:
         for name in ("pid", "output"):
             if name in self._descriptors:
                 self._loop.remove_reader(self._descriptors[name])
+        if self.state is State.NEW and self.pid > 0:
+            self.kill()
         self._kill_group()
         for name in tuple(self._descriptors):
             self._close_descriptor(name)
@@ -401,21 +414,6 @@ class WorkerProcess:
             tell(text)
 
 
-def try_descriptors(count: int) -> None:
-    """See whether so many descriptors can be had, before others find out: those lose what they have opened already.
-
-    Raises:
-        OSError: if not.
-    """
-    tried: list[int] = []
-    try:
-        for _ in range(count):
-            tried.append(os.open(os.devnull, os.O_RDONLY))
-    finally:
-        for fd in tried:
-            os.close(fd)
-
-
 _parent_ends: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
 
@@ -443,13 +441,3 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-@contextlib.contextmanager
-def _signals(how: int, signals: Iterable[int]) -> Iterator[None]:
-    """Change the calling thread's mask of blocked signals for a while."""
-    mask = signal.pthread_sigmask(how, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,0 +1,91 @@
+"""The moment in which a process is made: in which thread, with which signals, and whether there is room for it.
+
+with handlers_wait(), masked(SIG_BLOCK, all): fork
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+Launch: TypeAlias = Callable[[], None]
+"""Makes a process: a copy, if it is forked, of the thread that calls it."""
+
+Forking: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+"""Gives what a fork is to be made in."""
+
+
+def try_descriptors(count: int) -> None:
+    """See whether so many descriptors can be had, before others find out: those lose what they have opened already.
+
+    Raises:
+        OSError: if not.
+    """
+    tried: list[int] = []
+    try:
+        for _ in range(count):
+            tried.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for fd in tried:
+            os.close(fd)
+
+
+def carry_out(steps: Generator[Launch, None, T]) -> T:
+    """Take the steps of a start, and launch what they launch, all in the calling thread: the loop's."""
+    try:
+        launch = next(steps)
+        while True:
+            try:
+                launch()
+            except BaseException as error:
+                launch = steps.throw(error)
+            else:
+                launch = next(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+@contextlib.contextmanager
+def handlers_wait() -> Iterator[None]:
+    """Let Python's handlers of signals wait in the main thread: one that raises must not meet a process half known.
+
+    That thread blocks signals meanwhile, but another may get them, and Python runs the handlers in the main thread all
+    the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    # The handler that asyncio and uvloop set does nothing; they hear of signals in another way.
+    waiting = {
+        number: handler
+        for number, handler in handlers.items()
+        if callable(handler) and not getattr(handler, "__name__", "").endswith("sighandler_noop")
+    }
+    try:
+        for number in waiting:
+            signal.signal(number, lambda number, frame: came.append(number))
+        yield
+    finally:
+        for number, handler in waiting.items():
+            signal.signal(number, handler)
+        for came_number in came:
+            signal.raise_signal(came_number)
+
+
+@contextlib.contextmanager
+def masked(how: int, signals: Iterable[int]) -> Iterator[None]:
+    """Change the calling thread's mask of blocked signals for a while."""
+    mask = signal.pthread_sigmask(how, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
