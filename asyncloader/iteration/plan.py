@@ -10,14 +10,13 @@ All of it happens in the consumer's thread: samplers are the user's.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
 from asyncloader.protocols import probe
+from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.workers.protocol.snapshot import Frozen, Pace, is_stateful
 
 if TYPE_CHECKING:
@@ -90,21 +89,19 @@ class Plan:
                 self._take_state()
         return Done if number in self._done else keys
 
-    def go_on(self, states: dict[str, Any] | None, skip: int) -> None:
+    def go_on(self, states: dict[str, Any] | None, batches: int) -> None:
         """Begin in the middle, before anything was read.
 
         Args:
             states: Of the sampler, which was loaded before it was iterated over, and of its iterator.
-            skip: Batches to leave out from there.
+            batches: How many to leave out from there.
         """
         if self._takes_apart:
-            self._inner = iter(self._index_sampler.sampler)
-            skip *= self._index_sampler.batch_size
+            self._inner = indices(self._index_sampler.sampler)
+            batches *= self._index_sampler.batch_size
         if states is not None and states["iterator"] is not None and is_stateful(self._inner):
             self._inner.load_state_dict(states["iterator"])
-        drawn = count()
-        deque(zip(islice(self._inner, skip), drawn, strict=False), maxlen=0)
-        if next(drawn) < skip:  # not asked again: some iterators would begin anew
+        if skip(self._inner, batches) < batches:  # not asked again: some iterators would begin anew
             self._inner = iter(())
             if not self._takes_apart:
                 self._iterator = self._inner
@@ -137,8 +134,8 @@ class Plan:
         batching = self._index_sampler
         try:
             if self._inner is None:
-                self._inner = iter(batching.sampler)
-            batch = [*islice(self._inner, batching.batch_size)]
+                self._inner = indices(batching.sampler)
+            batch = take(self._inner, batching.batch_size)
         except Exception:
             self._inner = iter(())
             raise

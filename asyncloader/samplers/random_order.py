@@ -1,0 +1,126 @@
+"""torch's RandomSampler, read in pieces: its order and its draws, without a list of the whole.
+
+torch makes a list of its permutation before the first index is there: 40 bytes an index beside the 8 of the tensor. And
+its iterator is a generator, which a Ctrl-C that hits inside ends, and with it the epoch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count as counter
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+_PIECE = 4096
+_torch_iter = RandomSampler.__iter__
+
+
+def indices(sampler: Any) -> Iterator[Any]:
+    """Iterate over a sampler; over torch's RandomSampler, where it draws without replacement, in pieces."""
+    kind = type(sampler)
+    if kind is RandomSampler and kind.__iter__ is _torch_iter and not sampler.replacement:
+        return RandomOrder(sampler)
+    return iter(sampler)
+
+
+def take(iterator: Iterator[Any], count: int) -> list[Any]:
+    """Return the next `count` indices, or what is left."""
+    return iterator.take(count) if type(iterator) is RandomOrder else [*islice(iterator, count)]
+
+
+def skip(iterator: Iterator[Any], count: int) -> int:
+    """Leave out the next `count` indices, or what is left; return how many."""
+    if type(iterator) is RandomOrder:
+        return iterator.skip(count)
+    drawn = counter()
+    deque(zip(islice(iterator, count), drawn, strict=False), maxlen=0)
+    return next(drawn)
+
+
+class RandomOrder:
+    """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for."""
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self._sampler = sampler
+        self._generator: torch.Generator | None = None
+        self._length = 0
+        self._num_whole = 0  # permutations to be drawn before the last one, of which a part is yielded; then -1
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._at = 0  # in the order: where the next piece begins
+        self._piece: list[int] = []
+        self._used = 0  # of the piece
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if index := self.take(1):
+            return index[0]
+        raise StopIteration
+
+    def take(self, count: int) -> list[int]:
+        """Return the next indices; fewer only at the end."""
+        while self._used + count > len(self._piece) and self._read_on():
+            pass
+        taken = self._piece[self._used : self._used + count]
+        self._used += len(taken)
+        return taken
+
+    def skip(self, count: int) -> int:
+        """Leave out the next indices, without looking at them; return how many there were."""
+        left = count - min(count, len(self._piece) - self._used)
+        self._used += count - left
+        while left and self._has_more():
+            step = min(left, len(self._order) - self._at)
+            self._at += step
+            left -= step
+        return count - left
+
+    def _read_on(self) -> bool:
+        """Put more indices behind those that are not used yet; return whether there were any."""
+        if not self._has_more():
+            return False
+        more = self._order[self._at : self._at + _PIECE].tolist()
+        self._piece, self._used = self._piece[self._used :] + more, 0
+        self._at += _PIECE
+        return True
+
+    def _has_more(self) -> bool:
+        """Whether there are more indices than those in hand; draws the next permutation if it is its turn."""
+        while self._at >= len(self._order):
+            if self._generator is None:
+                self._begin()
+            if self._num_whole < 0:
+                return False
+            self._draw()
+        return True
+
+    def _begin(self) -> None:
+        sampler = self._sampler
+        self._length = len(sampler.data_source)
+        self._num_whole = sampler.num_samples // self._length
+        generator = sampler.generator
+        if generator is None:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        self._generator = generator
+
+    def _draw(self) -> None:
+        """Draw the next permutation. What a Ctrl-C that hits here has drawn is drawn again."""
+        assert self._generator is not None
+        before = self._generator.get_state()
+        try:
+            rest = self._length if self._num_whole else self._sampler.num_samples % self._length
+            # torch draws the last one also where nothing of it is yielded, which a generator of the user's shows.
+            if rest or self._sampler.generator is not None:
+                order: Tensor = torch.randperm(self._length, generator=self._generator)[:rest]
+                self._order, self._at = order, 0
+            self._num_whole -= 1
+        except BaseException:
+            self._generator.set_state(before)
+            raise

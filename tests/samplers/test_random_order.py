@@ -1,0 +1,91 @@
+"""torch's RandomSampler in pieces: whoever looks finds nothing that differs, but for the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler
+
+from asyncloader.samplers.random_order import indices, skip, take
+
+
+def states(generator: torch.Generator | None) -> tuple[list[int], list[int] | None]:
+    """Return where the generators are."""
+    return torch.get_rng_state().tolist(), None if generator is None else generator.get_state().tolist()
+
+
+@pytest.mark.parametrize("owns_generator", [False, True], ids=["global", "own generator"])
+@pytest.mark.parametrize(
+    ("length", "num_samples"),
+    [(1, None), (10, None), (4096, None), (10_000, None), (10, 3), (10, 10), (10, 25), (10, 30), (5000, 12_000)],
+)
+def test_order_and_draws_are_those_of_torch(length: int, num_samples: int | None, owns_generator: bool) -> None:
+    """Index by index: also at which moment something is drawn."""
+    found = []
+    for iterate in (iter, indices):
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(5) if owns_generator else None
+        iterator = iterate(RandomSampler(range(length), num_samples=num_samples, generator=generator))
+        seen: list[Any] = [states(generator)]
+        for index in iterator:
+            seen.append(index)
+            if len(seen) < 40 or len(seen) % 997 == 0:
+                seen.append(states(generator))
+        assert next(iterator, None) is None
+        found.append([*seen, states(generator)])
+    assert found[0] == found[1]
+
+
+def test_indices_are_ints() -> None:
+    """Datasets may insist on it."""
+    assert {type(index) for index in indices(RandomSampler(range(5)))} == {int}
+
+
+def test_other_samplers_are_iterated_over_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replacement, subclasses, and where somebody has put another method into the class."""
+    drawn = indices(RandomSampler(range(5), replacement=True, num_samples=3))
+    assert len(list(drawn)) == 3
+
+    class Own(RandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2])
+
+    assert list(indices(Own(range(9)))) == [1, 2]
+    monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter([7]))
+    assert list(indices(RandomSampler(range(9)))) == [7]
+
+
+def test_an_interrupt_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C while the next piece is made: the one after it goes on."""
+    sampler = RandomSampler(range(10_000), generator=torch.Generator().manual_seed(1))
+    whole = list(RandomSampler(range(10_000), generator=torch.Generator().manual_seed(1)))
+    iterator = indices(sampler)
+    seen = list(islice(iterator, 4096))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+    assert [*seen, *iterator] == whole
+
+
+@pytest.mark.parametrize("iterate", [iter, indices], ids=["generator", "pieces"])
+def test_taking_and_skipping(iterate: Any) -> None:
+    """Any mixture of them goes through the order from the first index to the last."""
+    make = lambda: RandomSampler(range(10_000), num_samples=25_000, generator=torch.Generator().manual_seed(1))  # noqa: E731
+    whole = list(make())
+    iterator, at = iterate(make()), 0
+    for kind, count in [(take, 3), (skip, 5000), (take, 6000), (skip, 0), (take, 0), (skip, 12_000), (take, 1)]:
+        got = kind(iterator, count)
+        assert got == (whole[at : at + count] if kind is take else count)
+        at += count
+    assert skip(iterator, 10_000) == len(whole) - at
+    assert take(iterator, 5) == []
+    assert skip(iterator, 5) == 0
