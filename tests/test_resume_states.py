@@ -155,17 +155,20 @@ def test_a_dataset_whose_state_is_that_of_a_global_generator(num_workers: int) -
         def load_state_dict(self, state: dict[str, Any]) -> None:
             torch.set_rng_state(state["generator"])
 
-    make = maker(Drawing, num_workers, snapshot_every_n_steps=3)
-    loader = make()
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
-    state = loader.state_dict()
-    expected = everything(iterator)
-    torch.manual_seed(1)
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert everything(resumed) == expected
+    make = maker(Drawing, num_workers, snapshot_every_n_steps=3, shuffle=True)
+    for done in (5, 7):
+        loader = make()
+        iterator = iter(loader)
+        for _ in range(done):
+            next(iterator)
+        if done == 7:
+            assert everything(iterator) == []  # the epoch is over: what follows is the next one
+        state = loader.state_dict()
+        expected = everything(loader if done == 7 else iterator)
+        torch.manual_seed(1)
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert everything(resumed) == expected
 
 
 async def test_a_map_style_dataset_is_resumed_in_async_for() -> None:

@@ -144,7 +144,7 @@ class Record:
         if not self.keeps_dataset or progress.workers is None:
             return None
         if self.kind == "map":
-            return dict(progress.workers)
+            return dict(progress.workers) if self.is_persistent else {0: _dataset_here(self.fits.dataset)}
         if not progress.ends:
             return None
         return {worker: Start(0, progress.ends.get(worker)) for worker in progress.workers}
@@ -249,8 +249,10 @@ class Beginning:
                 self._finish_last_run(state)
             self._begun = self._draws.from_text(state["draws"])
             self._draws.restore(self._begun)
+        self._is_dataset_loaded = False
         if inline:
             self._load_samplers()
+            self._load_dataset()
 
     def mark(self) -> None:
         """From here on the order is drawn. Called before torch iterates over the samplers in earnest."""
@@ -273,7 +275,7 @@ class Beginning:
         carried = self._last and self._last.carried()
         known = carried or starts
         if starts is not None and not loader.num_workers and starts[0] == Start():
-            known = {0: _dataset_here(loader)}
+            known = {0: _dataset_here(loader.dataset, loader.snapshot_every_n_steps)}
         progress = Progress(
             state["position"] if state is not None else 0,
             set(state["ahead"]) if state is not None else None,
@@ -335,6 +337,20 @@ class Beginning:
         if self._samplers.state is None:
             self._samplers = self._samplers._replace(state=own_state(self._index_sampler))
 
+    def _load_dataset(self) -> None:
+        """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
+
+        It may be that the state sets a global generator. Where batches were made since, they are made again later.
+        """
+        state = self.state
+        if state is None or state["workers"] is None or not _is_between_runs(state):
+            return
+        starts = from_plain(state["workers"])
+        dataset: Any = self._loader.dataset
+        if len(starts) == 1 and starts[0].snapshot and not starts[0].made and is_stateful(dataset):
+            dataset.load_state_dict(starts[0].snapshot["dataset"])
+            self._is_dataset_loaded = True
+
     def _draw_as_it_was(self, iterator: Any, state: dict[str, Any]) -> None:
         """Account for the base seed, which is drawn before the order by one kind of iterators, and not by the other."""
         if self._inline and not state["inline"]:  # torch's constructor has drawn it
@@ -351,7 +367,7 @@ class Beginning:
             return None
         places = max(1, loader.num_workers)
         anew = {worker: Start() for worker in range(places)}
-        if state is None or state["workers"] is None:
+        if state is None or state["workers"] is None or self._is_dataset_loaded:
             return anew
         starts = from_plain(state["workers"])
         if len(starts) != places:
@@ -381,7 +397,7 @@ def initial_state(loader: DataLoader[Any]) -> dict[str, Any]:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     draws = Draws(loader.generator, samplers_within(loader._index_sampler))
     samplers = own_state(loader._index_sampler)
-    here = Start() if loader.num_workers else _dataset_here(loader)
+    here = Start() if loader.num_workers else _dataset_here(loader.dataset, loader.snapshot_every_n_steps)
     return _state(
         "iterable" if is_iterable else "map",
         loader._runs_begun,
@@ -392,9 +408,9 @@ def initial_state(loader: DataLoader[Any]) -> dict[str, Any]:
     )
 
 
-def _dataset_here(loader: DataLoader[Any]) -> Start:
+def _dataset_here(dataset: Any, every: int | None = 1) -> Start:
     """Return where the dataset of this process is, which is the one that batches are made of without workers."""
-    snapshot = Keeper(loader.dataset, loader.snapshot_every_n_steps or 0, Start()).take_now()
+    snapshot = Keeper(dataset, every or 0, Start()).take_now()
     return Start(0, snapshot) if isinstance(snapshot, Frozen) else Start()
 
 

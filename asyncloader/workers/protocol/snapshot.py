@@ -26,7 +26,7 @@ import torch
 from asyncloader.protocols import probe
 
 _SHARE = 50
-_CHEAP_S = 100e-6
+_CHEAP_S = 200e-6
 _CHEAP_FIRST_S = 5e-3
 """The first time much is done that is not done again."""
 _MOST_SINCE = 1000
@@ -243,7 +243,7 @@ class Keeper:
 
     Args:
         dataset: As the worker has it.
-        every: Take a snapshot after each so many batches, or when `Pace` allows it; 0 for never.
+        every: Take a snapshot after the first batch and after each so many, as `Pace` allows; 0 for never.
         start: Where the run begins.
         sends: Snapshots go to another process.
 
@@ -261,6 +261,7 @@ class Keeper:
         self._snapshot = _thawed(start.snapshot) or {}
         self._things: dict[str, Any] = {"dataset": dataset} if is_stateful(dataset) else {}
         self._since = 0  # batches since the last snapshot
+        self._is_first = True  # what is drawn between the beginning and the first batch is not drawn again
         self._pace = Pace()
         if self._snapshot.get("dataset") is not None and is_stateful(dataset):
             dataset.load_state_dict(self._snapshot["dataset"])
@@ -282,8 +283,9 @@ class Keeper:
     def take(self, *, ended: bool = False) -> Frozen | Untold | None:
         """Count a batch; return a snapshot if it is time for one."""
         self._since += 1
-        if not self._every or self._since % self._every:
+        if not self._every or (self._since % self._every and not self._is_first):
             return None
+        self._is_first = False
         if not self._pace.is_due() and self._since < _MOST_SINCE:
             return None
         return self.take_now(ended=ended)
