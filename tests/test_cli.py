@@ -189,3 +189,61 @@ def test_what_names_no_function_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "json.py").write_text("def f(): ...")
     with pytest.raises(ValueError, match=r"cannot be imported|cannot import"):
         find(name)
+
+
+SCRIPT = """
+import sys
+import torch
+from {package} import DataLoader
+
+class Photos(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = [{{"path": f"{{number:08}}.jpg", "box": [number, 0.5]}} for number in range({count})]
+        self.names = {{str(number): f"{{number}} " * 20 for number in range({count})}}
+        self.few = [1, 2, 3]
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, index): return self.rows[index]
+
+print("args", sys.argv[1:])
+if __name__ == "__main__":
+    loader = DataLoader(torch.utils.data.Subset(Photos(), range(10)), num_workers=4, multiprocessing_context="{how}")
+    try:
+        for batch in loader:
+            print("not to be seen")
+    except Exception:
+        print("nor this")
+"""
+
+
+@pytest.mark.parametrize(("package", "how"), [("torch.utils.data", "fork"), ("asyncloader", "spawn")])
+def test_doctor_finds_what_workers_will_copy(tmp_path: Path, package: str, how: str) -> None:
+    """A script is run until it reads from its loader; lists and dicts are told with their cost and what to write."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(package=package, how=how, count=60_000))
+    done = run_python("-m", "asyncloader.cli", "doctor", path, "--json", "--", "fast", "--size=3")
+    report = json.loads(done.stdout)
+    assert "args ['fast', '--size=3']" in done.stderr
+    assert "not to be seen" not in done.stderr
+    findings = {row["what"]: row["found"] for row in report["findings"][10:]}
+    assert sorted(findings) == ["Photos.names", "Photos.rows"]
+    rows = re.fullmatch(r"list of 60,000, (\d+) MB; (\d+) MB more with 4 workers \((\w+)\)", findings["Photos.rows"])
+    assert rows is not None
+    assert 15 < int(rows[1]) < 40
+    assert 3 * int(rows[1]) < int(rows[2]) < 5 * int(rows[1])
+    assert rows[3] == how
+    advice = report["advice: Photos.rows"]
+    assert advice.startswith("from asyncloader import SharedList; self.rows = SharedList(self.rows) in Photos: ")
+    assert int(re.search(r"(\d+) MB, once", advice)[1]) <= 3
+    assert "self.names = SharedDict(self.names) in Photos" in report["advice: Photos.names"]
+
+
+def test_doctor_says_when_there_is_nothing_to_copy(tmp_path: Path) -> None:
+    """Small lists are none of its business; a script that reads from no loader is an error of the command line."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(package="asyncloader", how="fork", count=50))
+    done = run_python("-m", "asyncloader.cli", "doctor", path)
+    assert re.search(r"ok +dataset +holds no large list or dict", done.stdout), done.stderr
+    path.write_text("print('nothing')")
+    done = run_python("-m", "asyncloader.cli", "doctor", path)
+    assert done.returncode == 2
+    assert "ended without reading from a loader" in " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())

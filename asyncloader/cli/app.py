@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch.utils.data
 import typer
 
 from asyncloader.cli import compare, doctor, search
 from asyncloader.cli.measure import run
 from asyncloader.cli.report import Report
+from asyncloader.cli.script import first_loader
 from asyncloader.cli.source import Source, find, is_function
 from asyncloader.loader import DataLoader
 from asyncloader.machine import available_bytes
@@ -37,6 +39,18 @@ def _found(name: str) -> Source:
         return find(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _loader_of(target: str, arguments: list[str]) -> torch.utils.data.DataLoader[Any]:
+    path = Path(target)
+    if path.suffix != ".py":
+        return _found(target).loader
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {target!r}")
+    loader = first_loader(path, arguments)
+    if loader is None:
+        raise typer.BadParameter(f"{target} ended without reading from a loader; name a function of it: {target}:make")
+    return loader
 
 
 @app.command()
@@ -102,9 +116,20 @@ def trace(
 
 
 @app.command(name="doctor")
-def examine(as_json: Json = False) -> None:
+def examine(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT.py|MODULE:FUNCTION]",
+            help="Look also for what workers will copy of a dataset: of the first loader that a script reads from (it "
+            "is run until then), or of the loader that a function makes.",
+        ),
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    as_json: Json = False,
+) -> None:
     """Look at this machine: start method, cores, memory, limits. Exit with 1 if something is wrong."""
     report = Report(as_json)
-    is_well = doctor.examine(report)
+    is_well = doctor.examine(report, None if target is None else _loader_of(target, arguments or []))
     report.end()
     raise typer.Exit(0 if is_well else 1)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data
 
+from asyncloader.cli.large import find_large
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
 from asyncloader.machine import available_bytes, total_bytes, usable_cores
@@ -168,9 +169,24 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def examine(report: Report) -> bool:
-    """Look at everything; print it; whether nothing is bad."""
+def copies(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
+    """Large lists and dicts of a dataset, of which each worker will have a copy."""
+    context = loader.multiprocessing_context or multiprocessing
+    method = context.get_start_method()
+    num_workers = loader.num_workers
+    for large in find_large(loader.dataset):
+        cost = large.cost(num_workers, method)
+        found = f"{large.kind} of {large.length:,}, {large.all_bytes / 1e6:,.0f} MB; {cost / 1e6:,.0f} MB more with "
+        found += f"{num_workers} workers ({method})"
+        is_bad = cost > available_bytes()
+        yield Finding(f"{large.owner}.{large.name}", found, large.advice() if num_workers else "", is_bad=is_bad)
+
+
+def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = None) -> bool:
+    """Look at everything, and at what a loader's dataset holds; print it; whether nothing is bad."""
     findings = list(_look(report))
+    if loader is not None:
+        findings += list(copies(loader)) or [Finding("dataset", "holds no large list or dict")]
     rows: list[dict[str, Any]] = [
         {"": "bad" if one.is_bad else "note" if one.advice else "ok", "what": one.what, "found": one.found}
         for one in findings
