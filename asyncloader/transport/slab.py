@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -47,7 +48,18 @@ class LimitsMemory(Protocol):
 
 
 _LEASE = "lease"  # users of a region that are no worker
-_FORKED = "forked process"  # one we know nothing of: for ever
+_FORKED = "forked process"  # one we know nothing of, for want of descriptors: for ever
+
+
+class _Fork:
+    """A process that the trainer forked, for as long as it may look at what was leased then.
+
+    Of a pipe it has the only end for writing: when that hangs up the process has ended, or runs another program.
+    """
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self.reading, self.writing = os.pipe()
 
 
 class _LeaseRef(weakref.ref[Any]):
@@ -97,7 +109,11 @@ class SlabPool:
         self._period_ends = 0.0
         self._can_sweep = True
         self._trim_planned = False
+        self.watch: Callable[[int, Callable[[], None]], None] | None = None  # has the loop tell when a pipe hangs up
+        self.unwatch: Callable[[int], object] | None = None
         self._forking: dict[int, set[int]] = {}  # by thread, between the hooks of a fork: ids of leases ended before
+        self._forks: dict[int, _Fork] = {}  # by thread, likewise
+        self._forked: set[_Fork] = set()
         self._starting: dict[int, Borrower] = {}  # by thread
 
     def __repr__(self) -> str:
@@ -278,7 +294,11 @@ class SlabPool:
 
     def before_fork(self) -> None:
         """Called in the thread that forks."""
-        self._forking[threading.get_ident()] = {id(ref) for ref in list(self._leases.values()) if ref() is None}
+        thread = threading.get_ident()
+        if self._regions and self.watch is not None and thread not in self._starting:
+            with contextlib.suppress(OSError):
+                self._forks[thread] = _Fork()
+        self._forking[thread] = {id(ref) for ref in list(self._leases.values()) if ref() is None}
 
     def after_fork(self) -> None:
         """Called in the thread that forked. The child has a copy of every batch, so no region leased may be reused.
@@ -286,16 +306,40 @@ class SlabPool:
         1. before_fork: leases that have ended already are told apart; from now on none is taken back.
         2. fork. Until it happens, other threads go on: leases begin and end.
         3. Here: what was leased when the fork happened is still in `_leases`, and gets another user: the worker just
-           started, until it ends, or a process that we know nothing of.
+           started, until it ends, or a process that we know by a pipe alone, until that hangs up.
         """
         thread = threading.get_ident()
         child = self._starting.get(thread)
+        fork = self._forks.pop(thread, None)
         ended = self._forking[thread]
         for region in [self._regions[n] for n, ref in self._leases.copy().items() if id(ref) not in ended]:
-            region.users.add(child or _FORKED)
+            region.users.add(child or fork or _FORKED)
             if child is not None:
                 child.watched.append(region)
+            elif fork is not None:
+                fork.regions.append(region)
         del self._forking[thread]
+        if fork is not None:
+            self._await_end(fork)
+
+    def _await_end(self, fork: _Fork) -> None:
+        os.close(fork.writing)
+        if not fork.regions or self.watch is None:
+            os.close(fork.reading)
+            return
+        self._forked.add(fork)
+        self.watch(fork.reading, lambda: self._on_fork_ended(fork))
+
+    def _on_fork_ended(self, fork: _Fork) -> None:
+        """Take back what a forked process, which is gone, might have looked at. On the loop thread."""
+        if self.unwatch is not None:
+            self.unwatch(fork.reading)
+        self._forked.discard(fork)
+        os.close(fork.reading)
+        for region in fork.regions:
+            self.release(region, fork)
+        if self.is_idle:
+            self.plan_trim()
 
     # ------------------------------------------------------------------------------------------------------- idle
     def retire(self, borrower: Borrower) -> None:
@@ -344,4 +388,13 @@ def _after_fork() -> None:
         pool.after_fork()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+def _after_fork_in_child() -> None:
+    """Leave the reading ends to the trainer; the end for writing stays open, and so it shall."""
+    if (pool := _pools.get(os.getppid())) is not None:
+        for fork in [*pool._forked, *pool._forks.values()]:
+            with contextlib.suppress(OSError):
+                os.close(fork.reading)
+        pool._forked.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

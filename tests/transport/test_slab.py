@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from asyncloader import DataLoader
 from asyncloader.transport import arena, slab
 from asyncloader.transport.arena import NamedArena
 from asyncloader.transport.slab import SlabPool
@@ -450,6 +451,23 @@ def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPoo
     assert pool.statistics().leased == 0
     pool.trim()
     assert pool.statistics().reserved == pytest.approx(MIB, rel=0.1)  # the one that the child might still look at
+
+
+@pytest.mark.parametrize("how", ["fork", "program"])
+def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) -> None:
+    """Or when it runs another program: forks of a trainer that holds a batch do not add up."""
+    iterator = iter(DataLoader([torch.zeros(FLOATS)] * 40, num_workers=1, run_ahead_bytes=0))
+    reserved = []
+    for _ in range(20):
+        batch = next(iterator)
+        if how == "fork":
+            assert in_child(lambda: True)
+        else:
+            subprocess.run(["true"], check=True, preexec_fn=os.getpid)
+        reserved.append(slab.slab_pool().statistics().reserved)
+    del batch
+    iterator.close()
+    assert reserved[-1] <= 8 * MIB
 
 
 def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: SlabPool) -> None:

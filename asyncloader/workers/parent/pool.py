@@ -46,6 +46,8 @@ class Pool:
         self._source: WorkerSpec | Parcel[WorkerSpec] = spec
         self._slabs = slab_pool()
         self._slabs.call_later = loop.call_later
+        self._slabs.watch = partial(_watch, loop)
+        self._slabs.unwatch = loop.remove_reader
         self._slabs.wake = partial(_trim_if_idle, self._slabs, loop)
         self._borrowers: dict[WorkerProcess, Any] = {}
         self._outstanding = [0] * spec.num_workers
@@ -269,3 +271,9 @@ def _trim_if_idle(slabs: SlabPool, loop: asyncio.AbstractEventLoop) -> None:
     if slabs.is_idle:
         with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
             loop.call_soon_threadsafe(slabs.plan_trim)
+
+
+def _watch(loop: asyncio.AbstractEventLoop, fd: int, on_end: Callable[[], None]) -> None:
+    """Have the loop call when a pipe hangs up, from whatever thread."""
+    with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+        loop.call_soon_threadsafe(loop.add_reader, fd, on_end)
