@@ -35,6 +35,12 @@ class Progressing(Protocol):
     def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
         """A batch is done with; the dataset was in this state then, or nobody knows (None, Untold)."""
 
+    def mark(self) -> Any:
+        """Remember what is done with, for `rewind`."""
+
+    def rewind(self, mark: Any) -> None:
+        """What was done with since then is not."""
+
 
 class Track:
     """Keeps what of one worker's stream is done with, in one run. Batches of it are numbered from 0.
@@ -89,6 +95,15 @@ class Track:
             self._place = self._place.after(self._ahead.pop(self._first))
             self._first += 1
 
+    def mark(self) -> Any:
+        """Remember what is done with, for `rewind`."""
+        return self._place, self._first, dict(self._ahead)
+
+    def rewind(self, mark: Any) -> None:
+        """What was done with since then is not."""
+        self._place, self._first, ahead = mark
+        self._ahead = dict(ahead)
+
 
 class History:
     """Keeps what of one worker of a map-style dataset is done with, in one run.
@@ -127,6 +142,14 @@ class History:
         elif not self._overlaps or snapshot.taken_at >= getattr(self.start.snapshot, "taken_at", 0.0):
             self._is_known = True
             self.start = Start(0, snapshot)
+
+    def mark(self) -> Any:
+        """Remember what is done with, for `rewind`."""
+        return self.start, self._is_known
+
+    def rewind(self, mark: Any) -> None:
+        """What was done with since then is not."""
+        self.start, self._is_known = mark
 
 
 def make_tracks(

@@ -9,18 +9,25 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.checkpoint import Beginning, Record, check
 from asyncloader.iteration.plan import set_epochs
 from asyncloader.observe.meter import Meter
+from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
 
 T_co = TypeVar("T_co", covariant=True)
+
+_REPLICAS = (
+    "For multiprocessing data-loading, this could be caused by not properly configuring the "
+    "IterableDataset replica at each worker. Please see "
+    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+)
 
 LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
@@ -91,6 +98,17 @@ class Faces(_BaseDataLoaderIter, Generic[T_co]):
 
     def __aiter__(self) -> Self:
         return self
+
+    def _note_yielded(self) -> None:
+        """Count a batch, and warn as torch does when an iterable dataset gives more than it said."""
+        self._num_yielded += 1
+        length = self._IterableDataset_len_called
+        if length is not None and self._num_yielded > length and self._dataset_kind != _DatasetKind.Map:
+            warn(
+                f"Length of IterableDataset {self._dataset} was reported to be {length}"
+                f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+                + (_REPLICAS if self._num_workers else "")
+            )
 
     async def _let_the_loop_turn(self) -> None:
         now = time.monotonic()

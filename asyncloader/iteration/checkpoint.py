@@ -7,6 +7,7 @@
      "inline": whether the base seed was drawn after that, "shared_seed": of data pipes,
      "set_epochs": what `set_epoch` of samplers had been called with, "samplers": the last state of theirs that was
      taken, "drawn": batches that were drawn since, "is_over": that was in the epoch before, which has ended since,
+     "bad_count": samples of the run that have raised, and were left out or replaced,
      "finished": whether it is a state after the end of a run,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
      "fits": what of the loader must be the same}
@@ -190,6 +191,7 @@ class Record:
             inline=self.inline,
             check=self.draws.check() if position else [],
             set_epochs=list(progress.set_epochs),
+            bad_count=progress.bad_count,
             samplers=samplers.state and samplers.state.plain(),
             drawn=samplers.drawn,
             is_over=samplers.is_over,
@@ -282,6 +284,7 @@ class Beginning:
             in_order=loader.in_order,
             workers=known and dict(known),
             next_worker=state["next_worker"] if state is not None else None,
+            bad_count=state.get("bad_count", 0) if state is not None else 0,
             key=None if is_iterable else (int(iterator._base_seed), epoch, iterator._rank),
             overlaps=overlaps,
         )
@@ -427,6 +430,7 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any)
         "check": [],
         "inline": False,
         "set_epochs": [],
+        "bad_count": 0,
         "samplers": None,
         "drawn": 0,
         "is_over": False,

@@ -93,6 +93,7 @@ class Consumer:
     def _judge(self, item: Item) -> Item:
         """Count the bad samples of an item; it becomes an error if there are too many by now."""
         error = self.run.faults.count_bad(list(item.bad), self._planned_samples)
+        self.progress.bad_count = self.run.faults.bad_in_epoch
         return item if error is None else Item(None, error)
 
     def read_on(self) -> None:

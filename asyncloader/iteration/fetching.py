@@ -11,13 +11,13 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.run import Item
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
-from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child import threads
@@ -39,47 +39,38 @@ class Maker:
         fetch: Gets the samples, and catches what they raise.
         collate_fn: Makes a batch of them.
         leaves_out: A batch without a good sample is left out; else what its first sample raised is raised.
-        faults: Where bad samples are counted.
     """
 
     def __init__(
-        self, key: tuple[int, int, int], first: int, fetch: Fetcher, collate_fn: Any, leaves_out: bool, faults: Faults
+        self, key: tuple[int, int, int], first: int, fetch: Fetcher, collate_fn: Any, leaves_out: bool
     ) -> None:
-        self.faults = faults
         self._key = key
         self._fetch = fetch
         self._collate_fn = collate_fn
         self._leaves_out = leaves_out
-        self._planned_samples = 0
-        self._seq = first - 1
+        self._seq = first
 
     def fetch(self, keys: Any) -> Any:
-        """Return the batch, or LEFT_OUT."""
-        self._planned_samples += len(keys) if isinstance(keys, list) else 1
-        self._seq += 1
+        """Return the batch, or LEFT_OUT. After an interruption the same batch is made again."""
         outside = place.current.set(place.Place(self._key, self._seq))
         try:
-            return self._make(keys)
+            batch = self._make(keys)
+        except Exception:
+            self._seq += 1
+            raise
         finally:
             place.current.reset(outside)  # the caller's thread goes on with other things
+        self._seq += 1
+        return batch
 
     def _make(self, keys: Any) -> Any:
         try:
             samples = self._fetch(keys)
         except NoGoodSample as nothing:
-            self._count()
             if not self._leaves_out:
                 raise nothing.first from None
-            self.faults.leave_out(keys, "all its samples raised")
             return LEFT_OUT
-        self._count()
         return self._collate_fn(samples)
-
-    def _count(self) -> None:
-        if self._fetch.bad:
-            error = self.faults.count_bad(list(self._fetch.bad), self._planned_samples)
-            if error is not None:
-                raise error
 
 
 class TimedFetcher:
@@ -91,6 +82,7 @@ class TimedFetcher:
         auto_collation: Whether a batch is made of several samples.
         keeper: Keeps the state of the dataset, if it has one.
         generators: As they were before that was loaded.
+        pin: Pins a batch; None if it is not to be pinned.
     """
 
     fetcher: Any  # set once it was made, with our `collate`
@@ -106,10 +98,12 @@ class TimedFetcher:
         auto_collation: bool,
         keeper: Keeper | None,
         generators: GlobalGenerators,
+        pin: Callable[[Any], Any] | None = None,
     ) -> None:
         self._meter = meter
         self._keeper = keeper
         self._generators = generators
+        self._pin = pin
         self._fetch: Any = None
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
@@ -125,6 +119,21 @@ class TimedFetcher:
             except StopIteration as error:  # it would be taken for the sampler's
                 raise stand_in(error) from error
 
+    def item(self, keys: Any) -> Item:
+        """Make the batch of these keys, or take what is raised in its place. An interruption passes through."""
+        try:
+            batch = self.fetch(keys)
+        except EndOfData:
+            return Item(None, ended=True)
+        except Exception as error:
+            return Item(None, error, bad=tuple(self._fetch.bad), worker=0, keys=self.keys)
+        bad = self._fetch.bad
+        if bad:
+            bad = tuple(bad)
+            if batch is LEFT_OUT:
+                return Item(None, bad=bad, left_out=True, worker=0, snapshot=self.snapshot, keys=self.keys)
+        return Item(batch, None, True, bad, False, self.passage, -1, 0, self.snapshot, -1, self.keys)
+
     def _make(self, keys: Any) -> Any:
         began = time.perf_counter()
         keeper, self.snapshot = self._keeper, None
@@ -139,6 +148,8 @@ class TimedFetcher:
         if keeper is not None:
             self.snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
         if batch is not LEFT_OUT:
+            if self._pin is not None:
+                batch = self._pin(batch)
             self.passage = self._meter.made_here(began, self._collate_s, self._count)
         return batch
 
@@ -194,35 +205,33 @@ class TimedFetcher:
 
 
 class FetchThread:
-    """A thread that makes batches from keys, in order, and hands them over. Started at the first request.
+    """A thread that makes batches from keys, in order, and hands them over.
 
     Holds the fetcher, not the iterator: so a dropped iterator ends it.
     """
 
-    def __init__(self, fetcher: Any) -> None:
+    def __init__(self, fetcher: TimedFetcher) -> None:
         self.handoff: Handoff[Item] = Handoff()
         self.unserved = 0  # requests less batches taken; changed by consumers, one at a time
-        self.wanting = 0  # consumers that wait for one; likewise
+        self.wanting: set[object] = set()  # consumers that wait for one
         self._fetcher = fetcher
-        self._requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()  # keys in a list of their own
         self._thread: threading.Thread | None = None
         fetch_threads.add(self)
 
-    def request(self, keys: Any) -> None:
-        """Ask for the batch of these keys."""
+    def start(self) -> None:
+        """Start the thread, if there is none yet."""
         if self._thread is None:
             modes = Modes.of_this_thread()
             self._thread = threads.start(partial(self._run, modes), "asyncloader fetch")
-        self.unserved += 1
-        self._requests.put([keys])
 
     def stop(self) -> None:
         """End the thread after the batch in work. Returns at once."""
-        self._requests.put(None)
+        self.requests.put(None)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def _run(self, modes: Modes) -> None:
@@ -230,21 +239,14 @@ class FetchThread:
             self._serve()
 
     def _serve(self) -> None:
-        while (request := self._requests.get()) is not None:
+        while (request := self.requests.get()) is not None:
             try:
-                batch = self._fetcher.fetch(request.pop())
-                left_out = batch is LEFT_OUT
-                passage = None if left_out else self._fetcher.passage
-                made = None if left_out else batch
-                snapshot, keys = self._fetcher.snapshot, self._fetcher.keys
-                item = Item(made, left_out=left_out, passage=passage, worker=0, snapshot=snapshot, keys=keys)
-                del batch, made
-            except EndOfData:
-                item = Item(None, ended=True)
+                item = self._fetcher.item(request.pop())
             except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
                 item = Item(None, error, worker=0)
             self.handoff.put(item)
             del item
+        self.requests.put(None)  # for another one, if a Ctrl-C inside `Thread.start` had two of them started
 
 
 fetch_threads: weakref.WeakSet[FetchThread] = weakref.WeakSet()

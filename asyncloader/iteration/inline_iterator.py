@@ -14,10 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from asyncloader.engine import exits
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
@@ -25,20 +27,31 @@ from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.base_iterator import Faces, check_owner
 from asyncloader.iteration.checkpoint import Beginning
-from asyncloader.iteration.fetching import LEFT_OUT, FetchThread, Maker, TimedFetcher, fetch_threads
+from asyncloader.iteration.fetching import FetchThread, Maker, TimedFetcher, fetch_threads
 from asyncloader.iteration.plan import Done
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
-from asyncloader.observe.faults import Faults, make_faults
+from asyncloader.observe.faults import make_faults
 from asyncloader.observe.meter import Meter
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child.fetch import make_fetcher
-from asyncloader.workers.protocol.failure import EndOfData, stand_in
+from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.snapshot import Frozen, Keeper
 
 if TYPE_CHECKING:
     from asyncloader.loader import DataLoader
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+class _Taken(NamedTuple):
+    """A batch on its way to the consumer, and how far the run was before it."""
+
+    item: Item
+    mark: tuple[Any, ...]
+    num_yielded: int
+
+
+_NOTHING: Any = object()
 
 
 def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -59,21 +72,24 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         super().__init__(loader)
         self._open_plan(loader, beginning)
         beginning.end()
-        faults = make_faults(loader)
+        self._faults = make_faults(loader, self._record.progress)
         epoch = self._record.epoch
-        self._meter = loader._meter = Meter(epoch, 0, 0, faults, loader._open_trace())
-        self._dataset_fetcher = self._make_fetcher(loader, faults, (int(self._base_seed), epoch, self._rank))
+        self._meter = loader._meter = Meter(epoch, 0, 0, self._faults, loader._open_trace())
+        self._dataset_fetcher = self._make_fetcher(loader, (int(self._base_seed), epoch, self._rank))
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
         self._finalizer = weakref.finalize(self, self._fetching.stop)
         self._finalizer.atexit = False
         self._closed = False
         self._exhausted = False
+        self._held: Any = _NOTHING  # keys that were read of the sampler, and whose batch is not made yet
+        self._planned_samples = 0
+        self._is_torn = False  # a batch of a stream was interrupted: what was read for it is gone
         self._taking = threading.Lock()
         self._asking = self._record.progress.lock  # held to read the sampler, and to change the thread's two numbers
         _iterators.add(self)
 
-    def _make_fetcher(self, loader: DataLoader[T_co], faults: Faults, key: tuple[int, int, int]) -> TimedFetcher:
+    def _make_fetcher(self, loader: DataLoader[T_co], key: tuple[int, int, int]) -> TimedFetcher:
         """Return what makes batches, with a clock around it."""
         is_iterable = self._dataset_kind != 0
         # torch's own fetcher has begun to iterate, which a dataset may count.
@@ -83,7 +99,10 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             keeper = Keeper(self._dataset, loader.snapshot_every_n_steps or 0, starts[0])
             if starts[0].snapshot is not None:
                 iterator = None  # that was made before the dataset was in its state
-        timed = TimedFetcher(self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper, generators)
+        pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
+        timed = TimedFetcher(
+            self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper, generators, pin
+        )
         options = loader._checked_options()
         fetch = make_fetcher(
             self._dataset,
@@ -96,26 +115,14 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             iterator=iterator,
         )
         timed.attach(fetch)
-        timed.fetcher = Maker(
-            key, self._record.progress.position, fetch, timed.collate, options.on_error == "skip", faults
-        )
+        first = self._record.progress.position
+        timed.fetcher = Maker(key, first, fetch, timed.collate, options.on_error == "skip")
         return timed
 
-    def _next_data(self) -> Any:
-        while True:
-            try:
-                batch = super()._next_data()  # type: ignore[no-untyped-call]
-            except EndOfData:
-                self._finish()
-                raise StopIteration from None
-            except StopIteration:  # of the sampler
-                raise
-            except Exception:
-                self._answered(None, self._dataset_fetcher.keys)
-                raise
-            self._answered(self._dataset_fetcher.snapshot, self._dataset_fetcher.keys)
-            if batch is not LEFT_OUT:
-                return batch
+    # -------------------------------------------------------------------------------------------------- taking
+    #
+    # Ctrl-C may hit after any call. What was read of the sampler is held until its batch is made. What was taken is
+    # noted, with how far the run was before; and if it does not get to the caller, it is put back, to be taken again.
 
     def _answered(self, snapshot: Any, keys: Any) -> None:
         """Note what has become of the dataset by the last batch that was counted."""
@@ -129,55 +136,102 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._record.progress.finished = True
 
     def __next__(self) -> Any:
+        taken: list[_Taken] = []
+        try:
+            if torch._C._autograd._profiler_enabled():
+                with torch.autograd.profiler.record_function(self._profile_name):
+                    return self._take(taken).open()
+            item = self._take(taken)
+            if item.error is None and not item.ended:
+                return item.batch
+            try:
+                return item.open()
+            finally:
+                del item
+        except Exception:
+            taken.clear()  # the traceback refers to it
+            raise
+        except BaseException:
+            self._put_back(taken)
+            raise
+
+    def _take(self, taken: list[_Taken]) -> Item:
         while True:
             self._check_usable()
             with self._taking:
                 if not (exits.is_exiting and exits.is_left_behind()):
-                    return self._next_from_thread() if self._fetching.unserved else self._next_made_here()
+                    item = self._take_from_thread(taken) if self._fetching.unserved else self._make_here(taken)
+                    if not item.left_out:
+                        if item.error is None and not item.ended:
+                            self._note_yielded()
+                        return item
+                    taken.clear()
+                    continue
             exits.stop_daemon()
 
-    def _next_made_here(self) -> Any:
+    def _make_here(self, taken: list[_Taken]) -> Item:
+        """Make the next batch in this thread."""
         asked_at = time.perf_counter()
         try:
-            batch = self._next_here()
+            with self._asking:
+                keys = self._read_sampler()
         except StopIteration:
             self._meter.told()
             raise
-        except Exception:
-            self._meter.failed()
+        mark = self._record.progress.mark()
+        try:
+            item = self._dataset_fetcher.item(keys)
+            note = _Taken(item, mark, self._num_yielded)
+        except BaseException:
+            self._is_torn = self._dataset_kind != _DatasetKind.Map
             raise
-        self._meter.took(asked_at, self._dataset_fetcher.passage, 0, 0)
-        return batch
+        self._held = _NOTHING
+        taken.append(note)  # nothing that an interrupt could follow is called between these two
+        return self._counted(self._judged(item), asked_at)
 
-    def _next_here(self) -> Any:
-        if torch._C._autograd._profiler_enabled() or self._dataset_kind != 0:
-            return super().__next__()
-        batch = self._next_data()
-        self._num_yielded += 1
-        return batch
-
-    def _next_from_thread(self) -> Any:
+    def _take_from_thread(self, taken: list[_Taken]) -> Item:
         """Take a batch that was asked for by a task that was cancelled, or the next one while tasks wait for theirs."""
         asked_at = time.perf_counter()
         fetching = self._fetching
-        self._want(fetching, 1)
+        me = object()
         try:
-            while (item := self._take_or_request(asked_at)) is None:
-                if self._exhausted and fetching.unserved < fetching.wanting:
+            fetching.wanting.add(me)
+            while (item := self._take_or_request(asked_at, taken)) is None:
+                if self._exhausted and fetching.unserved < len(fetching.wanting):
                     raise StopIteration  # what comes is for tasks, perhaps of a loop in this thread
                 fetching.handoff.wait(self._has_news, None)
                 self._check_usable()
         finally:
-            self._want(fetching, -1)
-        try:
-            return item.open()
-        finally:
-            del item
+            fetching.wanting.discard(me)
+        return item
+
+    def _put_back(self, taken: list[_Taken]) -> None:
+        """Have the consumer's next call take again what an interruption has kept from it."""
+        if not taken:
+            return
+        item, mark, self._num_yielded = taken.pop()
+        fetching = self._fetching
+        with self._asking:
+            ready = fetching.handoff.ready
+            if not (ready and ready[0] is item):
+                ready.appendleft(item)
+                fetching.unserved += 1
+            self._record.progress.rewind(mark)
+            self._faults.rewind(self._record.progress.bad_count)
 
     async def __anext__(self) -> Any:
         self._check_usable()
         await self._let_the_loop_turn()
-        item = await self._wait_async(time.perf_counter())
+        taken: list[_Taken] = []
+        try:
+            item = await self._wait_async(time.perf_counter(), taken)
+        except Exception:
+            raise
+        except BaseException:
+            self._put_back(taken)
+            raise
+        if item.error is None and not item.ended:
+            return item.batch  # nothing is called from there to here
         try:
             return item.open()
         except StopIteration:
@@ -185,41 +239,32 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         except StopAsyncIteration as error:
             raise stand_in(error, in_async_for=True) from error
         finally:
+            taken.clear()
             del item
 
-    async def _wait_async(self, asked_at: float) -> Item:
+    async def _wait_async(self, asked_at: float, taken: list[_Taken]) -> Item:
         exits.note_user()
         while True:
-            fetching = self._fetching
-            self._want(fetching, 1)
+            fetching, me = self._fetching, object()
             try:
+                fetching.wanting.add(me)
                 while fetching is self._fetching:  # else the iterator has begun anew, from a state
                     try:
-                        item = self._take_or_request(asked_at)
+                        item = self._take_or_request(asked_at, taken)
                     except StopIteration:
                         raise StopAsyncIteration from None
                     except StopAsyncIteration as error:  # of the sampler
                         raise stand_in(error, in_async_for=True) from error
                     if item is not None:
+                        if item.error is None and not item.ended:
+                            self._note_yielded()
                         return item
                     await fetching.handoff.wait_async(self._has_news, None)
                     self._check_usable()
             finally:
-                self._want(fetching, -1)
+                fetching.wanting.discard(me)
 
-    def _want(self, fetching: FetchThread, change: int) -> None:
-        with self._asking:
-            fetching.wanting += change
-
-    def _has_news(self) -> bool:
-        return bool(self._fetching.handoff.ready) or self._closed or self._is_at_end
-
-    @property
-    def _is_at_end(self) -> bool:
-        """Whether the sampler has ended, and what was asked for is taken."""
-        return self._exhausted and not self._fetching.unserved
-
-    def _take_or_request(self, asked_at: float) -> Item | None:
+    def _take_or_request(self, asked_at: float, taken: list[_Taken]) -> Item | None:
         """Take a batch, or see that one is on its way for each consumer that waits.
 
         A batch whose consumer was cancelled waits for the next one: what was asked for is not asked for again. And one
@@ -230,38 +275,60 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             StopIteration: if everything was taken.
         """
         fetching = self._fetching
+        ready = fetching.handoff.ready
         with self._asking:
-            while True:
-                try:
-                    item = fetching.handoff.ready.popleft()
-                except IndexError:
-                    if fetching.unserved < fetching.wanting:
-                        self._request()
-                    return None
-                self._serve(item)
+            while ready:
+                item = ready[0]
+                taken.append(_Taken(item, self._record.progress.mark(), self._num_yielded))
+                fetching.unserved -= 1
+                ready.popleft()
+                item = self._counted(self._judged(item), asked_at)
+                if self._is_at_end:
+                    self._record.progress.finished = True
+                    fetching.handoff.wake_all()  # those who still wait learn that there is no more
                 if not item.left_out:
-                    self._count(item, asked_at)
                     return item
+                taken.clear()
+            if fetching.unserved < len(fetching.wanting):
+                self._request()
+            return None
 
-    def _serve(self, item: Item) -> None:
-        """Count an item that is taken; after the last one, those who still wait learn that there is no more."""
-        self._fetching.unserved -= 1
-        self._count_one(item)
-        if self._is_at_end:
-            self._record.progress.finished = True
-            self._fetching.handoff.wake_all()
+    def _judged(self, item: Item) -> Item:
+        """Count the bad samples of a batch; it becomes an error if there are too many by now."""
+        if not item.bad:
+            return item
+        error = self._faults.count_bad(list(item.bad), self._planned_samples)
+        self._record.progress.bad_count = self._faults.bad_in_epoch
+        if error is not None:
+            return item._replace(batch=None, error=error, left_out=False)
+        if item.left_out:
+            keys = [sample.key for sample in item.bad]
+            self._faults.leave_out(keys if self._auto_collation else keys[0], "all its samples raised")
+        return item
 
-    def _count(self, item: Item, asked_at: float) -> None:
-        if item.passage is not None:
+    def _counted(self, item: Item, asked_at: float) -> Item:
+        """Count a batch that is handed over, left out or raises now."""
+        progress = self._record.progress
+        if item.ended:
+            self._meter.told()
+            self._finish()
+            return item
+        progress.done(progress.position)
+        if item.worker >= 0:
+            self._answered(item.snapshot, item.keys)
+        if item.passage is not None and item.error is None:
             self._meter.took(asked_at, item.passage, 0, len(self._fetching.handoff.ready))
-        elif not item.ended:
+        elif item.error is not None:
             self._meter.failed()
+        return item
 
-    def _next_index(self) -> Any:
-        with self._asking:
-            keys = self._read_sampler()
-            self._count_one()
-            return keys
+    def _has_news(self) -> bool:
+        return bool(self._fetching.handoff.ready) or self._closed or self._is_at_end
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the sampler has ended, and what was asked for is taken."""
+        return self._exhausted and not self._fetching.unserved
 
     def _request(self) -> None:
         """Ask for another batch. If there is none, one may be on its way whose consumer is cancelled: it is waited for.
@@ -271,31 +338,32 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         """
         if not self._exhausted:
             with contextlib.suppress(StopIteration):
-                self._fetching.request(self._read_sampler())
+                keys = self._read_sampler()
+                self._fetching.start()
+                put, request = self._fetching.requests.put, [keys]
+                del keys
+                self._fetching.unserved += 1
+                self._held = _NOTHING
+                put(request)  # nothing that an interrupt could follow is called in these three lines before it is done
                 return
         if self._is_at_end:
             self._meter.told()
             raise StopIteration
 
     def _read_sampler(self) -> Any:
-        """Read the next batch of keys that is still to be made."""
-        try:
-            while (keys := next(self._sampler_iter)) is Done:
-                pass
-            return keys
-        except StopIteration:
-            self._exhausted = True
-            self._record.progress.finished = not self._fetching.unserved
-            raise
-
-    def _count_one(self, item: Item | None = None) -> None:
-        """Count a batch that is handed over, left out or raises now."""
-        progress = self._record.progress
-        progress.done(progress.position)
-        if item is not None and item.worker >= 0:
-            self._answered(item.snapshot, item.keys)
-        elif item is not None and self._dataset_kind != 0:
-            self._finish()
+        """Read the next batch of keys that is still to be made. It is held until it is made, or asked for."""
+        if self._held is _NOTHING:
+            # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
+            for keys in self._sampler_iter:
+                if keys is not Done:
+                    self._held = keys
+                    self._planned_samples += len(keys) if isinstance(keys, list) else 1
+                    break
+            else:
+                self._exhausted = True
+                self._record.progress.finished = not self._fetching.unserved
+                raise StopIteration
+        return self._held
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self.close()
@@ -305,6 +373,11 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         check_owner(self._pid)
         if self._closed and (self._fetching.unserved or not self._exhausted):
             raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
+        if self._is_torn:
+            raise LoaderClosedError(
+                "this iterator was interrupted while it read its dataset, and what it had read of a batch is gone; "
+                "to go on, load the loader's state_dict() and call iter(loader)"
+            )
 
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""

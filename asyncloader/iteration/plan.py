@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
@@ -37,6 +38,9 @@ def samplers_within(index_sampler: Any) -> list[Any]:
     return found
 
 
+_NOTHING: Any = object()
+
+
 class Done:
     """In place of keys: a batch of the plan that was yielded before the run that goes on here."""
 
@@ -61,7 +65,9 @@ class Plan:
         self._index_sampler = index_sampler
         self._takes_apart = type(index_sampler) is BatchSampler
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
-        self._iterator = iter(self._batch, None) if self._takes_apart else iterator
+        iterated_over = iter(self._batch, []) if self._takes_apart else iterator
+        self._feed = map(next, repeat(iterated_over))
+        self._held: Any = _NOTHING  # what was read, until it is returned: a Ctrl-C may hit in between
         self._inner: Any = None if self._takes_apart else iterator  # what may have a state
         self._progress = progress
         self._done = frozenset(progress.ahead)
@@ -77,17 +83,30 @@ class Plan:
         return self
 
     def __next__(self) -> Any:
-        keys = next(self._iterator)
+        if self._held is _NOTHING:
+            # Not `self._held = next(self._iterator)`: a Ctrl-C can hit between a call and the assignment. Nor a `for`
+            # over the iterator itself: `iter` begins some anew.
+            for keys in self._feed:
+                self._held = keys
+                break
+            else:
+                raise StopIteration
+        keys = self._held
         progress = self._progress
-        number = progress.read
-        progress.read += 1
+        is_short = self._takes_apart and len(keys) < self._index_sampler.batch_size
+        if is_short:
+            self._inner = iter(())
+            if self._index_sampler.drop_last:
+                raise StopIteration
         if self._is_stateful is None:
             self._is_stateful = self._is_exact or is_stateful(self._inner)
-        if self._is_stateful and (self._pace.is_due() or not self._has_state):
-            is_short = self._takes_apart and len(keys) < self._index_sampler.batch_size
-            if not is_short:
-                self._take_state()
-        return Done if number in self._done else keys
+        if self._is_stateful and not is_short and (self._pace.is_due() or not self._has_state):
+            self._take_state(progress.read + 1)
+        if progress.read in self._done:
+            keys = Done
+        progress.read += 1
+        self._held = _NOTHING
+        return keys
 
     def go_on(self, states: dict[str, Any] | None, batches: int) -> None:
         """Begin in the middle, before anything was read.
@@ -104,9 +123,9 @@ class Plan:
         if skip(self._inner, batches) < batches:  # not asked again: some iterators would begin anew
             self._inner = iter(())
             if not self._takes_apart:
-                self._iterator = self._inner
+                self._feed = map(next, repeat(self._inner))
 
-    def _take_state(self) -> None:
+    def _take_state(self, read: int) -> None:
         self._pace.begin()
         sampler = self._sampler if self._is_exact else None
         inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
@@ -115,7 +134,7 @@ class Plan:
                 "sampler": None if sampler is None else sampler.state_dict(),
                 "iterator": None if inner is None else inner.state_dict(),
             }
-            self._progress.sampler_states.append((self._progress.read, Frozen(state)))
+            self._progress.sampler_states.append((read, Frozen(state)))
             self._has_state = True
         except Exception:
             log.warning(
@@ -126,23 +145,18 @@ class Plan:
             self._is_stateful = False
         self._pace.end()
 
-    def _batch(self) -> list[Any] | None:
-        """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; None at the end.
+    def _batch(self) -> list[Any]:
+        """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; [] at the end.
 
         After an exception of the sampler there is nothing more, as with torch; nor after its end.
         """
-        batching = self._index_sampler
         try:
             if self._inner is None:
-                self._inner = indices(batching.sampler)
-            batch = take(self._inner, batching.batch_size)
+                self._inner = indices(self._index_sampler.sampler)
+            return take(self._inner, self._index_sampler.batch_size)
         except Exception:
             self._inner = iter(())
             raise
-        is_short = len(batch) < batching.batch_size
-        if is_short:
-            self._inner = iter(())
-        return None if not batch or (is_short and batching.drop_last) else batch
 
 
 def stateful_sampler(index_sampler: Any) -> Any:

@@ -39,6 +39,7 @@ class Progress:
         next_worker: Who gets the first batch.
         key: Of a map-style dataset: what batches are seeded with. None for a stream.
         overlaps: A worker has samples of several batches in work at once.
+        bad_count: Samples that had raised before, and were left out or replaced.
 
     Attributes:
         samplers_before: Where samplers were before the run.
@@ -57,6 +58,7 @@ class Progress:
         next_worker: int | None = None,
         key: tuple[int, int, int] | None = None,
         overlaps: bool = False,
+        bad_count: int = 0,
     ) -> None:
         self.lock = threading.RLock()
         self.position = position
@@ -70,6 +72,7 @@ class Progress:
         self.ends: dict[int, Frozen] = {}
         self.untold = ""  # why the state of a dataset could not be taken
         self.next_worker = next_worker
+        self.bad_count = bad_count
         self._in_order = in_order
         self._tracks = make_tracks(workers, key, overlaps=overlaps)
 
@@ -92,8 +95,24 @@ class Progress:
             self.ahead.remove(self.position)
             self.position += 1
         states = self.sampler_states
-        while len(states) > 1 and states[1][0] <= self.position:
+        while len(states) > 1 and states[1][0] < self.position:  # `rewind` may go back by one
             states.popleft()
+
+    def mark(self) -> tuple[Any, ...]:
+        """Remember how far it is, for `rewind`."""
+        place = (self.position, frozenset(self.ahead) if self.ahead else (), self.finished, self.bad_count, self.ends)
+        if self.workers is None:
+            return place, {}, None, self.next_worker
+        tracks = {worker: track.mark() for worker, track in self._tracks.items()}
+        return place, tracks, dict(self.workers), self.next_worker
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Go back to where it was one batch ago: that one was interrupted on its way to the consumer."""
+        place, tracks, self.workers, self.next_worker = mark
+        self.position, ahead, self.finished, self.bad_count, self.ends = place
+        self.ahead = set(ahead)
+        for worker, track in tracks.items():
+            self._tracks[worker].rewind(track)
 
     def sampler_state(self) -> SamplerState:
         """Return the last state of the samplers that is not beyond the position."""

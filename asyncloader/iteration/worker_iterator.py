@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import warnings
 import weakref
 from concurrent.futures import Future
 from functools import partial
@@ -54,12 +53,6 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 _ANSWER_S = 3.0
-
-_REPLICAS = (
-    "For multiprocessing data-loading, this could be caused by not properly configuring the "
-    "IterableDataset replica at each worker. Please see "
-    "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
-)
 
 
 class WorkerIterator(Faces[T_co]):
@@ -179,7 +172,7 @@ class WorkerIterator(Faces[T_co]):
         )
         epoch = self._record.epoch
         key = (int(self._base_seed), epoch, self._rank)
-        faults = make_faults(loader)
+        faults = make_faults(loader, self._record.progress)
         self._meter = loader._meter = Meter(
             epoch,
             self._num_places,
@@ -377,25 +370,12 @@ class WorkerIterator(Faces[T_co]):
 
     def _open(self, item: Item) -> Any:
         """Return the batch, or raise what came in its place."""
-        if item.error is None and self._is_iterable:
-            self._num_yielded += 1
-            self._warn_if_longer()
+        if item.error is None:
+            self._note_yielded()
         try:
             return item.open()
         finally:
             del item  # a traceback refers to this frame
-
-    def _warn_if_longer(self) -> None:
-        """Warn as torch does when an iterable dataset gives more than it said."""
-        length = self._IterableDataset_len_called
-        if length is None or self._num_yielded <= length:
-            return
-        warnings.warn(
-            f"Length of IterableDataset {self._dataset} was reported to be {length}"
-            f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
-            + (_REPLICAS if self._num_workers else ""),
-            stacklevel=5,
-        )
 
     def _check_usable(self) -> None:
         session = self._session

@@ -17,6 +17,7 @@ from asyncloader.errors import describe_keys
 from asyncloader.workers.child.fetch import BadSample
 
 if TYPE_CHECKING:
+    from asyncloader.iteration.progress import Progress
     from asyncloader.loader import DataLoader
 
 log = logging.getLogger("asyncloader")
@@ -39,6 +40,8 @@ class Faults:
         max_errors: How many bad samples there may be: a count, a share of the samples between 0 and 1, or None.
         num_samples: Samples of the run, if that is known; a share is taken of it. Else it is taken of the samples
             planned so far, or of 1000 where they are fewer.
+        bad_before: Bad samples of the epoch before this run, which goes on with it from a state.
+        planned_before: Samples that the sampler had named before it, if they are not among ``num_samples``.
 
     Attributes:
         retries: Batches that were run again because their worker died or hung over them.
@@ -49,7 +52,13 @@ class Faults:
         left_out: The last thousand of the batches that were left out.
     """
 
-    def __init__(self, max_errors: int | float | None = None, num_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        max_errors: int | float | None = None,
+        num_samples: int | None = None,
+        bad_before: int = 0,
+        planned_before: int = 0,
+    ) -> None:
         self.retries = 0
         self.replacements = 0
         self.timeouts = 0
@@ -58,6 +67,13 @@ class Faults:
         self.left_out: deque[LeftOut] = deque(maxlen=_MOST_KEPT)
         self._max_errors = max_errors
         self._num_samples = num_samples
+        self._bad_before = bad_before
+        self._planned_before = planned_before
+
+    @property
+    def bad_in_epoch(self) -> int:
+        """Bad samples of the epoch so far, in this run and before it."""
+        return self._bad_before + self.bad_count
 
     def leave_out(self, keys: Any, reason: str) -> None:
         """Note a batch that is left out."""
@@ -68,7 +84,7 @@ class Faults:
 
         Args:
             bad: Those of one batch.
-            planned_samples: How many the sampler has named so far.
+            planned_samples: How many the sampler has named in this run.
         """
         if not self.bad_count:
             log.warning(
@@ -80,11 +96,19 @@ class Faults:
             )
         self.bad_count += len(bad)
         self.bad_samples.extend(bad)
-        if self.bad_count <= self._allowed(planned_samples):
+        if self.bad_in_epoch <= self._allowed(planned_samples):
             return None
         error = bad[0].error.rebuild([bad[0].key])
-        error.add_note(f"{self.bad_count} samples have raised in this epoch, more than max_errors={self._max_errors}.")
+        error.add_note(
+            f"{self.bad_in_epoch} samples have raised in this epoch, more than max_errors={self._max_errors}."
+        )
         return error
+
+    def rewind(self, bad_in_epoch: int) -> None:
+        """Forget the last bad samples: their batch was interrupted, and is counted again."""
+        self.bad_count = bad_in_epoch - self._bad_before
+        while len(self.bad_samples) > self.bad_count:
+            self.bad_samples.pop()
 
     def _allowed(self, planned_samples: int) -> float:
         limit = self._max_errors
@@ -92,13 +116,14 @@ class Faults:
             return float("inf")
         if isinstance(limit, int):
             return limit
-        return limit * (self._num_samples or max(planned_samples, _LEAST_EXPECTED))
+        return limit * (self._num_samples or max(self._planned_before + planned_samples, _LEAST_EXPECTED))
 
 
-def make_faults(loader: DataLoader[Any]) -> Faults:
-    """Make the record of what goes wrong in a run of the loader."""
+def make_faults(loader: DataLoader[Any], progress: Progress) -> Faults:
+    """Make the record of what goes wrong in a run of the loader, which begins or goes on here."""
     limit = loader.max_errors
-    return Faults(limit, _num_samples(loader) if isinstance(limit, float) else None)
+    num_samples = _num_samples(loader) if isinstance(limit, float) else None
+    return Faults(limit, num_samples, progress.bad_count, progress.position * (loader.batch_size or 1))
 
 
 def _num_samples(loader: DataLoader[Any]) -> int | None:

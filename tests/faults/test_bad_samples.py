@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -191,3 +192,40 @@ async def test_what_is_mended_is_the_same_every_time() -> None:
         epochs.append(await epoch(loader))
     assert epochs[0] == epochs[1] == epochs[2]
     assert len(epochs[0]) == 10
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("limit", [5, 0.2])
+@pytest.mark.parametrize("stop_after", [1, 3, 5])
+def test_max_errors_counts_on_after_a_resume(num_workers: int, limit: int | float, stop_after: int) -> None:
+    """The epoch is given up at the same batch, whether it is gone on with from a state or not."""
+
+    class EveryFourth:
+        def __len__(self) -> int:
+            return 25
+
+        def __getitem__(self, index: int) -> int:
+            if index % 4 == 0:
+                raise ValueError(index)
+            return index
+
+    def make() -> DataLoader[Any]:
+        options: Any = {"num_workers": num_workers, "on_error": "skip", "max_errors": limit}
+        return DataLoader(EveryFourth(), batch_size=4, **options)
+
+    def count(iterator: Any) -> int:
+        with pytest.raises(ValueError, match="20"):
+            for number in range(10):  # noqa: B007
+                next(iterator)
+        return number
+
+    with contextlib.closing(make()) as loader:
+        assert count(iter(loader)) == 5
+    with contextlib.closing(make()) as loader:
+        iterator = iter(loader)
+        for _ in range(stop_after):
+            next(iterator)
+        state = loader.state_dict()
+    with contextlib.closing(make()) as loader:
+        loader.load_state_dict(state)
+        assert count(iter(loader)) == 5 - stop_after
