@@ -10,8 +10,7 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import make_tracks
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
-from asyncloader.workers.child.fetch import BadSample
-from asyncloader.workers.protocol.failure import stand_in
+from asyncloader.workers.protocol.failure import BadSample, stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.snapshot import Frozen, Start
 

@@ -31,9 +31,8 @@ from asyncloader.engine.tracks import Track
 from asyncloader.errors import LoaderClosedError, describe_keys, exiting
 from asyncloader.observe.meter import Passage
 from asyncloader.workers.backend import Backend, Worker
-from asyncloader.workers.child.fetch import BadSample
 from asyncloader.workers.parent.launching import carry_out
-from asyncloader.workers.protocol.failure import LocalError, RemoteError
+from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError
 from asyncloader.workers.protocol.messages import Record
 from asyncloader.workers.protocol.snapshot import Frozen, Start
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from asyncloader.errors import describe_keys
-from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.protocol.failure import BadSample
 
 if TYPE_CHECKING:
     from asyncloader.iteration.progress import Progress

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from asyncloader.errors import StateMismatchError
-from asyncloader.workers.child.seeding import mix
+from asyncloader.hashing import mix
 
 _ROUNDS = 8
 _BLOCK = 4096

@@ -8,12 +8,24 @@ All of it happens on the loop thread, but for `wait_dead`.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from asyncloader.workers.child.fetch import BadSample
-from asyncloader.workers.protocol.failure import LocalError, RemoteError
+from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError
 from asyncloader.workers.protocol.messages import EpochSpec, Record
+
+STACK_TIMEOUT_S = 0.5
+"""A worker that is asked where it is has so long to answer. Seconds."""
+
+
+class WorkerState(enum.Enum):
+    """Where a worker is in its life."""
+
+    NEW = enum.auto()  # nothing started
+    RUNNING = enum.auto()  # takes tickets
+    ENDING = enum.auto()  # told to end; killed, or abandoned, if it takes too long
+    DEAD = enum.auto()  # it is gone, and with it every descriptor
 
 
 class Worker(Protocol):

@@ -15,7 +15,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from asyncloader.workers.parent.channel import BadFrame, Channel, FrameBuffer, WorkerChannel, frame, open_pair
+from asyncloader.workers.child.channel import WorkerChannel
+from asyncloader.workers.parent.channel import Channel, open_pair
+from asyncloader.workers.protocol.frames import BadFrame, FrameBuffer, frame
 from asyncloader.workers.protocol.messages import HEADER, MAX_FRAME_BYTES, Kind
 
 SOON_S = 10.0

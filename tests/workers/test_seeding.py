@@ -14,7 +14,8 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.workers.child.seeding import BatchSeeder, batch_seed, mix, seed_worker
+from asyncloader.hashing import mix
+from asyncloader.workers.child.seeding import BatchSeeder, batch_seed, seed_worker
 
 
 def draw() -> tuple[float, float, float]:

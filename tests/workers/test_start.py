@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import DataLoader
+from asyncloader.workers.backend import WorkerState
 from asyncloader.workers.parent import pool, process
 
 
@@ -296,7 +297,7 @@ def test_representations(tmp_path: Path) -> None:
     iterator.close()
     assert repr(iterator._workers[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
     assert repr(session).startswith("<Session CLOSED")
-    assert process.State.DEAD in {worker._process.state for worker in iterator._workers}
+    assert WorkerState.DEAD in {worker._process.state for worker in iterator._workers}
     assert isinstance(session.pool, pool.Pool)
 
 

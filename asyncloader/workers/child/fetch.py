@@ -11,19 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from asyncloader.settings import OnError
 from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.protocol.failure import EndOfData, RemoteError
-
-
-class BadSample(NamedTuple):
-    """A sample that raised: its key, its place in the batch, and what it raised."""
-
-    key: Any
-    position: int
-    error: RemoteError
+from asyncloader.workers.protocol.failure import BadSample, EndOfData, RemoteError
 
 
 class NoGoodSample(Exception):

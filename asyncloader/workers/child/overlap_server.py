@@ -16,12 +16,13 @@ from typing import Any
 from asyncloader.protocols import is_resource, members
 from asyncloader.workers.child import loops
 from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.child.fetch import BadSample, Mender
+from asyncloader.workers.child.fetch import Mender
 from asyncloader.workers.child.overlap import Coroutines, Job, Overlap
 from asyncloader.workers.child.server import Server
 from asyncloader.workers.child.stream import Stream
 from asyncloader.workers.child.thread_fetcher import Lanes
 from asyncloader.workers.child.transport import micros
+from asyncloader.workers.protocol.failure import BadSample
 from asyncloader.workers.protocol.messages import Kind, Record
 
 

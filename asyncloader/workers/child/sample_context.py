@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 import numpy as np
 
-from asyncloader.workers.child.seeding import mix
+from asyncloader.hashing import mix
 
 BATCH = -1
 """The position of what belongs to no single sample: ``__getitems__``, ``collate_fn``."""

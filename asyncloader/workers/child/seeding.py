@@ -16,7 +16,8 @@ import numpy.random  # else every forked worker would import it by itself: 9 to 
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-_MASK = (1 << 64) - 1
+from asyncloader.hashing import mix
+
 _WORD = (1 << 32) - 1
 
 
@@ -46,20 +47,6 @@ def _has_accelerator() -> bool:
         return torch.accelerator.current_accelerator() is not None
     except RuntimeError:  # so torch 2.6 says that there is none
         return False
-
-
-def mix(*numbers: int) -> int:
-    """Mix integers into 64 bits that look random: the finalizer of splitmix64, over each number in turn.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
-    state = 0
-    for number in numbers:
-        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
 
 
 def batch_seed(key: int, seq: int) -> int:

@@ -12,10 +12,10 @@ import threading
 import traceback
 from typing import Any
 
+from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.child.overlap_server import OverlapServer
 from asyncloader.workers.child.server import Server
 from asyncloader.workers.child.transport import ParentGone, ProcessLine
-from asyncloader.workers.parent.channel import WorkerChannel
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 
 _KILLED_WITHIN_S = 1.5

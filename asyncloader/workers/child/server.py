@@ -14,12 +14,13 @@ from zlib import crc32
 
 import torch
 
+from asyncloader.hashing import mix
 from asyncloader.observe.stalls import Stalls
 from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.child.fetch import BadSample, Fetcher, IterableFetcher, NoGoodSample, make_fetcher
-from asyncloader.workers.child.seeding import BatchSeeder, mix
+from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.child.seeding import BatchSeeder
 from asyncloader.workers.child.transport import Line, micros
-from asyncloader.workers.protocol.failure import EndOfData
+from asyncloader.workers.protocol.failure import BadSample, EndOfData
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.protocol.snapshot import Keeper, Start
 

@@ -21,10 +21,9 @@ import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
-from asyncloader.workers.child.fetch import BadSample
+from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.child.seeding import seed_worker
-from asyncloader.workers.parent.channel import WorkerChannel
-from asyncloader.workers.protocol.failure import RemoteError
+from asyncloader.workers.protocol.failure import BadSample, RemoteError
 from asyncloader.workers.protocol.messages import RECORD, Kind, Record, WorkerSpec
 
 

@@ -27,9 +27,8 @@ import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.errors import could_not_start
 from asyncloader.transport.collate import recycling_collate
-from asyncloader.workers.backend import Listener
+from asyncloader.workers.backend import STACK_TIMEOUT_S, Listener, WorkerState
 from asyncloader.workers.child import threads
-from asyncloader.workers.child.fetch import BadSample
 from asyncloader.workers.child.overlap_server import OverlapServer
 from asyncloader.workers.child.server import Server
 from asyncloader.workers.child.transport import ParentGone
@@ -37,8 +36,7 @@ from asyncloader.workers.local.copies import private_copy
 from asyncloader.workers.local.sizes import batch_bytes
 from asyncloader.workers.local.worker_info import set_worker_info
 from asyncloader.workers.parent.launching import Launch
-from asyncloader.workers.parent.process import STACK_TIMEOUT_S, State
-from asyncloader.workers.protocol.failure import LocalError
+from asyncloader.workers.protocol.failure import BadSample, LocalError
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
 
 _HANDOVER_S = 3.0
@@ -159,7 +157,7 @@ class LocalWorker:
         before: LocalWorker | None = None,
     ) -> None:
         self.worker_id = worker_id
-        self.state = State.NEW
+        self.state = WorkerState.NEW
         self.pid = os.getpid()
         self.exitcode: int | None = None
         self.output = bytearray()
@@ -184,7 +182,7 @@ class LocalWorker:
     @property
     def is_alive(self) -> bool:
         """Whether it is at work, or ending."""
-        return self.state in (State.RUNNING, State.ENDING)
+        return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -198,7 +196,7 @@ class LocalWorker:
                 raise could_not_start(OSError(11, str(error))) from error
         else:
             self._task = self._loop.create_task(self._serve(spec, epoch))
-        self.state = State.RUNNING
+        self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
@@ -254,7 +252,7 @@ class LocalWorker:
         """Tell the worker to finish; abandon it after ``grace_s`` seconds."""
         if not self.is_alive:
             return
-        self.state = State.ENDING
+        self.state = WorkerState.ENDING
         self._line.put(Kind.END)
         if self._timer is not None:
             self._timer.cancel()
@@ -270,10 +268,10 @@ class LocalWorker:
         self._on_end(is_abandoned=True)
 
     def _on_end(self, *, is_abandoned: bool = False) -> None:
-        if self.state is State.DEAD:
+        if self.state is WorkerState.DEAD:
             return
-        expected = is_abandoned or self.state is State.ENDING
-        self.state = State.DEAD
+        expected = is_abandoned or self.state is WorkerState.ENDING
+        self.state = WorkerState.DEAD
         self.on_awaits("")
         if self._timer is not None:
             self._timer.cancel()

@@ -1,11 +1,7 @@
-"""The channel between the parent and one worker: a socketpair, framed messages, read by the loop in the parent.
+"""The parent's end of the channel to one worker: a socketpair, framed messages, read by the loop.
 
-Both ends belong to one thread each: the parent's to the loop thread, the worker's to the thread that serves. The
-parent's end never blocks: what the socket does not take waits in a list, and a writer callback sends it on. So a worker
+It never blocks: what the socket does not take waits in a list, and a writer callback sends it on. So a worker
 that is busy, stopped or dead never holds up the loop, and the two ends cannot block each other.
-
-A frame that cannot be (of unknown kind, or longer than
-:data:`~asyncloader.workers.protocol.messages.MAX_FRAME_BYTES`) ends the channel with an error.
 """
 
 from __future__ import annotations
@@ -13,20 +9,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
-from asyncloader.workers.protocol.messages import HEADER, KINDS, MAX_FRAME_BYTES
+from asyncloader.workers.protocol.frames import MOST_PARTS, BadFrame, Buffer, FrameBuffer, frame
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
-
-_READ_BYTES = 256 << 10
 _SOCKET_BYTES = 1 << 20
-_MOST_PARTS = 512  # of one sendmsg; the kernel takes 1024
-
-
-class BadFrame(Exception):
-    """What was read is no frame of ours."""
 
 
 def open_pair() -> tuple[socket.socket, socket.socket]:
@@ -36,77 +23,6 @@ def open_pair() -> tuple[socket.socket, socket.socket]:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     ours.setblocking(False)
     return ours, theirs
-
-
-def frame(kind: int, parts: Sequence[Buffer]) -> list[Buffer]:
-    """Put the header before the parts of a body."""
-    return [HEADER.pack(sum(map(len, parts)), kind), *parts]
-
-
-class FrameBuffer:
-    """Bytes as they come in, cut into frames.
-
-    Small frames are cut from one buffer that is used again: their bodies are valid until the next `read`. A frame that
-    does not fit gets a buffer of its own, filled in place.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = bytearray(_READ_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = 0
-        self._end = 0
-        self._large: bytearray | None = None
-        self._large_kind = 0
-        self._large_end = 0
-
-    def read(self, receive: Callable[[memoryview], int]) -> int:
-        """Receive once, into the right place; return how many bytes came."""
-        if self._large is not None:
-            count = receive(memoryview(self._large)[self._large_end :])
-            self._large_end += count
-            return count
-        if self._start:
-            self._compact()
-        count = receive(self._view[self._end :])
-        self._end += count
-        return count
-
-    def frames(self) -> Iterable[tuple[int, memoryview]]:
-        """Yield the complete frames that are there: kind and body."""
-        while True:
-            if self._large is not None:
-                if self._large_end < len(self._large):
-                    return
-                body, self._large = memoryview(self._large), None
-                yield self._large_kind, body
-                continue
-            available = self._end - self._start
-            if available < HEADER.size:
-                return
-            length, kind = HEADER.unpack_from(self._buffer, self._start)
-            if kind not in KINDS or length > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of kind {kind} and {length} bytes")
-            begin = self._start + HEADER.size
-            if length > _READ_BYTES - HEADER.size:
-                self._begin_large(kind, length, begin)
-                continue
-            if available < HEADER.size + length:
-                return
-            self._start = begin + length
-            yield kind, self._view[begin : begin + length]
-
-    def _begin_large(self, kind: int, length: int, begin: int) -> None:
-        there = self._end - begin
-        self._large = bytearray(length)
-        self._large[:there] = self._view[begin : self._end]
-        self._large_kind, self._large_end = kind, there
-        self._start = self._end = 0
-
-    def _compact(self) -> None:
-        rest = self._end - self._start
-        if rest:
-            self._view[:rest] = bytes(self._view[self._start : self._end])
-        self._start, self._end = 0, rest
 
 
 class Channel:
@@ -156,7 +72,7 @@ class Channel:
             self._keep(whole, 0)
             return
         try:
-            sent = self._sock.sendmsg(whole[:_MOST_PARTS])
+            sent = self._sock.sendmsg(whole[:MOST_PARTS])
         except BlockingIOError:
             sent = 0
         except OSError:
@@ -179,7 +95,7 @@ class Channel:
     def _on_writable(self) -> None:
         try:
             while self._unsent:
-                parts = [self._unsent[i] for i in range(min(len(self._unsent), _MOST_PARTS))]
+                parts = [self._unsent[i] for i in range(min(len(self._unsent), MOST_PARTS))]
                 self._drop(self._sock.sendmsg(parts))
         except BlockingIOError:
             return
@@ -245,57 +161,3 @@ class Channel:
 
 def _ignore(*args: object) -> None:
     """Take a call that nobody wants any more."""
-
-
-class WorkerChannel:
-    """The worker's end: blocking, in the thread that serves."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._incoming = FrameBuffer()
-        self._frames: deque[tuple[int, bytes]] = deque()
-
-    def receive(self, *, wait: bool) -> tuple[int, bytes] | None:
-        """Return the next frame; None if there is none and ``wait`` is false.
-
-        Raises:
-            EOFError: if the parent is gone.
-        """
-        if self._frames:
-            return self._frames.popleft()
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        while not self._frames:
-            try:
-                count = self._incoming.read(lambda view: self._sock.recv_into(view, 0, flags))
-            except BlockingIOError:
-                return None
-            if count == 0:
-                raise EOFError("the parent closed the channel")
-            self._frames.extend((kind, bytes(body)) for kind, body in self._incoming.frames())
-        return self._frames.popleft()
-
-    def put_back(self, frames: Sequence[tuple[int, bytes]]) -> None:
-        """Let these frames be received next, in this order."""
-        self._frames.extendleft(reversed(frames))
-
-    def fileno(self) -> int:
-        """Return the descriptor, for a loop to watch."""
-        return self._sock.fileno()
-
-    def send(self, kind: int, *parts: Buffer) -> None:
-        """Send a frame whole."""
-        whole = frame(kind, parts)
-        total = sum(map(len, whole))
-        sent = self._sock.sendmsg(whole[:_MOST_PARTS])
-        if sent == total:
-            return
-        for part in whole:
-            if sent >= len(part):
-                sent -= len(part)
-                continue
-            self._sock.sendall(memoryview(part)[sent:])
-            sent = 0
-
-    def close(self) -> None:
-        """Close this end."""
-        self._sock.close()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures.process
 import contextlib
-import enum
 import multiprocessing.process
 import os
 import pickle
@@ -35,28 +34,20 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol, cast
 
 from asyncloader.errors import could_not_start
+from asyncloader.workers.backend import STACK_TIMEOUT_S, WorkerState
 from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, STACK_SIGNAL, Ends
-from asyncloader.workers.parent.channel import BadFrame, Channel, open_pair
+from asyncloader.workers.parent.channel import Channel, open_pair
 from asyncloader.workers.parent.launching import Forking, Launch, handlers_wait, masked, try_descriptors
+from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind
 from asyncloader.workers.protocol.origin import Origin
 
 _OUTPUT_BYTES = 64 << 10
-STACK_TIMEOUT_S = 0.5
 _STACK_QUIET_S = 0.03
 _EXITCODE_TRIES = 50
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
 _DESCRIPTORS = 19  # open at once at most while a worker is started, by us and by multiprocessing
-
-
-class State(enum.Enum):
-    """Where a worker process is in its life. `WorkerProcess._move` alone changes it."""
-
-    NEW = enum.auto()  # nothing started
-    RUNNING = enum.auto()  # takes tickets
-    ENDING = enum.auto()  # told to end; killed if it takes too long
-    DEAD = enum.auto()  # the process is gone, every descriptor is closed
 
 
 class Owner(Protocol):
@@ -80,7 +71,7 @@ class WorkerProcess:
     ) -> None:
         self.worker_id = worker_id
         self.overlaps = overlaps  # it has a loop of its own
-        self.state = State.NEW
+        self.state = WorkerState.NEW
         self.pid = -1
         self.exitcode: int | None = None
         self.output = bytearray()
@@ -131,7 +122,7 @@ class WorkerProcess:
             self._close()
             raise
         self._watch()
-        self._move(State.RUNNING)
+        self._move(WorkerState.RUNNING)
         self.started_at = time.monotonic()
         if method == "fork":
             self._up_timer = self._loop.call_later(_UP_S, self._on_late)
@@ -218,7 +209,7 @@ class WorkerProcess:
                 "It closed its connections to the main process (does something close descriptors that it did not "
                 "open?), so it was killed."
             )
-        self.end(grace_s=0.0 if isinstance(error, BadFrame) else 1.0, expected=self.state is State.ENDING)
+        self.end(grace_s=0.0 if isinstance(error, BadFrame) else 1.0, expected=self.state is WorkerState.ENDING)
 
     def _on_output(self) -> None:
         try:
@@ -248,7 +239,7 @@ class WorkerProcess:
         if self.exitcode is None and tries < _EXITCODE_TRIES:
             self._loop.call_later(0.001, self._on_exit, tries + 1)
             return
-        expected = self.state is State.ENDING and not self._unexpected_end
+        expected = self.state is WorkerState.ENDING and not self._unexpected_end
         self._on_output_rest()
         # The executor, which has seen its connections closed too, is often faster with a SIGTERM.
         if not expected and (self._was_killed or self.exitcode == -signal.SIGTERM):
@@ -281,11 +272,11 @@ class WorkerProcess:
 
     def end(self, grace_s: float, *, expected: bool = True) -> None:
         """Tell the worker to finish; kill it, and what it started, after ``grace_s`` seconds."""
-        if self.state in (State.NEW, State.DEAD):
+        if self.state in (WorkerState.NEW, WorkerState.DEAD):
             return
-        if self.state is State.RUNNING:
+        if self.state is WorkerState.RUNNING:
             self._unexpected_end = not expected
-            self._move(State.ENDING)
+            self._move(WorkerState.ENDING)
             self.channel.send(Kind.END)
             self._executor.shutdown(wait=False)
         if self._kill_timer is not None:
@@ -297,7 +288,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process and its children with SIGKILL. The pidfd tells when it is gone. In any thread."""
-        if self.state is State.DEAD:
+        if self.state is WorkerState.DEAD:
             return
         self._was_killed = True
         self._kill_group()
@@ -312,7 +303,7 @@ class WorkerProcess:
         for name in ("pid", "output"):
             if name in self._descriptors:
                 self._loop.remove_reader(self._descriptors[name])
-        if self.state is State.NEW and self.pid > 0:
+        if self.state is WorkerState.NEW and self.pid > 0:
             self.kill()
         self._kill_group()
         for name in tuple(self._descriptors):
@@ -323,7 +314,7 @@ class WorkerProcess:
             self._executor.shutdown(wait=False)
         _parent_ends.discard(self)
         self._tell_stack()
-        self._move(State.DEAD)
+        self._move(WorkerState.DEAD)
         self._dead.set()
 
     def _kill_group(self) -> None:
@@ -340,7 +331,7 @@ class WorkerProcess:
             if fd is not None:
                 os.close(fd)
 
-    def _move(self, state: State) -> None:
+    def _move(self, state: WorkerState) -> None:
         self.state = state
 
     # --------------------------------------------------------------------------------------------- any thread
@@ -352,7 +343,7 @@ class WorkerProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process is there."""
-        return self.state in (State.RUNNING, State.ENDING)
+        return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
 
     def wait_dead(self, timeout_s: float | None) -> bool:
         """Wait until the process is gone and the executor's threads have ended. Not on the loop thread."""
@@ -375,7 +366,7 @@ class WorkerProcess:
         faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. One whose loop
         turns also tells at which awaits the samples of the ticket are.
         """
-        if self.state in (State.DEAD, State.NEW) or not self.is_telling:  # the signal would kill it
+        if self.state in (WorkerState.DEAD, WorkerState.NEW) or not self.is_telling:  # the signal would kill it
             tell("")
             return
         self._stack_waiters.append(tell)

@@ -11,7 +11,7 @@ import pickle
 import traceback
 from asyncio import CancelledError
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 
@@ -91,6 +91,14 @@ class RemoteError:
         except BaseException:  # whatever the user's classes do, it must not end the loop
             return None  # its class is not known here; the text is
         return error if isinstance(error, Exception) else None
+
+
+class BadSample(NamedTuple):
+    """A sample that raised: its key, its place in the batch, and what it raised."""
+
+    key: Any
+    position: int
+    error: RemoteError
 
 
 @dataclass(frozen=True, slots=True)
