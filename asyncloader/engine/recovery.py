@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncloader.engine.actions import Fail, Replace, Ticket
 from asyncloader.engine.backoff import Rests, explain_death, explain_failed_starts
-from asyncloader.engine.run import Item
+from asyncloader.engine.run import Item, Run
 from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
 from asyncloader.settings import OnTimeout
 from asyncloader.workers.backend import Worker
+from asyncloader.workers.protocol.snapshot import Start
 
 if TYPE_CHECKING:
     from asyncloader.engine.session import Session
@@ -30,6 +31,9 @@ log = logging.getLogger("asyncloader")
 
 _STARTING_S = 60.0
 """A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
+
+_MOST_PAST = 10
+"""So many runs without a state told are read again to replace a worker."""
 
 _NOT_REPLACED = (
     "The worker was not replaced: no batch has told where it was in its iterable dataset. Give the dataset "
@@ -51,7 +55,8 @@ class Policy(NamedTuple):
             datasets, whose workers hold a position in the data, unless they can be read again.
         is_stream: The dataset is iterable.
         tells_place: A worker of a stream can be replaced as soon as it has told a state.
-        keeps_first: The dataset tells its state, and this process has it as workers of the first run began with it.
+        keeps_first: The dataset tells its state, and this process has it as workers of the first run began with it: so
+            they can be taken through what they had been through.
         on_timeout: What to do about a batch that does not come in time.
     """
 
@@ -69,6 +74,7 @@ class Recovery:
         self._session = session
         self._policy = policy
         self.has_lost = False  # a worker that was not replaced
+        self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
         self._is_replaced = True  # the worker that was lost last
         self._rests = Rests(session.portal.loop, session.run.scheduler.num_workers, self._end_rest)
@@ -84,9 +90,21 @@ class Recovery:
         """A worker has come to an outcome."""
         self._rests.calm()
 
-    def stop(self) -> list[int]:
-        """Replace nobody any more; return who rested."""
-        return self._rests.stop()
+    def stop(self) -> set[int]:
+        """Replace nobody any more in this run; return who has no process."""
+        missing, self._vacant = self._vacant.union(self._rests.stop()), set()
+        return missing
+
+    def begin(self, missing: set[int]) -> None:
+        """Another run has begun: give workers that have no process one, as far as they can be replaced in it."""
+        session = self._session
+        for worker in missing:
+            self._is_replaced = self._can_replace(worker)
+            self.has_lost |= not self._is_replaced
+            if self._is_replaced:
+                session.apply([Replace(worker)])
+            else:
+                session.apply(session.run.scheduler.died(worker, replaceable=False))
 
     # ------------------------------------------------------------------------------------------------------ deaths
 
@@ -98,6 +116,10 @@ class Recovery:
         self._failed_starts += not process.is_ready
         scheduler = session.run.scheduler
         session.lost(worker)
+        if worker not in scheduler.active:  # it had come to the end of its data, and only a later run needs another
+            self._vacant.add(worker)
+            self.has_lost |= not (self._policy.replaceable or self._policy.keeps_first)
+            return
         if self._failed_starts > scheduler.num_workers + 2:
             session.give_up(explain_failed_starts(process, self._failed_starts))
             return
@@ -111,7 +133,15 @@ class Recovery:
         policy, run = self._policy, self._session.run
         if policy.replaceable or not policy.tells_place:
             return policy.replaceable
-        return run.tracks[worker].start.snapshot is not None or (policy.keeps_first and run.epoch.number == 1)
+        start = run.tracks[worker].start
+        return start.snapshot is not None or (policy.keeps_first and len(start.past) <= _MOST_PAST)
+
+    def past(self, last: Run) -> dict[int, Sequence[Start]]:
+        """Return, by worker, what another one would have to be taken through that took its place after this run."""
+        if self._policy.replaceable or not self._policy.keeps_first:
+            return {}
+        active = last.scheduler.active
+        return {worker: track.past(ended=worker not in active) for worker, track in last.tracks.items()}
 
     def _end_rest(self, worker: int) -> None:
         self._session.apply([Replace(worker)])

@@ -101,3 +101,8 @@ class Run:
         """Note where workers are at the beginning."""
         key = None if self._is_stream else self.epoch.key
         self.tracks = make_tracks(starts, key, overlaps=self._overlaps)
+
+    def begin_after(self, past: dict[int, Sequence[Start]]) -> None:
+        """Note what workers of a stream had been through before, by worker."""
+        for worker, runs in past.items():
+            self.tracks[worker].begin_after(runs)

@@ -190,8 +190,10 @@ class Scheduler:
 
         A worker that cannot be replaced (it held the state of an iterable dataset) takes no more tickets, and what it
         had in flight is named in one error. One that was not ready had not begun with any ticket. One that rests gets
-        its new process later: `rested` tells.
+        its new process later: `rested` tells. One that had come to the end of its data is not needed any more.
         """
+        if worker not in self.active:
+            return []
         if rests and replaceable:
             self.resting.add(worker)
         if self._on_crash == "raise" or not replaceable:

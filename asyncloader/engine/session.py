@@ -34,7 +34,7 @@ from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError
 from asyncloader.workers.protocol.messages import Record
-from asyncloader.workers.protocol.snapshot import Frozen, Start
+from asyncloader.workers.protocol.snapshot import Frozen
 
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
@@ -81,6 +81,11 @@ class Session:
         self._closed = threading.Event()
         self.gave_up = False  # no worker can be had any more
         self._outbox: dict[int, list[tuple[int, Any]]] = {}
+        # Workers whose dataset was put in the middle of its data, and has not read on: the next run would begin there.
+        self._unmoved: set[int] = set()
+        self._is_put_back = policy.keeps_first
+        for worker in run.tracks:
+            self._note_start(worker)
 
     def __repr__(self) -> str:
         return f"<Session {self.state.name} {self.run.scheduler!r} {self.pool!r}>"
@@ -217,17 +222,27 @@ class Session:
         if self.state is State.OPEN:
             self._carry_over(last)
             self.pool.begin_epoch(run.epoch)
-            for worker in self.recovery.stop():
-                self._replace(Replace(worker))
+            self._fill_places()
         else:
             run.handoff.wake_all()
 
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
-        starts = {worker: track.start for worker, track in last.tracks.items()}
         if self._is_stream:
-            starts = {worker: Start(0, last.ends.get(worker)) for worker in starts}
-        self.run.begin_at(starts)
+            self.run.begin_after(self.recovery.past(last))
+        else:
+            self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
+
+    def _fill_places(self) -> None:
+        """Give those workers another process that have none, or cannot begin this run."""
+        unmoved, self._unmoved = self._unmoved, set()
+        for worker in unmoved:
+            self.pool.discard(worker)
+        self.recovery.begin(self.recovery.stop() | unmoved)
+
+    def _note_start(self, worker: int) -> None:
+        if self._is_put_back and self.run.tracks[worker].start.snapshot is not None:
+            self._unmoved.add(worker)
 
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset."""
@@ -262,9 +277,12 @@ class Session:
     def _note_place(self, item: Item, ticket: Ticket | None) -> Item:
         """Note that a worker has answered a ticket, which decides where a replacement would begin."""
         run = self.run
+        self._unmoved.discard(item.worker)
         snapshot = run.snapshots.pop(item.seq, None)
+        # What an iterator tells after its end is no place to begin at: some would begin anew.
+        place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
         keys = None if self._is_stream or ticket is None else ticket.keys
-        number = run.tracks[item.worker].answered(item.seq, snapshot, keys)
+        number = run.tracks[item.worker].answered(item.seq, place, keys)
         return item._replace(snapshot=snapshot, number=number, keys=keys)
 
     def lost(self, worker: int) -> None:
@@ -386,6 +404,7 @@ class Session:
         run.faults.replacements += 1
         if run.epoch.starts is not None:
             run.epoch.starts[worker] = run.tracks[worker].start
+            self._note_start(worker)
         try:
             self.pool.replace(worker)
         except Exception as error:

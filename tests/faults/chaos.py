@@ -1,9 +1,10 @@
 """Disturb runs over data in every way that comes up, and hold each against an undisturbed one.
 
-    python -m tests.faults.chaos --runs 1000 --seed 0
+    python -m tests.faults.chaos --runs 1000
 
 A run is a configuration of the loader and a list of faults, both drawn from the run's own seed, which is the seed of
-the whole plus the number of the run: ``--seed N --runs 1`` repeats run N alone. What has to hold:
+the whole plus the number of the run: ``--seed N --runs 1`` repeats run N alone. Without ``--seed`` it comes from the
+clock. ``--place`` has all workers be processes, threads, or none ("here"). What has to hold:
 
 - the batches, and the errors in their places, are those of an undisturbed run with one worker, bit for bit;
 - nothing hangs;
@@ -33,16 +34,15 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import DataLoader, sample_rng
+from asyncloader import DataLoader
 from asyncloader.engine.session import END_GRACE_S
+from tests.faults.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.datasets import DEATHS
 from tests.leftovers import Holdings
 
@@ -51,149 +51,7 @@ HANG_S = 120.0  # a worker that is stopped while it opens the dataset is given 6
 PATIENCE_S = 3 * END_GRACE_S  # a worker that was stopped for good is killed after that grace
 OWN_FAULTS = (*(f"dies: {death}" for death in DEATHS), "hangs", "is slow")
 OUTER_FAULTS = ("killed", "stopped for good", "stopped for a while")
-
-
-class Bad(Exception):
-    """What a bad sample raises."""
-
-
-class Chaotic(Dataset[Any]):
-    """Random samples, and faults at some of them.
-
-    Args:
-        length: Of the dataset.
-        size: Float32 values in a sample.
-        bad: Samples that always raise.
-        faults: What happens at which sample, once.
-        folder: Where each fault writes down that it happened.
-    """
-
-    def __init__(self, length: int, size: int, bad: set[int], faults: dict[int, str], folder: Path) -> None:
-        self.length = length
-        self.size = size
-        self.bad = bad
-        self.faults = faults
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        sample = torch.rand(self.size)
-        draws = random.random() + np.random.rand()
-        self.befall(index)
-        return index, draws, sample
-
-    def befall(self, index: int) -> None:
-        """Let happen what is planned for this sample."""
-        if (fault := self.faults.get(index)) and note(self.folder, fault, index):
-            self._suffer(fault)
-        if index in self.bad:
-            raise Bad(index)
-
-    def _suffer(self, fault: str) -> None:
-        if fault == "hangs":
-            threading.Event().wait()
-        elif fault == "is slow":
-            time.sleep(0.05)
-        else:
-            DEATHS[fault.removeprefix("dies: ")][0]()
-
-
-class AsyncChaotic(Chaotic):
-    """The same for an async dataset: its samples overlap, so they draw from generators of their own."""
-
-    async def __getitem__(self, index: int) -> Any:
-        rng = sample_rng()
-        await asyncio.sleep(0.002 * rng.random())
-        sample = torch.from_numpy(rng.random(self.size, dtype=np.float32))
-        if self.faults.get(index) == "hangs" and note(self.folder, "hangs", index):
-            await asyncio.Event().wait()
-        self.befall(index)
-        return index, rng.random(), sample
-
-
-class ChaoticStream(IterableDataset[Any]):
-    """The samples of a Chaotic dataset in order, without the random numbers: each worker reads a share.
-
-    Args:
-        chaotic: Whose faults happen, and who has no bad samples.
-    """
-
-    deterministic = True
-
-    def __init__(self, chaotic: Chaotic) -> None:
-        self.chaotic = chaotic
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        assert worker is not None
-        for index in range(worker.id, self.chaotic.length, worker.num_workers):
-            self.chaotic.befall(index)
-            yield index, 0.5, torch.full((self.chaotic.size,), float(index))
-
-
-class AsyncChaoticStream:
-    """The same for an async stream: its samples overlap, and what befalls them does so when they are read or awaited.
-
-    Args:
-        chaotic: Whose faults happen, and who has no bad samples.
-    """
-
-    deterministic = True
-
-    def __init__(self, chaotic: Chaotic) -> None:
-        self.chaotic = chaotic
-        self.at = 0
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        assert worker is not None
-        try:
-            while (index := worker.id + self.at * worker.num_workers) < self.chaotic.length:
-                await asyncio.sleep(0)
-                self.at += 1
-                if index % 2:
-                    self.chaotic.befall(index)
-                yield self.later(index)
-        finally:
-            self.at = 0
-
-    async def later(self, index: int) -> Any:
-        """Get a sample that was read."""
-        chaotic = self.chaotic
-        await asyncio.sleep(0.002 * (index * 7 % 5))
-        if chaotic.faults.get(index) == "hangs" and note(chaotic.folder, "hangs", index):
-            await asyncio.Event().wait()
-        chaotic.befall(index)
-        return index, 0.5, torch.full((chaotic.size,), float(index))
-
-
-class TellingChaoticStream(AsyncChaoticStream):
-    """The same, which tells where it is."""
-
-    deterministic = False
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-STREAMS: dict[str, Any] = {
-    "stream": ChaoticStream,
-    "async stream": AsyncChaoticStream,
-    "telling stream": TellingChaoticStream,
-}
-
-
-def note(folder: Path, fault: str, number: int) -> bool:
-    """Write down that a fault happens; False if it has happened before."""
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(folder / f"{number} {fault}", os.O_CREAT | os.O_EXCL))
-        return True
-    return False
+PLACES = (*["process"] * 6, "thread", "here")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +68,38 @@ class Plan:
     bad: frozenset[int]
     own: dict[int, str]
     outer: dict[int, str]
+    place: str = "process"
+    cancels: frozenset[int] = frozenset()  # after how many batches the consumer asks for one, and is cancelled
 
     @classmethod
-    def draw(cls, seed: int) -> Plan:
-        """Draw a run."""
+    def draw(cls, seed: int, place: str | None = None) -> Plan:
+        """Draw a run; where its workers are as well, if that is not said."""
+        chance = random.Random(f"{seed} {cls.__name__}")
+        where = chance.choice(PLACES)
+        plan = cls._draw(seed)
+        cancels = chance.sample(range(60), chance.choice([0, 1, 3])) if plan.face == "async for" else []
+        return dataclasses.replace(plan, cancels=frozenset(cancels))._moved(place or where)
+
+    def _moved(self, place: str) -> Plan:
+        """Return the run with its workers in another place, and those of its faults that can happen there."""
+        if place == "process":
+            return self
+        is_async = "async" in self.kind or "telling" in self.kind
+        loader = {**self.loader, "multiprocessing_context": None}
+        own = {index: fault for index, fault in self.own.items() if fault in ("hangs", "is slow")}
+        if place == "thread":
+            loader["worker_backend"] = "thread"
+        else:
+            loader |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+            if not is_async:
+                loader["timeout"] = 0
+            # Nobody can help a loop that is blocked, nor one that hangs in a stream that has not told where it is.
+            may_hang = is_async and self.kind != "telling stream"
+            own = {index: fault for index, fault in own.items() if fault == "is slow" or (may_hang and not index % 2)}
+        return dataclasses.replace(self, place=place, loader=loader, own=own, outer={})
+
+    @classmethod
+    def _draw(cls, seed: int) -> Plan:
         chance = random.Random(seed)
         batch_size = chance.choice([1, 2, 4, 8])
         batches = chance.randint(50, 70)
@@ -263,16 +149,12 @@ class Plan:
 
     def undisturbed(self) -> Plan:
         """Return the run with the same data, one worker (but for streams, which they divide) and no faults."""
-        num_workers = self.loader["num_workers"] if self.kind in STREAMS else 1
-        loader = {
-            **self.loader,
-            "num_workers": num_workers,
-            "timeout": 0,
-            "on_timeout": "raise",
-            "scheduling": "static",
-        }
-        loader["multiprocessing_context"] = "fork"
-        return dataclasses.replace(self, loader=loader, own={}, outer={}, breaks=None, face="for")
+        loader = {**self.loader, "timeout": 0, "on_timeout": "raise", "scheduling": "static"}
+        if self.kind not in STREAMS and self.place != "here":
+            loader["num_workers"] = 1
+        if self.place == "process":
+            loader["multiprocessing_context"] = "fork"
+        return dataclasses.replace(self, loader=loader, own={}, outer={}, breaks=None, face="for", cancels=frozenset())
 
 
 class Disturber:
@@ -333,6 +215,7 @@ class Left(Exception):
 def play(plan: Plan, folder: Path) -> list[list[Any]]:
     """Run two epochs; return for each the batches and, in the place of one, the error."""
     torch.manual_seed(plan.seed)
+    gate.clear()
     loader: DataLoader[Any] = DataLoader(make_dataset(plan, folder), **plan.loader)
     disturber = Disturber(plan, folder)
     epochs: list[list[Any]] = []
@@ -345,16 +228,18 @@ def play(plan: Plan, folder: Path) -> list[list[Any]]:
                 if plan.face == "for":
                     _play_for(loader, seen, disturber, leave)
                 else:
-                    asyncio.run(_play_async_for(loader, seen, disturber, leave))
+                    asyncio.run(_play_async_for(loader, seen, disturber, leave, plan.cancels))
     finally:
         disturber.close()
         loader.close()
+        gate.set()
     return epochs
 
 
 def make_dataset(plan: Plan, folder: Path) -> Any:
     """Make the dataset of a run."""
-    kind = AsyncChaotic if plan.kind == "async" else Chaotic
+    plain = Chaotic if plan.place == "process" else DrawingChaotic
+    kind = AsyncChaotic if plan.kind == "async" else plain
     dataset = kind(plan.length, plan.size, set(plan.bad), plan.own, folder)
     return STREAMS[plan.kind](dataset) if plan.kind in STREAMS else dataset
 
@@ -375,12 +260,17 @@ def _play_for(loader: DataLoader[Any], seen: list[Any], disturber: Disturber, le
 
 
 async def _play_async_for(
-    loader: DataLoader[Any], seen: list[Any], disturber: Disturber, leave: tuple[int, str] | None
+    loader: DataLoader[Any],
+    seen: list[Any],
+    disturber: Disturber,
+    leave: tuple[int, str] | None,
+    cancels: frozenset[int],
 ) -> None:
     iterator = aiter(loader)
     for count in itertools.count(1):
         try:
-            seen.append(digest(await anext(iterator)))
+            asked = await _ask_and_be_cancelled(iterator) if count in cancels else None
+            seen.append(digest(await (asked or anext(iterator))))
         except StopAsyncIteration:
             return
         except Bad as error:
@@ -388,12 +278,18 @@ async def _play_async_for(
         disturber.taken(count, iterator)
         if leave is not None and count > leave[0]:
             if leave[1] == "cancelled":
-                task = asyncio.ensure_future(anext(iterator))
-                await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
+                await _ask_and_be_cancelled(iterator)
             _leave(iterator, leave[1])
             return
+
+
+async def _ask_and_be_cancelled(iterator: Any) -> asyncio.Future[Any] | None:
+    """Ask for a batch and be cancelled while waiting: it is for whoever asks next. Return it if it came before."""
+    task = asyncio.ensure_future(anext(iterator))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    return None if task.cancelled() else task
 
 
 def _leave(iterator: Any, how: str) -> None:
@@ -415,6 +311,9 @@ def check(plan: Plan) -> list[str]:
         before, mappings = Holdings.now(), memfd_mappings()
         seen = play(plan, folder)
         happened = [path.name.split(" ", 1)[1] for path in folder.iterdir()]
+        happened += ["asked and cancelled"] * bool(plan.cancels)
+        if plan.place != "process":
+            happened.append(f"place: {plan.place}")
         if plan.breaks is not None:
             expected[0] = expected[0][: len(seen[0])]
             happened.append(f"epoch left: {plan.breaks[1]}")
@@ -440,22 +339,30 @@ def memfd_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:")
 
 
-def soak(first_seed: int, runs: int | None, seconds: float) -> Iterator[tuple[int, list[str]]]:
+def soak(
+    first_seed: int, runs: int | None, seconds: float, place: str | None = None
+) -> Iterator[tuple[int, list[str]]]:
     """Play one run after the other, so many or for so long; give each one's seed and faults."""
     begun = time.monotonic()
     for seed in itertools.count(first_seed):
         if (runs is not None and seed - first_seed >= runs) or time.monotonic() - begun > seconds:
             return
-        plan = Plan.draw(seed)
+        plan = Plan.draw(seed, place)
         print(f"seed {seed} ", end="\r", file=sys.stderr)  # the last words, should it hang
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         try:
             yield seed, check(plan)
         except BaseException as error:
-            error.add_note(f"{plan}\nRepeat it: python -m tests.faults.chaos --seed {seed} --runs 1")
+            where = f" --place {place}" if place else ""
+            error.add_note(f"{plan}\nRepeat it: python -m tests.faults.chaos --runs 1 --seed {seed}{where}")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def seed_of_the_clock() -> int:
+    """Return a seed that nobody has seen, with room for the runs that follow until the next one."""
+    return time.time_ns() // 1_000_000 * 1000
 
 
 def quieten() -> None:
@@ -468,20 +375,23 @@ def main() -> None:
     """Play runs and print how many of each fault happened."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--place", choices=sorted(set(PLACES)))
     parser.add_argument("--seconds", type=float, default=float("inf"))
     args = parser.parse_args()
     quieten()
+    first = seed_of_the_clock() if args.seed is None else args.seed
+    print(f"first seed {first}", file=sys.stderr)
     histogram: collections.Counter[str] = collections.Counter()
     disturbed = count = 0
     begun = time.monotonic()
-    for _, happened in soak(args.seed, args.runs, args.seconds):
+    for _, happened in soak(first, args.runs, args.seconds, args.place):
         count += 1
         disturbed += bool(happened)
         histogram.update(happened or ["nothing"])
         if count % 100 == 0:
             print(f"{count} runs, {disturbed} disturbed, {time.monotonic() - begun:.0f} s", file=sys.stderr)
-    print(f"{count} runs from seed {args.seed}, {disturbed} disturbed; none wrong, none hung, nothing left behind")
+    print(f"{count} runs from seed {first}, {disturbed} disturbed; none wrong, none hung, nothing left behind")
     for fault, number in histogram.most_common():
         print(f"{number:6d}  {fault}")
 

@@ -577,7 +577,7 @@ def test_an_iterator_is_not_asked_after_its_end(folder: Path) -> None:
 
 
 class Epochs(Samples):
-    """Counts its epochs, and that is part of its state. ``hang`` holds up the first sample of the second one."""
+    """Counts its epochs, and that is part of its state. ``hang`` holds up the first sample of a later one."""
 
     epoch = -1
     at = 0
@@ -588,7 +588,7 @@ class Epochs(Samples):
             self.epoch, self.at = self.epoch + 1, 0
         self.resumed = False
         while self.at < 8:
-            if self.epoch == 1 and self.befalls("hang"):
+            if self.epoch and self.befalls("hang"):
                 await asyncio.Event().wait()
             self.at += 1
             yield self.epoch * 100 + self.at - 1
@@ -600,18 +600,54 @@ class Epochs(Samples):
         self.epoch, self.at, self.resumed = state["epoch"], state["at"], True
 
 
-def test_a_later_epoch_is_not_begun_from_the_first(folder: Path) -> None:
-    """Persistent workers have taken their datasets on: until a batch tells, nobody knows where. The next run is new."""
-    plan(folder, "hang")
-    loader = make_loader(Epochs, folder, num_workers=1, batch_size=4, persistent_workers=True)
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_later_epoch_is_begun_after_those_before(every: int, folder: Path) -> None:
+    """Killed before a batch has told where a persistent worker is: the next one has been through the same epochs."""
+    loader = make_loader(
+        Epochs, folder, num_workers=1, batch_size=4, persistent_workers=True, snapshot_every_n_steps=every
+    )
     assert [plain(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    plan(folder, "hang")
     iterator: Any = iter(loader)
+    wait_until(lambda: not any(folder.iterdir()))
+    kill(iterator)
+    assert [plain(batch) for batch in iterator] == [[100, 101, 102, 103], [104, 105, 106, 107]]
+    assert [plain(batch) for batch in loader] == [[200, 201, 202, 203], [204, 205, 206, 207]]
+    loader.close()
+
+
+class Untold(Samples):
+    """Its iterators tell where they are; it counts them, and does not tell. ``hang`` as in `Epochs`."""
+
+    epoch = -1
+
+    def __aiter__(self) -> Reader:
+        self.epoch += 1
+        return UntoldReader(self)
+
+
+class UntoldReader(Reader):
+    """See `Untold`."""
+
+    async def __anext__(self) -> Any:
+        if self.samples.epoch and self.samples.befalls("hang"):  # type: ignore[attr-defined]
+            await asyncio.Event().wait()
+        return await super().__anext__()
+
+
+def test_a_later_epoch_is_not_begun_from_the_first(folder: Path) -> None:
+    """What a dataset keeps, and does not tell, nobody can bring back. The next run is new."""
+    loader = make_loader(Untold, folder, num_workers=1, batch_size=4, persistent_workers=True)
+    first = [plain(batch) for batch in loader]
+    plan(folder, "hang")
+    iterator: Any = iter(loader)
+    wait_until(lambda: not any(folder.iterdir()))
     kill(iterator)
     with pytest.raises(WorkerDiedError) as caught:
         next(iterator)
     assert "no batch has told where it was" in "".join(caught.value.__notes__)
     del iterator
-    assert [plain(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]  # with workers of its own
+    assert [plain(batch) for batch in loader] == first  # with workers of its own
     loader.close()
 
 

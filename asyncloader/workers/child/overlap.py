@@ -43,6 +43,7 @@ class Job:
         samples: By position; what is missing or bad is None.
         errors: What samples raised, by position.
         fatal: What was raised that no batch can be made after.
+        is_last: It has fewer samples than were asked for, for the data have ended.
         is_over: It is finished, or was dropped: what still comes of it is for nobody.
         tasks: What fetches its samples, by position, or as a whole under `place.BATCH`.
         arrived: Where threads fetch the samples, the positions of those that are here.
@@ -56,6 +57,7 @@ class Job:
         "count",
         "errors",
         "fatal",
+        "is_last",
         "is_over",
         "keys",
         "missing",
@@ -75,6 +77,7 @@ class Job:
         self.samples: list[Any] = [None] * count
         self.errors: dict[int, BaseException] = {}
         self.fatal: BaseException | None = None
+        self.is_last = False
         self.is_over = False
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.arrived: list[int] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +20,7 @@ from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child.fetch import Mender
 from asyncloader.workers.child.overlap import Coroutines, Job, Overlap
 from asyncloader.workers.child.server import Server
-from asyncloader.workers.child.stream import Stream
+from asyncloader.workers.child.stream import Stream, relive
 from asyncloader.workers.child.thread_fetcher import Lanes
 from asyncloader.workers.child.transport import micros
 from asyncloader.workers.protocol.failure import BadSample
@@ -54,10 +55,14 @@ class OverlapServer(Server):
     def run(self) -> None:
         """Answer tickets until END, on a loop of its own."""
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            if self._line.ends(SystemExit()):
-                runner.run(self.serve())
-            else:
-                loops.run(runner, self.serve())
+            try:
+                if self._line.ends(SystemExit()):
+                    runner.run(self.serve())
+                else:
+                    loops.run(runner, self.serve())
+            except BaseException:
+                self._line.mute()  # before the runner cancels what is left
+                raise
 
     async def serve(self) -> None:
         """Open what belongs to the loop, answer tickets until END, close."""
@@ -99,6 +104,8 @@ class OverlapServer(Server):
         for member in members(self._spec.dataset):
             if is_resource(member):
                 await resources.enter_async_context(member)
+        place.enter(self._epoch.key, 0)
+        await relive(self._spec.dataset, self._past)
 
     def _make_fetcher(self, dataset: Any) -> None:
         spec = self._spec
@@ -112,7 +119,8 @@ class OverlapServer(Server):
         keeper = self._make_keeper(dataset)
         common = (self._epoch.key, spec.auto_collation, spec.concurrency, spec.on_error != "raise", self._on_finished)
         if spec.is_iterable:
-            self._overlap = Stream(dataset, spec.drop_last, self._on_exhausted, closing, keeper, *common)
+            told = self._on_exhausted, self._line.ends
+            self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
         else:
             self._overlap = Coroutines(dataset, *common) if spec.is_async else self._make_lanes(dataset, common)
 
@@ -139,6 +147,8 @@ class OverlapServer(Server):
                 self._begin_epoch()
         elif kind == Kind.WHERE:
             self._line.send(Kind.AWAITS, body=self.where(contents))
+        elif kind == Kind.CONFIRM:
+            self._confirm(contents)
         elif kind == Kind.END and not self._over.done():
             self._over.set_result(None)
 
@@ -152,9 +162,15 @@ class OverlapServer(Server):
             return f"Where the samples are could not be found out: {error!r}\n"
 
     def _stop(self, error: BaseException) -> None:
-        """End `serve` with an error that no ticket can be answered with."""
+        """End `serve` with an error that no ticket can be answered with. Nothing is told from then on.
+
+        What the dataset says after that is not to be believed: an iterator that raised, or was cancelled, has ended.
+        """
         if not self._over.done():
             self._over.set_exception(error)
+            self._line.mute()
+            if self._overlap is not None:
+                self._overlap.drop()
 
     def _feed(self) -> None:
         """Hand tickets on, once the dataset is open."""
@@ -168,11 +184,25 @@ class OverlapServer(Server):
 
     def _on_exhausted(self, seq: int) -> None:
         self._ended = True
-        record = self._record(seq, perf_counter())
-        self._tell_last_state(record)
-        self._line.send(Kind.EXHAUSTED, record)
+        self._at_end(partial(self._tell_exhausted, self._overlap, seq))
+
+    def _tell_exhausted(self, overlap: Overlap | None, seq: int, task: asyncio.Task[None] | None = None) -> None:
+        """Tell so after batches that are still being collated: whoever is told forgets what else is in flight."""
+        if overlap is not self._overlap or not self._is_open:  # another run has begun, or none will
+            return
+        if self._collating:
+            next(iter(self._collating)).add_done_callback(partial(self._tell_exhausted, overlap, seq))
+        else:
+            self._tell_exhausted_now(self._record(seq, perf_counter()))
 
     def _on_finished(self, job: Job) -> None:
+        """Make a batch of the samples; at the end of the data, if that is so."""
+        if job.is_last and job.fatal is None:
+            self._at_end(partial(self._make_batch, job))
+        else:
+            self._make_batch(job)
+
+    def _make_batch(self, job: Job) -> None:
         """Make a batch of the samples. What goes wrong with it must not reach the task that calls."""
         fetched = self._idle_since = perf_counter()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -19,6 +19,7 @@ from asyncloader.observe.stalls import Stalls
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample, make_fetcher
 from asyncloader.workers.child.seeding import BatchSeeder
+from asyncloader.workers.child.stream import relive
 from asyncloader.workers.child.transport import Line, micros
 from asyncloader.workers.protocol.failure import BadSample, EndOfData
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
@@ -52,7 +53,9 @@ class Server:
         self._keeper: Keeper | None = None
         self._seed: BatchSeeder | None = None
         self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
-        self._ended = False
+        self._ended = False  # before the tickets that come from now on
+        self._untold: list[Callable[[], None]] = []  # what follows from the end of the data
+        self._is_confirmed = False  # that is to be told
         self._idle_since = perf_counter()
         self._cpu_s = line.cpu_clock()
         self._stalls = Stalls()
@@ -68,8 +71,19 @@ class Server:
     def open(self) -> None:
         """Seed, run ``worker_init_fn``, make a fetcher. What they raise answers every ticket."""
         self._enter()
+        if self._failure is None:
+            try:
+                place.enter(self._epoch.key, 0)
+                _run_at_once(relive(self._spec.dataset, self._past))
+            except Exception as error:
+                self._failure = self._line.capture(error)
         self._begin_epoch()
         self._line.send(Kind.READY)
+
+    @property
+    def _past(self) -> Sequence[Start]:
+        """Runs that the worker whose place this one takes had been through."""
+        return (self._epoch.starts or {}).get(self._id, Start()).past
 
     def _enter(self) -> None:
         if self._failure is not None:
@@ -94,7 +108,8 @@ class Server:
             self._make_fetcher(self._reseed_pipe(self._spec.dataset))
         except Exception as error:
             self._failure = self._line.capture(error)
-        self._ended = False
+        self._ended = self._is_confirmed = False
+        self._untold.clear()
 
     def _make_fetcher(self, dataset: Any) -> None:
         spec, keeper = self._spec, self._make_keeper(dataset)
@@ -166,6 +181,8 @@ class Server:
                 self._tickets.clear()
                 self._epoch = contents
                 self._begin_epoch()
+            elif kind == Kind.CONFIRM:
+                self._confirm(contents)
             elif kind == Kind.END:
                 return False
         return True
@@ -182,21 +199,37 @@ class Server:
             if self._seed is not None:
                 self._seed(seq)
             place.enter(self._epoch.key, seq)
-            samples = self._fetch(keys)
+            samples = [self._fetch(keys)]
+            ended = getattr(self._fetch, "ended", False)
             if keeper is not None:
-                snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
-            fetched = perf_counter()
+                snapshot = keeper.take(ended=ended)
+            arguments = seq, started, perf_counter(), samples, snapshot, self._fetch.bad
+            if ended:  # a short batch
+                self._at_end(partial(self._finish, *arguments))
+            else:
+                self._finish(*arguments)
+        except BaseException as error:
+            if self._line.ends(error):
+                raise
+            self._fail(self._record(seq, started), error, () if self._fetch is None else self._fetch.bad)
+
+    def _finish(
+        self, seq: int, started: float, fetched: float, held: list[Any], snapshot: Any, bad: Sequence[BadSample]
+    ) -> None:
+        """Collate the samples of a ticket, which are taken out of the list, and send the batch."""
+        try:
+            samples = held.pop()
             count = len(samples) if self._spec.auto_collation and hasattr(samples, "__len__") else 1
             batch = [self._line.collate(self._spec.collate_fn, samples)]
             del samples
             record = self._record(seq, started, fetched, count)
             if snapshot is not None:
                 self._line.send(Kind.STATE, record, snapshot)
-            self._line.send_batch(record, batch, self._fetch.bad)
+            self._line.send_batch(record, batch, bad)
         except BaseException as error:
             if self._line.ends(error):
                 raise
-            self._fail(self._record(seq, started), error, () if self._fetch is None else self._fetch.bad)
+            self._fail(self._record(seq, started), error, bad)
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
@@ -228,8 +261,7 @@ class Server:
         """Tell what became of a ticket that there is no batch for."""
         if isinstance(error, EndOfData):
             self._ended = True
-            self._tell_last_state(record)
-            self._line.send(Kind.EXHAUSTED, record)
+            self._at_end(partial(self._tell_exhausted_now, record))
             return
         if isinstance(error, NoGoodSample):
             self._line.send(Kind.BAD, record, list(bad))
@@ -239,10 +271,30 @@ class Server:
             error = error.first
         self._line.send(Kind.FAILURE, record, self._line.capture(error))
 
-    def _tell_last_state(self, record: Record) -> None:
-        """Send the state of a dataset that the next run begins with, if that is in this worker."""
+    def _tell_exhausted_now(self, record: Record) -> None:
+        """Tell that a ticket has no samples, and the state of a dataset that the next run begins with if it is here."""
         if self._keeper is not None and self._spec.outlasts_run and (snapshot := self._keeper.take_last()) is not None:
             self._line.send(Kind.STATE, record, snapshot)
+        self._line.send(Kind.EXHAUSTED, record)
+
+    def _at_end(self, tell: Callable[[], None]) -> None:
+        """Tell what follows from the end of the data, when this worker has lived on: for a word to the parent and back.
+
+        Data may seem to end because the worker does: their source was killed with it, or it is being taken down.
+        """
+        if self._is_confirmed:
+            tell()
+            return
+        self._untold.append(tell)
+        if len(self._untold) == 1:
+            self._line.send(Kind.ENDING, body=self._epoch.number)
+
+    def _confirm(self, run: int) -> None:
+        if run == self._epoch.number:
+            self._is_confirmed = True
+            untold, self._untold = self._untold, []
+            for tell in untold:
+                tell()
 
     def _record(self, seq: int, started: float, fetched: float | None = None, samples: int = 0) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the one before."""
@@ -272,3 +324,9 @@ class Server:
             self._runner.close()
         if hasattr(self, "_spec"):
             del self._spec
+
+
+def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run what awaits nothing here, without a loop: the dataset's own code may want to begin one."""
+    with contextlib.suppress(StopIteration):
+        coroutine.send(None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,14 @@ from asyncloader.protocols import is_async
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child.overlap import Base, Job, settle
 from asyncloader.workers.child.stacks import generator_stack, task_stack
-from asyncloader.workers.protocol.snapshot import Keeper
+from asyncloader.workers.protocol.snapshot import Keeper, Start
+
+_MOST_ERRORS = 1000
+"""One after the other, while a run is relived."""
+
+
+class _End(Exception):
+    """There are no more samples."""
 
 
 class Stream(Base):
@@ -32,6 +39,7 @@ class Stream(Base):
         dataset: Async iterable, or an iterable of samples of which some are awaitables.
         drop_last: Leave out an incomplete last batch.
         exhausted: Called once with the first ticket that there are no samples for, after all before it are finished.
+        ends: Tells what a worker cannot go on after; other exceptions stand for their batches.
         after: The end of the run before: the dataset is not read twice at a time.
         keeper: Keeps the state of the dataset, if that is to be kept.
         arguments: Those of `Base`.
@@ -42,6 +50,7 @@ class Stream(Base):
         dataset: Any,
         drop_last: bool,
         exhausted: Callable[[int], None],
+        ends: Callable[[BaseException], bool],
         after: asyncio.Task[None] | None,
         keeper: Keeper | None,
         *arguments: Any,
@@ -49,6 +58,7 @@ class Stream(Base):
         super().__init__(*arguments)
         self._drop_last = drop_last
         self._exhausted = exhausted
+        self._ends = ends
         self._iterator = open_stream(dataset)
         self._keeper = keeper
         self._is_async = hasattr(type(self._iterator), "__anext__")
@@ -70,6 +80,7 @@ class Stream(Base):
     def drop(self) -> None:
         """Forget all jobs, cancel what is in flight, and stop reading."""
         super().drop()
+        self._too_late.clear()
         self._reader.cancel()
 
     async def aclose(self) -> None:
@@ -114,20 +125,15 @@ class Stream(Base):
         for position in range(job.count):
             place.enter(self._key, job.seq, position)
             try:
-                sample = await anext(self._iterator) if self._is_async else next(self._iterator)
-            except self._ends_with:
+                _discard(await self._next(job))
+            except _End:
                 self._end(job)  # not asked again: some iterators would begin anew
                 return
-            except (Exception, asyncio.CancelledError) as error:  # it was raised in its time
-                if job.is_over:
+            except BaseException as error:  # it was raised in its time
+                if job.is_over or self._ends(error):
                     raise
                 if self._costs_batch(error):
                     return
-                continue
-            if inspect.iscoroutine(sample):
-                sample.close()
-            elif isinstance(sample, asyncio.Future):
-                sample.cancel()
 
     def _costs_batch(self, error: BaseException) -> bool:
         """Whether a batch ends where the iterator raised this; else it goes on with the next sample."""
@@ -139,16 +145,13 @@ class Stream(Base):
             job.begun_at = perf_counter()
         place.enter(self._key, job.seq, position)
         try:
-            sample = await anext(self._iterator) if self._is_async else next(self._iterator)
-        except self._ends_with:
+            sample = await self._next(job)
+        except _End:
             self._end(job)
             return
-        except asyncio.CancelledError as error:
+        except BaseException as error:
             if job.is_over:
                 raise
-            self._fail(job, position, error)
-            return
-        except BaseException as error:
             self._fail(job, position, error)
             return
         self._advance(job)
@@ -157,6 +160,27 @@ class Stream(Base):
             job.tasks[position].add_done_callback(partial(_close, sample))
         else:
             self._take(job, position, sample)
+
+    async def _next(self, job: Job) -> Any:
+        """Read a sample for a job; what comes of that after the job was dropped is a cancellation, whatever it is.
+
+        The iterator may have caught the one that it got, and have ended, or yielded, or raised something else.
+
+        Raises:
+            _End: at the end of the data.
+        """
+        try:
+            sample = await anext(self._iterator) if self._is_async else next(self._iterator)
+        except BaseException as error:
+            if job.is_over:
+                raise asyncio.CancelledError from None
+            if isinstance(error, self._ends_with):
+                raise _End from None
+            raise
+        if job.is_over:
+            _discard(sample)
+            raise asyncio.CancelledError
+        return sample
 
     def _advance(self, job: Job) -> None:
         self._free -= 1
@@ -186,7 +210,7 @@ class Stream(Base):
                 del job, sample, error  # a traceback refers to this frame
 
     def _may_go_on(self, error: BaseException) -> bool:
-        return isinstance(error, (Exception, asyncio.CancelledError))
+        return not self._ends(error)
 
     def _fail(self, job: Job, position: int, error: BaseException) -> None:
         """The iterator raised. If it can go on, this cost a sample; else, or if none may be bad, the batch."""
@@ -210,6 +234,7 @@ class Stream(Base):
         for seq in self._too_late:
             self._jobs.pop(seq, None)
         if kept:
+            job.is_last = True
             self._cut(job, job.started)
         self._waiting.clear()
         self._tell_if_exhausted()
@@ -251,6 +276,44 @@ async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:
         else:
             for sample in iterator:
                 yield sample
+
+
+async def relive(dataset: Any, past: Sequence[Start]) -> None:
+    """Take a dataset through runs that that of another worker had been through, and make nothing of the samples.
+
+    So what it keeps over its runs, their number for one, is what it would have been there. A run that had come to its
+    end is read to the end, from the last state on; one that was left is begun and left.
+
+    Awaits nothing if the dataset is not async.
+    """
+    for start in past:
+        keeper = Keeper(dataset, 1, start)
+        iterator = open_stream(dataset)
+        is_async = hasattr(type(iterator), "__anext__")
+        ends_with = StopAsyncIteration if is_async else StopIteration
+        is_done = keeper.attach(iterator)
+        errors = 0
+        while not is_done:
+            try:
+                _discard(await anext(iterator) if is_async else next(iterator))
+                errors = 0
+            except ends_with:
+                break
+            except Exception:  # it was raised in its time too; but what only raises has lost its source
+                errors += 1
+                if errors > _MOST_ERRORS:
+                    raise
+            is_done = not start.ended or _is_over(iterator)
+        if (close := getattr(iterator, "aclose", None)) is not None:
+            await close()
+
+
+def _discard(sample: Any) -> None:
+    """Let go of a sample that nobody wants, and may still have to be awaited."""
+    if inspect.iscoroutine(sample):
+        sample.close()
+    elif isinstance(sample, asyncio.Future):
+        sample.cancel()
 
 
 def _close(sample: Any, task: asyncio.Task[None]) -> None:

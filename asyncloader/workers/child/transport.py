@@ -84,6 +84,9 @@ class Line(Protocol):
             Exception: what cannot be sent; then nothing was.
         """
 
+    def mute(self) -> None:
+        """Send nothing from now on: the worker is dying, and what is cancelled on the way says what is not so."""
+
 
 class ProcessLine:
     """The line of a worker process.
@@ -106,6 +109,7 @@ class ProcessLine:
         self._encoder = Encoder(self._slabs)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: Callable[[], None]
+        self._is_muted = False
 
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
@@ -154,6 +158,8 @@ class ProcessLine:
 
     def _ask(self, sizes: Any, returned: Any) -> Any:
         """Get slabs of these sizes from the parent: a round trip. Messages that come meanwhile are kept."""
+        if self._is_muted:  # there would be no answer
+            raise ParentGone
         self._send(Kind.ASK, pickle.dumps((sizes, returned)))
         passed: list[tuple[int, bytes]] = []
         try:
@@ -199,7 +205,13 @@ class ProcessLine:
             self.send(Kind.BAD, record, list(bad))
         self._send(Kind.RESULT, RECORD.pack(*record), *parts)
 
+    def mute(self) -> None:
+        """Send nothing from now on."""
+        self._is_muted = True
+
     def _send(self, kind: int, *parts: Any) -> None:
+        if self._is_muted:
+            return
         try:
             self._channel.send(kind, *parts)
         except OSError as error:

@@ -59,6 +59,7 @@ class LocalLine:
         self._post = post
         self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_hung_up = False
+        self._is_muted = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: Callable[[], None]
         self._context: contextvars.Context
@@ -76,7 +77,7 @@ class LocalLine:
 
     def hang_up(self) -> None:
         """Take nothing from the worker any more, and have it end as soon as it looks."""
-        self._is_hung_up = True
+        self._is_hung_up = self._is_muted = True
         self.put(Kind.END)
 
     # ----------------------------------------------------------------------------------------- the worker's side
@@ -130,16 +131,20 @@ class LocalLine:
             self._collate = recycling_collate(collate_fn)
         return self._collate(samples)
 
+    def mute(self) -> None:
+        """Hand nothing over from now on."""
+        self._is_muted = True
+
     def send(self, kind: int, record: Record | None = None, body: Any = None) -> None:
         """Hand an outcome over."""
-        if not self._is_hung_up:
+        if not self._is_muted:
             self._post(kind, record, body, 0)
 
     def send_batch(self, record: Record, batch: list[Any], bad: Sequence[BadSample]) -> None:
         """Hand a batch over."""
         if bad:
             self.send(Kind.BAD, record, list(bad))
-        if not self._is_hung_up:
+        if not self._is_muted:
             self._post(Kind.RESULT, record, batch[0], batch_bytes(batch.pop()))
 
 
@@ -417,6 +422,8 @@ class LocalPool:
             listener.on_ready(worker.worker_id)
         elif kind == Kind.AWAITS:
             worker.on_awaits(body)
+        elif kind == Kind.ENDING:
+            worker.put(Kind.CONFIRM, body)
         elif record is not None and record.epoch == self._epoch.number:
             if kind == Kind.RESULT:
                 listener.on_batch(worker.worker_id, record, body, nbytes, arrived_at)

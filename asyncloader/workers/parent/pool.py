@@ -189,6 +189,8 @@ class Pool:
             process.on_up()
         elif kind == Kind.AWAITS:
             process.on_awaits(pickle.loads(body))
+        elif kind == Kind.ENDING:
+            process.channel.send(Kind.CONFIRM, bytes(body))
         elif kind == Kind.READY:
             process.is_ready = True
             if self.listener is not None:

@@ -8,12 +8,15 @@
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
                        WHERE    seq                           tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
+                       CONFIRM  number of the run             answer to ENDING
     worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
                        RESULT   record, payload               one batch
                        FAILURE  record, pickled RemoteError   what was raised instead of a batch
                        BAD      record, pickled [BadSample]   samples that raised; the outcome of the ticket follows
                        LEFT_OUT record                        no sample of the batch was good, and so there is none
+                       ENDING   number of the run             the iterable dataset has ended; what follows from that
+                                                              is told when this worker has lived on to a CONFIRM
                        EXHAUSTED record                       the iterable dataset ended before this ticket
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
                        AWAITS   text                          answer to WHERE
@@ -47,6 +50,7 @@ class Kind(enum.IntEnum):
     EPOCH = 3
     END = 4
     WHERE = 5
+    CONFIRM = 6
     UP = 15
     READY = 16
     RESULT = 17
@@ -57,6 +61,7 @@ class Kind(enum.IntEnum):
     LEFT_OUT = 22
     AWAITS = 23
     STATE = 24
+    ENDING = 25
 
 
 KINDS = frozenset(int(kind) for kind in Kind)

@@ -94,11 +94,13 @@ class Frozen:
 
     Attributes:
         taken_at: On `time.perf_counter`, which all processes of a machine share.
+        ended: An iterator had come to its end when this was taken of it.
     """
 
-    __slots__ = ("_copy", "_pickled", "_text", "taken_at")
+    __slots__ = ("_copy", "_pickled", "_text", "ended", "taken_at")
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, *, ended: bool = False) -> None:
+        self.ended = ended
         self.taken_at = perf_counter()
         self._text: str | None = None
         self._copy: Any = None
@@ -183,16 +185,23 @@ class Start(NamedTuple):
     Of a stream so many batches. Where batches of a stream are made at once, some further ones may be done with before
     the one that comes next: ``ahead`` are their numbers in ascending order, counted from that one, which is 0. Of a
     map-style dataset ``made`` in this order.
+
+    ``past`` are the runs of a stream that it had been through where it has told no state since: how far it was in each,
+    and whether it had ``ended``. Another worker is taken through them first (`relive`).
     """
 
     batches: int = 0
     snapshot: Any = None  # a Frozen, or a state that was loaded
     ahead: Sequence[int] = ()
     made: tuple[Made, ...] = ()
+    past: Sequence[Start] = ()
+    ended: bool = False
 
     def after(self, snapshot: Any) -> Start:
         """Return where a stream is one batch later, with nothing ahead."""
-        return Start(self.batches + 1, self.snapshot) if snapshot is None else Start(0, snapshot)
+        if snapshot is None:
+            return Start(self.batches + 1, self.snapshot, past=self.past)
+        return Start(0, snapshot)
 
     def gaps(self) -> list[int]:
         """Return how many batches of the stream are left out before each of the next ones that are made."""
@@ -297,7 +306,7 @@ class Keeper:
         self._pace.begin()
         try:
             states = {name: thing.state_dict() for name, thing in self._things.items()}
-            frozen = Frozen({"dataset": None, "iterator": None, "ended": ended, **states})
+            frozen = Frozen({"dataset": None, "iterator": None, "ended": ended, **states}, ended=ended)
             if self._sends and not frozen.can_travel:
                 pickle.dumps(states)  # raises what is the matter
             self._since = 0
