@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError
 from asyncloader.workers.protocol.messages import EpochSpec, Record
+
+Launch: TypeAlias = Callable[[], None]
+"""Makes a process: a copy, if it is forked, of the thread that calls it."""
 
 STACK_TIMEOUT_S = 0.5
 """A worker that is asked where it is has so long to answer. Seconds."""
@@ -104,7 +107,7 @@ class Backend(Protocol):
     def forks(self) -> bool:
         """Whether its workers are copies of the thread that launches them."""
 
-    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one worker after the other; `started` is called after each: it can be given tickets before the next.
 
         On failure those that did start are ended.

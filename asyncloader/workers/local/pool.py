@@ -27,7 +27,7 @@ import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.errors import could_not_start
 from asyncloader.transport.collate import recycling_collate
-from asyncloader.workers.backend import STACK_TIMEOUT_S, Listener, WorkerState
+from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, Listener, WorkerState
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.overlap_server import OverlapServer
 from asyncloader.workers.child.server import Server
@@ -35,7 +35,6 @@ from asyncloader.workers.child.transport import ParentGone
 from asyncloader.workers.local.copies import private_copy
 from asyncloader.workers.local.sizes import batch_bytes
 from asyncloader.workers.local.worker_info import set_worker_info
-from asyncloader.workers.parent.launching import Launch
 from asyncloader.workers.protocol.failure import BadSample, LocalError
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
 

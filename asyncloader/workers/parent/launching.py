@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeAlias, TypeVar
 
-T = TypeVar("T")
+from asyncloader.workers.backend import Launch
 
-Launch: TypeAlias = Callable[[], None]
-"""Makes a process: a copy, if it is forked, of the thread that calls it."""
+T = TypeVar("T")
 
 Forking: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 """Gives what a fork is to be made in."""

@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.transport.slab import SlabPool, slab_pool
-from asyncloader.workers.backend import Listener
-from asyncloader.workers.parent.launching import Launch, carry_out
+from asyncloader.workers.backend import Launch, Listener
+from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.protocol.pickled_spec import Parcel

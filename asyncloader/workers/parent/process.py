@@ -34,11 +34,11 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol, cast
 
 from asyncloader.errors import could_not_start
-from asyncloader.workers.backend import STACK_TIMEOUT_S, WorkerState
+from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, WorkerState
 from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, STACK_SIGNAL, Ends
 from asyncloader.workers.parent.channel import Channel, open_pair
-from asyncloader.workers.parent.launching import Forking, Launch, handlers_wait, masked, try_descriptors
+from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, try_descriptors
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind
 from asyncloader.workers.protocol.origin import Origin
