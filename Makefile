@@ -7,6 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MINUTES ?= 10
+# Tests run in this many processes; what is about time has the machine for itself (the marker `alone`). `make test JOBS=0`
+# runs them in one.
+JOBS ?= 2
+BESIDE := -n $(JOBS) --dist worksteal
 QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services and not browser
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
@@ -25,10 +29,10 @@ demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
 
 test: $(READY) ## the tests that are quick
-	$(BIN)/python -m pytest -m "$(QUICK)" --ignore=tests/frameworks
+	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" --ignore=tests/frameworks
 
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(BESIDE)
 
 test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite, fastai and Ray Train
 	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import sys
 import textwrap
@@ -16,11 +15,15 @@ import pytest
 import torch
 import torch.utils.data
 
+from tests import small_forks
+from tests.beside import Room
 from tests.leftovers import Holdings
 from tests.nursery import Nursery, Program
 
 START_METHODS = ("fork", "forkserver", "spawn")
+ALONE = ("alone", "soak", "benchmark", "gpu")
 PASSED = pytest.StashKey[bool]()
+ROOM = pytest.StashKey[Room]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers used here, and see that a crash of the interpreter tells where."""
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
+    config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("testrunuid"))
+    config.add_cleanup(config.stash[ROOM].close)
     if not faulthandler.is_enabled():
         faulthandler.enable()
     # Workers of the forkserver then start as fast as forked ones; what is tested is not the import of torch.
@@ -56,6 +61,13 @@ def pytest_asyncio_loop_factories(
 
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Have nothing beside a test that is to be alone."""
+    with item.config.stash[ROOM].entered(alone=any(item.get_closest_marker(marker) for marker in ALONE)):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,8 +92,7 @@ def process_wide_singletons(pytestconfig: pytest.Config) -> None:
     large = torch.zeros(1 << 18)  # 1 MiB: over anything that travels inline
     for _ in DataLoader([large, large], num_workers=1):
         pass
-    gc.collect()
-    gc.freeze()  # collections after tests then look at what the tests made, not at all of torch and pytest
+    small_forks.settle()
 
 
 @pytest.fixture(autouse=True)
@@ -121,14 +132,15 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture
-def start(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Program]]:
+def start(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Program]]:
     """Starts a program from its source; what is left of it in the end is killed."""
     programs = []
+    destructors = request.node.get_closest_marker("destructors") is not None
 
     def begin(source: str, *arguments: object, **environment: str) -> Program:
         path = tmp_path / f"program_{len(programs)}.py"
         path.write_text(textwrap.dedent(source))
-        programs.append(nursery.start(path, *map(str, arguments), **environment))
+        programs.append(nursery.start(path, *map(str, arguments), destructors=destructors, **environment))
         return programs[-1]
 
     yield begin

@@ -139,12 +139,19 @@ def _process(pid: int) -> str:
 
 
 def _is_ours(segment: str) -> bool:
-    """Whether a segment is to be blamed on this process: not if only strangers, in a container or not, use it."""
-    family = {os.getpid(), *descendants(os.getpid())}
-    users = set()
-    for pid in psutil.pids():
+    """Whether a segment is to be blamed on this process: if one of its family uses it, or nobody at all does."""
+    if not (SHM / segment).exists():
+        return False
+    if _is_used(segment, {os.getpid(), *descendants(os.getpid())}):
+        return True
+    # A semaphore that nobody here has mapped is somebody else's: they are made and unmade all the time.
+    # For the rest all processes of the machine are looked at: seldom, and costly.
+    return not segment.startswith("sem.") and not _is_used(segment, set(psutil.pids()))
+
+
+def _is_used(segment: str, pids: set[int]) -> bool:
+    for pid in pids:
         with contextlib.suppress(OSError):
             if f"{SHM}/{segment}" in Path(f"/proc/{pid}/maps").read_text():
-                users.add(pid)
-    # A semaphore is unlinked before it is unmapped: one that nobody here has mapped belongs to somebody elsewhere.
-    return bool(users & family) or (not users and not segment.startswith("sem."))
+                return True
+    return False

@@ -135,6 +135,7 @@ async def test_an_exception_in_the_body_async(num_workers: int) -> None:
         await loop()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("after", ["start", "batch", "error", "timeout", "StopIteration"])
 def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) -> None:
     """Whatever was raised before: no cycle keeps the iterator alive, and dropping it does not wait."""

@@ -65,6 +65,7 @@ def measured(loader: DataLoader[Any], face: str, step_s: float) -> tuple[LoaderS
     return loader.stats(), sum(waited[1:]), sum(trained[:-1])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("face", ["for", "async for"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_figures_of_a_run(num_workers: int, face: str) -> None:
@@ -108,6 +109,7 @@ def test_what_was_mended_is_counted() -> None:
     batches.close()
 
 
+@pytest.mark.alone
 def test_persistent_workers_start_anew() -> None:
     """Each epoch has figures of its own, and what workers waited between two epochs is not theirs."""
     loader = DataLoader(Load(64, 0.001), 8, num_workers=1, persistent_workers=True)

@@ -25,7 +25,10 @@ from asyncloader.observe.stats import LoaderStats
 from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import best_of_three
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # workers that sleep need no cores
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # workers that sleep need no cores
+]
 
 BATCH = 8
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]

@@ -11,6 +11,8 @@ from tests.nursery import Program
 
 Run = Callable[..., Program]
 
+pytestmark = pytest.mark.destructors
+
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -74,6 +74,7 @@ else:
     assert program.err == "" or (ending == "raise ValueError" and program.err.count("Traceback") == 1)
 
 
+@pytest.mark.alone
 def test_a_fork_does_not_wait_for_a_batch_of_the_parents(run: Run) -> None:
     """Which a thread was making that is not there; without workers."""
     main = """

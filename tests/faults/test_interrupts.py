@@ -81,6 +81,7 @@ except KeyboardInterrupt:
     assert program.survivors(2.0) == {}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("loop", LOOPS)
 def test_ctrl_c_is_prompt(start: Start, run: Start, loop: str) -> None:
     """The loop is left within 0.2 s, and the program has ended 3 s later, though its workers hang."""
