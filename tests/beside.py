@@ -14,20 +14,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 DOOR, ROOM = 0, 1
 
 
 class Room:
-    """Where the tests of one run, in however many processes, meet."""
+    """Where the tests of one run, in however many processes, meet.
 
-    def __init__(self, run: str | None) -> None:
-        """Name the run, by a text that its processes have in common; None: there is one process."""
-        self._path = Path(tempfile.gettempdir()) / f"asyncloader-tests-{run}.lock"
-        self._fd = None if run is None else os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    Args:
+        path: A file that the processes have in common, and that stays until all have ended; None: there is one process.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._fd = None if path is None else os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def entered(self, *, alone: bool) -> Iterator[None]:
@@ -42,9 +42,3 @@ class Room:
             yield
         finally:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, ROOM)
-
-    def close(self) -> None:
-        """Leave for good; the others have the file open, and do not need its name."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._path.unlink(missing_ok=True)

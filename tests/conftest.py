@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import faulthandler
 import multiprocessing
+import os
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ START_METHODS = ("fork", "forkserver", "spawn")
 ALONE = ("alone", "soak", "benchmark", "gpu")
 PASSED = pytest.StashKey[bool]()
 ROOM = pytest.StashKey[Room]()
+ROOM_FILE = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,12 +47,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers used here, and see that a crash of the interpreter tells where."""
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
-    config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("testrunuid"))
-    config.add_cleanup(config.stash[ROOM].close)
+    config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("room"))
     if not faulthandler.is_enabled():
         faulthandler.enable()
     # Workers of the forkserver then start as fast as forked ones; what is tested is not the import of torch.
     multiprocessing.set_forkserver_preload(["__main__", "numpy", "torch", "torch.utils.data"])
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist has it
+def pytest_configure_node(node: Any) -> None:
+    """Tell each process of several where they meet."""
+    if ROOM_FILE not in node.config.stash:
+        fd, path = tempfile.mkstemp(prefix="asyncloader-tests-")
+        os.close(fd)
+        node.config.stash[ROOM_FILE] = path
+        node.config.add_cleanup(Path(path).unlink)
+    node.workerinput["room"] = node.config.stash[ROOM_FILE]
 
 
 def pytest_asyncio_loop_factories(
