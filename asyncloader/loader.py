@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Sampler
 from asyncloader.iteration.checkpoint import Record, check, initial_state
 from asyncloader.iteration.concurrency import concurrency_of
 from asyncloader.iteration.plan import set_epochs
+from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.trace import Trace, active_trace
@@ -338,6 +339,28 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._record = None
         self._iterator = None
         self._runs_begun = 0
+
+    def save_state(self, path: str | PathLike[str]) -> None:
+        """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""
+        write_state(self.state_dict(), path)
+
+    async def asave_state(self, path: str | PathLike[str]) -> None:
+        """Write `state_dict`, as of this call, to a file as `save_state` does, without blocking the loop."""
+        await awrite_state(self.state_dict(), path)
+
+    def load_state(self, path: str | PathLike[str], *, weights_only: bool = True) -> None:
+        """Load the state that `save_state` has written: see `load_state_dict`.
+
+        Args:
+            path: Of the file.
+            weights_only: As for :func:`torch.load`; False where states of your own objects are in it that are more than
+                numbers, strings, tensors and the like. Reading such a file can run any code.
+        """
+        self.load_state_dict(read_state(path, weights_only=weights_only))
+
+    async def aload_state(self, path: str | PathLike[str], *, weights_only: bool = True) -> None:
+        """Load a state as `load_state` does, without blocking the loop."""
+        self.load_state_dict(await aread_state(path, weights_only=weights_only))
 
     def close(self) -> None:
         """Close the newest iterator and wait until its workers are gone, 3 s at most."""
