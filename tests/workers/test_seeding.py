@@ -159,15 +159,21 @@ def test_no_two_batches_of_an_epoch_have_a_word_in_common() -> None:
     assert all(0.49 < share < 0.51 for share in ones)
 
 
-def test_numpy_gets_the_whole_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeds that have 32 bits in common give other numbers; and numpy's are not those that `random` draws."""
+def test_no_two_batches_of_an_epoch_share_numpys_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200,000 random ones several would be alike; and none is torch's, which is the same generator."""
+    words: list[int] = []
+    monkeypatch.setattr(np.random, "seed", words.append)
     seeder = BatchSeeder((1, 2, 3))
-    drawn = set()
-    for seed in (5, 5 + (1 << 32), 5 + (1 << 62), 6):
-        monkeypatch.setattr("asyncloader.workers.child.seeding.batch_seed", lambda key, seq, seed=seed: seed)
-        seeder(0)
-        drawn |= {random.random(), float(np.random.rand())}
-    assert len(drawn) == 8
+    seeds = [seeder(seq) & 0xFFFFFFFF for seq in range(50_000)]
+    assert len(set(words)) == len(words) == 50_000
+    assert not any(word == seed for word, seed in zip(words, seeds, strict=True))
+    assert all(0 <= word < 1 << 32 for word in words)
+
+
+def test_each_generator_draws_numbers_of_its_own() -> None:
+    """All three are Mersenne Twisters: from one seed they would draw the same."""
+    BatchSeeder((1, 2, 3))(7)
+    assert len({round(number, 6) for number in (random.random(), float(np.random.rand()), torch.rand(()).item())}) == 3
 
 
 def test_a_batch_seed_sets_all_three_generators() -> None:
