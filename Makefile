@@ -45,7 +45,7 @@ test-browser: $(READY) ## look at the page of a timeline in Debian's chromium, w
 	$(BIN)/python -m pytest -m browser
 
 soak: $(READY) ## the soak tests, for MINUTES=10
-	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0
+	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak -o faulthandler_timeout=0
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check .
