@@ -31,7 +31,7 @@ class Region:
         return f"<Region {self.number} {self.capacity} bytes at {self.offset:#x}, users {self.users}>"
 
 
-class Shelf:
+class FreeList:
     """Free regions. The last to come is used first, for it is warm; the first to come is given back first."""
 
     def __init__(self) -> None:

@@ -29,9 +29,8 @@ from typing import Any, NamedTuple, Protocol
 from asyncloader.machine import total_bytes
 from asyncloader.transport import arena as arenas
 from asyncloader.transport.arena import Arena, Extents
-from asyncloader.transport.borrower import Borrower
 from asyncloader.transport.budget import Budget
-from asyncloader.transport.free_list import Region, Shelf, capacity_for
+from asyncloader.transport.free_list import FreeList, Region, capacity_for
 from asyncloader.transport.loans import ArenaHandle, exporter_at
 
 PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
@@ -94,7 +93,7 @@ class SlabPool:
         self._create_arena = create_arena
         self._arena: Arena | None = None
         self._cold = Extents(0)
-        self._shelf = Shelf()
+        self._free = FreeList()
         self._dying: deque[Region] = deque()  # to be swept
         self._dying_bytes = 0
         self._reserved = 0
@@ -104,7 +103,7 @@ class SlabPool:
         self._leases: dict[int, _LeaseRef] = {}
         self._ended: deque[int] = deque()
         self._on_end = self._make_on_end()
-        self._borrowers: set[Borrower] = set()
+        self._workers: set[object] = set()  # records of those that may have loans
         self._peaks = [0, 0]  # bytes in use at most, in the last period and in this one
         self._period_ends = 0.0
         self._can_sweep = True
@@ -114,11 +113,11 @@ class SlabPool:
         self._forking: dict[int, set[int]] = {}  # by thread, between the hooks of a fork: ids of leases ended before
         self._forks: dict[int, _Fork] = {}  # by thread, likewise
         self._forked: set[_Fork] = set()
-        self._starting: dict[int, Borrower] = {}  # by thread
+        self._starting: dict[int, tuple[object, list[Region]]] = {}  # by thread: the worker, what its fork shows it
 
     def __repr__(self) -> str:
         reserved, free, leased = self.statistics()
-        return f"<SlabPool reserved={reserved} free={free} leased={leased} borrowers={len(self._borrowers)}>"
+        return f"<SlabPool reserved={reserved} free={free} leased={leased} workers={len(self._workers)}>"
 
     def handle(self) -> ArenaHandle | None:
         """Return what a worker needs to use slabs, or None if there can be none."""
@@ -128,16 +127,14 @@ class SlabPool:
                 self._cold = Extents(self._arena.size)
         return None if self._arena is None else ArenaHandle(self._arena)
 
-    def borrower(self) -> Borrower:
-        """Return the record of a new worker process."""
-        borrower = Borrower(self)
-        self._borrowers.add(borrower)
-        return borrower
+    def enlist(self, worker: object) -> None:
+        """Count a worker process as one that may have loans, until `retire`."""
+        self._workers.add(worker)
 
     def statistics(self) -> Statistics:
         """Return how much there is of what."""
         leased = sum(self._regions[number].capacity for number in list(self._leases))
-        return Statistics(self._reserved, self._shelf.nbytes, leased)
+        return Statistics(self._reserved, self._free.nbytes, leased)
 
     def trim(self) -> None:
         """Give all free memory back, now."""
@@ -146,7 +143,7 @@ class SlabPool:
         self._sweep(self._dying_bytes)
 
     def close(self) -> None:
-        """Unmap the arena, for pools of their own in tests: there must be no lease and no borrower."""
+        """Unmap the arena, for pools of their own in tests: there must be no lease and no worker."""
         self.trim()
         if self._regions:
             raise RuntimeError(f"slabs are in use: {list(self._regions.values())}")
@@ -157,7 +154,7 @@ class SlabPool:
     # ------------------------------------------------------------------------------------------ regions come and go
     def obtain(self, nbytes: int, may_carve: bool) -> Region | None:
         """Return a region without users for a buffer, a new one only if allowed; None: over the budget."""
-        region = self._shelf.take(nbytes, self.is_loose)
+        region = self._free.take(nbytes, self.is_loose)
         if region is None and may_carve:
             region = self._carve(capacity_for(nbytes))
         self._peaks[1] = max(self._peaks[1], self._in_use())
@@ -167,7 +164,7 @@ class SlabPool:
         """Take a user from a region."""
         region.users.discard(user)
         if not region.users:
-            self._shelf.put(region)
+            self._free.put(region)
 
     def turn(self) -> None:
         """Do what has come up: regions whose leases ended, periods that ended, memory to give back."""
@@ -182,7 +179,7 @@ class SlabPool:
             self._sweep(SWEEP_BYTES)
 
     def _in_use(self) -> int:
-        return self._reserved - self._shelf.nbytes - self._dying_bytes
+        return self._reserved - self._free.nbytes - self._dying_bytes
 
     def _allowed(self) -> int:
         """What may stay reserved without being in use: an eighth over the recent peak, for sizes that vary."""
@@ -209,7 +206,7 @@ class SlabPool:
     def _shed(self, keep: int) -> None:
         """Mark free regions as dying, oldest first, until no more than `keep` bytes are left."""
         while self._can_sweep and self._reserved - self._dying_bytes > keep:
-            region = self._shelf.take_oldest()
+            region = self._free.take_oldest()
             if region is None:
                 return
             self._dying.append(region)
@@ -237,7 +234,7 @@ class SlabPool:
         """The platform cannot punch holes: what is reserved stays, to be used again."""
         self._can_sweep = False
         for region in self._dying:
-            self._shelf.put(region)
+            self._free.put(region)
         self._dying.clear()
         self._dying_bytes = 0
 
@@ -283,12 +280,16 @@ class SlabPool:
 
     # ------------------------------------------------------------------------------------------------------ forks
     @contextmanager
-    def starting(self, borrower: Borrower) -> Iterator[None]:
-        """While active in this thread, a fork makes the process of `borrower`."""
+    def starting(self, worker: object) -> Iterator[list[Region]]:
+        """While active in this thread, a fork makes the process of a worker; what that shows it gets into the list.
+
+        The worker is then a user of these regions, and whoever started it releases them when it has ended.
+        """
         thread = threading.get_ident()
-        self._starting[thread] = borrower
+        watched: list[Region] = []
+        self._starting[thread] = worker, watched
         try:
-            yield
+            yield watched
         finally:
             del self._starting[thread]
 
@@ -309,15 +310,12 @@ class SlabPool:
            started, until it ends, or a process that we know by a pipe alone, until that hangs up.
         """
         thread = threading.get_ident()
-        child = self._starting.get(thread)
+        worker, watched = self._starting.get(thread, (None, []))
         fork = self._forks.pop(thread, None)
         ended = self._forking[thread]
         for region in [self._regions[n] for n, ref in self._leases.copy().items() if id(ref) not in ended]:
-            region.users.add(child or fork or _FORKED)
-            if child is not None:
-                child.watched.append(region)
-            elif fork is not None:
-                fork.regions.append(region)
+            region.users.add(worker or fork or _FORKED)
+            (watched if fork is None else fork.regions).append(region)
         del self._forking[thread]
         if fork is not None:
             self._await_end(fork)
@@ -342,16 +340,16 @@ class SlabPool:
             self.plan_trim()
 
     # ------------------------------------------------------------------------------------------------------- idle
-    def retire(self, borrower: Borrower) -> None:
+    def retire(self, worker: object) -> None:
         """Forget a worker; without any, free memory is given back after a while."""
-        self._borrowers.discard(borrower)
-        if not self._borrowers:
+        self._workers.discard(worker)
+        if not self._workers:
             self.plan_trim()
 
     @property
     def is_idle(self) -> bool:
         """Whether no worker uses it, and nothing will be given back unless somebody sees to it."""
-        return not self._borrowers and not self._trim_planned
+        return not self._workers and not self._trim_planned
 
     def plan_trim(self, delay_s: float = PERIOD_S) -> None:
         """Give all free memory back after a while, unless there are workers then. On the loop thread."""
@@ -361,7 +359,7 @@ class SlabPool:
 
     def _trim_if_idle(self) -> None:
         self._trim_planned = False
-        if self._borrowers:
+        if self._workers:
             return
         self._drain()
         self._shed(0)

@@ -29,6 +29,7 @@ from asyncloader.transport.codec import Encoder, decode
 from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import INLINE_MAX, CannotShareError
+from asyncloader.transport.worker_loans import WorkerLoans
 from tests.transport.wire import make_pool, worker
 
 LARGE = 2 * INLINE_MAX
@@ -39,27 +40,27 @@ class RoundTrip:
 
     def __init__(self, pool: SlabPool | None = None) -> None:
         self.slabs: WorkerSlabs | None = None
-        self.borrower = None
+        self.loans = None
         if pool is not None:
             handle = pool.handle()
             assert handle is not None
             self.slabs = handle.attach()
             assert self.slabs is not None
-            self.borrower = pool.borrower()
-            self.slabs.ask = self.borrower.grant
+            self.loans = WorkerLoans(pool)
+            self.slabs.ask = self.loans.grant
         self.encoder = Encoder(self.slabs)
 
     def __call__(self, batch: Any) -> Any:
         parts = self.encoder.encode(batch)
         self.encoder.release()
         payload = bytearray().join(parts)
-        decoded, _ = self.borrower.decode(payload) if self.borrower is not None else decode(payload)
+        decoded, _ = self.loans.decode(payload) if self.loans is not None else decode(payload)
         payload[:] = bytes(len(payload))  # nothing decoded may refer to it
         return decoded
 
     def close(self) -> None:
-        if self.borrower is not None:
-            self.borrower.reclaim()
+        if self.loans is not None:
+            self.loans.reclaim()
 
 
 @pytest.fixture(params=["inline", "slabs"])
@@ -409,7 +410,7 @@ def test_views_of_a_large_tensor_bring_no_more_than_they_show(there_and_back: Ro
         parts = there_and_back.encoder.encode(batch)
         assert sum(len(part) for part in parts) < 100_000
         there_and_back.encoder.release()
-        there_and_back.borrower and there_and_back.borrower.decode(b"".join(parts))  # type: ignore[func-returns-value]
+        there_and_back.loans and there_and_back.loans.decode(b"".join(parts))  # type: ignore[func-returns-value]
 
 
 def test_a_label_does_not_hold_the_payload(there_and_back: RoundTrip) -> None:

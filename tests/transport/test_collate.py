@@ -21,6 +21,7 @@ from asyncloader.transport.codec import Encoder
 from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import INLINE_MAX
+from asyncloader.transport.worker_loans import WorkerLoans
 
 Outcome = tuple[str, Any]
 
@@ -34,12 +35,12 @@ def installed(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     assert handle is not None
     slabs = handle.attach()
     assert slabs is not None
-    borrower = pool.borrower()
-    slabs.ask = borrower.grant
+    loans = WorkerLoans(pool)
+    slabs.ask = loans.grant
     encoder = Encoder(slabs)
     collate.install(encoder)
     yield encoder, slabs
-    borrower.reclaim()
+    loans.reclaim()
 
 
 def outcome(function: Callable[[Any], Any], batch: Any) -> Outcome:

@@ -24,6 +24,7 @@ from asyncloader import DataLoader
 from asyncloader.transport import arena, slab
 from asyncloader.transport.arena import NamedArena
 from asyncloader.transport.slab import SlabPool
+from asyncloader.transport.worker_loans import WorkerLoans
 from tests.transport.wire import Worker, make_pool, worker
 
 FLOATS = 1 << 18  # 1 MiB
@@ -559,11 +560,11 @@ def test_a_payload_that_names_a_slab_of_somebody_else(pool: SlabPool) -> None:
         made.get(0)
         made.send(1)
         while (message := made._connection.recv())[0] == "ask":
-            made._connection.send(("loans", made.borrower.grant(*message[1])))
-        other = pool.borrower()
+            made._connection.send(("loans", made.loans.grant(*message[1])))
+        other = WorkerLoans(pool)
         with pytest.raises(LookupError, match="not on loan"):
             other.decode(message[1])
-        made.borrower.decode(message[1])
+        made.loans.decode(message[1])
         other.reclaim()
     assert leased(pool) == 0
 

@@ -20,6 +20,7 @@ from asyncloader.transport.budget import FixedBudget
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.loans import ArenaHandle
 from asyncloader.transport.slab import SlabPool
+from asyncloader.transport.worker_loans import WorkerLoans
 
 Make = Callable[[int], Any]
 
@@ -65,9 +66,9 @@ class Worker:
     def __init__(self, pool: SlabPool, make: Make, method: str = "fork") -> None:
         context: Any = multiprocessing.get_context(method)
         self._connection, theirs = context.Pipe()
-        self.borrower = pool.borrower()
+        self.loans = WorkerLoans(pool)
         self.process = context.Process(target=serve, args=(theirs, pool.handle(), make))
-        with self.borrower.starting():
+        with self.loans.starting():
             self.process.start()
         theirs.close()
         self.asks = 0
@@ -76,20 +77,20 @@ class Worker:
 
     def send(self, number: int) -> None:
         self.num_outstanding += 1
-        self._connection.send(("ticket", (number, self.borrower.lend(self.num_outstanding))))
+        self._connection.send(("ticket", (number, self.loans.lend(self.num_outstanding))))
 
     def receive(self) -> Any:
         while True:
             kind, content = self._connection.recv()
             if kind == "ask":
                 self.asks += 1
-                self._connection.send(("loans", self.borrower.grant(*content)))
+                self._connection.send(("loans", self.loans.grant(*content)))
                 continue
             self.num_outstanding -= 1
             if kind == "failure":
                 raise pickle.loads(content)
             self.payload_bytes = len(content)
-            return self.borrower.decode(content)[0]
+            return self.loans.decode(content)[0]
 
     def get(self, number: int) -> Any:
         """One batch, there and back."""
@@ -109,7 +110,7 @@ class Worker:
         self.process.join()
         self.process.close()
         self._connection.close()
-        self.borrower.reclaim()
+        self.loans.reclaim()
 
 
 @contextlib.contextmanager

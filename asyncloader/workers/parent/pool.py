@@ -1,6 +1,6 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
-    session ── start, send, replace, end ──> Pool ── one WorkerProcess and one slab borrower per worker id
+    session ── start, send, replace, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
             <── on_ready, on_batch, on_failure, on_exhausted, on_died, ...
 
 A worker id keeps its place when its process is replaced. With persistent workers a pool outlives its sessions; frames
@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.transport.slab import SlabPool, slab_pool
+from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
@@ -49,7 +50,7 @@ class Pool:
         self._slabs.watch = partial(_watch, loop)
         self._slabs.unwatch = loop.remove_reader
         self._slabs.wake = partial(_trim_if_idle, self._slabs, loop)
-        self._borrowers: dict[WorkerProcess, Any] = {}
+        self._loans: dict[WorkerProcess, WorkerLoans] = {}
         self._outstanding = [0] * spec.num_workers
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()
@@ -107,20 +108,20 @@ class Pool:
 
     def _start_one(self, worker: int) -> Generator[Launch, None, WorkerProcess]:
         process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
-        borrower = self._slabs.borrower()
+        loans = WorkerLoans(self._slabs)
         try:
             yield from process.start(
                 self._context,
-                borrower.starting,
+                loans.starting,
                 self._source,
                 self._slabs.handle(),
                 self._epoch,
                 self._spec.origin,
             )
         except BaseException:
-            borrower.reclaim()
+            loans.reclaim()
             raise
-        self._borrowers[process] = borrower
+        self._loans[process] = loans
         return process
 
     def discard(self, worker: int) -> None:
@@ -164,13 +165,13 @@ class Pool:
         """Give the worker tickets, and slabs to do them in."""
         self._outstanding[worker] += len(tickets)
         process = self.processes[worker]
-        loans = self._borrowers[process].lend(self._outstanding[worker])
+        loans = self._loans[process].lend(self._outstanding[worker])
         try:
             body = pickle.dumps((tickets, loans), 5)
         except Exception:  # what the sampler yielded; nothing was sent
             self._outstanding[worker] -= len(tickets)
             for loan in loans:
-                self._borrowers[process].given_up(loan.number)
+                self._loans[process].given_up(loan.number)
             raise
         process.channel.send(Kind.TICKETS, body)
 
@@ -183,7 +184,7 @@ class Pool:
         worker = process.worker_id
         if kind == Kind.ASK:
             sizes, returned = pickle.loads(body)
-            loans = self._borrowers[process].grant(sizes, returned)
+            loans = self._loans[process].grant(sizes, returned)
             process.channel.send(Kind.LOANS, pickle.dumps(loans, 5))
         elif kind == Kind.UP:
             process.on_up()
@@ -235,7 +236,7 @@ class Pool:
         """
         try:
             if kind == Kind.RESULT:
-                return *self._borrowers[process].decode(payload), None
+                return *self._loans[process].decode(payload), None
             return pickle.loads(payload) if payload else None, 0, None
         except Exception as error:
             return None, 0, error
@@ -248,8 +249,8 @@ class Pool:
         """A process is gone."""
         for ticket in [ticket for ticket in self._unreadable if ticket[0] is process]:
             del self._unreadable[ticket]
-        if (borrower := self._borrowers.pop(process, None)) is not None:
-            borrower.reclaim()
+        if (loans := self._loans.pop(process, None)) is not None:
+            loans.reclaim()
         if process in self._leaving:
             self._leaving.discard(process)
         elif not (expected or self._closing) and self.listener is not None:

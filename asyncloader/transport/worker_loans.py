@@ -5,38 +5,41 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncloader.transport import codec
 from asyncloader.transport.free_list import Region, capacity_for
 from asyncloader.transport.loans import Loan
-
-if TYPE_CHECKING:
-    from asyncloader.transport.slab import SlabPool
+from asyncloader.transport.slab import SlabPool
 
 _AHEAD = 3  # batches for which a worker has slabs at most: it fills them one after the other
 _LARGE_BATCH = 8 << 20  # bytes; to fill it takes longer than to ask for another slab, and another slab costs memory
 
 
-class Borrower:
-    """The parent's record of one worker process: what it holds, and what its batches are like. Loop thread only."""
+class WorkerLoans:
+    """The parent's record of one worker process: what it holds, and what its batches are like. Loop thread only.
+
+    Args:
+        pool: Where its slabs come from, and which counts it until `reclaim`.
+    """
 
     def __init__(self, pool: SlabPool) -> None:
-        self.watched: list[Region] = []  # leased while it was forked
         self._pool = pool
+        self._watched: list[Region] = []  # leased while it was forked
         self._loans: dict[int, Region] = {}
         self._kept: dict[int, Region] = {}  # sent, but still referred to
         self._recent: deque[tuple[int, ...]] = deque(maxlen=8)  # sizes of large buffers of the last batches
         self._asked: deque[bool] = deque(maxlen=8)  # whether the worker asked while it made them
         self._num_asks = 0  # since the last batch
+        pool.enlist(self)
 
     def __repr__(self) -> str:
-        return f"<Borrower loans={list(self._loans)} kept={list(self._kept)}>"
+        return f"<WorkerLoans {list(self._loans)} kept={list(self._kept)}>"
 
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Start the process inside, in this thread: then what a fork shows it is free again when it has ended."""
-        with self._pool.starting(self):
+        with self._pool.starting(self) as self._watched:
             yield
 
     def lend(self, outstanding: int) -> list[Loan]:
@@ -49,7 +52,7 @@ class Borrower:
         if missing <= 0:
             return []
         may_carve = sum(last) < _LARGE_BATCH or self._asks_often()
-        # Else new regions are for the next batch only: when later ones are made, one will be free, or the worker asks.
+        # Otherwise allocate only for the next batch: a slab will be free by the one after, or the worker asks.
         num_new = missing if may_carve else max(0, len(last) - len(self._loans))
         return self._grant(self._lacking(num_batches)[:missing], num_new)
 
@@ -72,12 +75,12 @@ class Borrower:
 
     def reclaim(self) -> None:
         """Take back all that the worker had: it has ended."""
-        for region in [*self._loans.values(), *self._kept.values(), *self.watched]:
+        for region in [*self._loans.values(), *self._kept.values(), *self._watched]:
             if self in region.users:
                 self._pool.release(region, self)
         self._loans.clear()
         self._kept.clear()
-        self.watched.clear()
+        self._watched.clear()
         self._pool.retire(self)
 
     # -- called by codec.decode
