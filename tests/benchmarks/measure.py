@@ -193,12 +193,17 @@ class Memory:
 
     def bytes(self) -> int:
         """Return what the tree takes now."""
+        private = self.private_bytes()
+        return private + _shared_bytes() - self._shared_before if private else 0
+
+    def private_bytes(self) -> int:
+        """Return the private part of it, which nothing else on the machine can change."""
         try:
             root = psutil.Process(self._pid)
             tree = [root, *root.children(recursive=True)]
         except psutil.Error:
             return 0
-        return sum(map(_private_bytes, tree)) + _shared_bytes() - self._shared_before
+        return sum(map(_private_bytes, tree))
 
 
 def _private_bytes(process: psutil.Process) -> int:
