@@ -40,6 +40,7 @@ def test_public_names() -> None:
 def test_public_names_of_the_datasets() -> None:
     """What `asyncloader.datasets` offers; it can be imported without any of the clients that its extras bring."""
     assert asyncloader.datasets.__all__ == [
+        "ArrayDataset",
         "ByteRange",
         "CachedDataset",
         "FetchError",

@@ -7,12 +7,14 @@
     SQLDataset                    rows of PostgreSQL by key                         asyncloader[sql]
     TarShards                     tar files in WebDataset's layout, one by one
     SharedList, SharedDict        rows in memory once for all workers
+    ArrayDataset                  rows of arrays, in memory or mapped
     CachedDataset                 samples of a slow dataset, made once and kept
 
 A :class:`~asyncloader.DataLoader` opens and closes them; without one, ``async with dataset: await dataset[0]``. All can
 be pickled, whether open or not.
 """
 
+from asyncloader.datasets.arrays import ArrayDataset
 from asyncloader.datasets.cached import CachedDataset
 from asyncloader.datasets.files import FileDataset, ImageFolder
 from asyncloader.datasets.filesystems import FsspecDataset
@@ -26,6 +28,7 @@ from asyncloader.datasets.shared_dict import SharedDict
 from asyncloader.datasets.sql import SQLDataset
 
 __all__ = [
+    "ArrayDataset",
     "ByteRange",
     "CachedDataset",
     "FetchError",

@@ -4,14 +4,14 @@ Measured, each in a fresh process: a dataset that holds 1,000,000 dicts (a path,
 order, in batches of 1,000; whatever is fetched is collated and dropped. Growth is what the process tree takes at its
 most during the epoch beyond what it took before the loader: anonymous and file pages by proportional set size (see
 measure.Memory), without batches in shared memory and without the rows of a SharedList, whose size stands beside it and
-does not grow. Workers are 2 and 8, forked, and started by a fork server that has imported torch before. "no rows" is the
-same loader over numbers: what workers take by themselves. With --quick 200,000 dicts and 2 workers.
+does not grow. Workers are 2 and 8, forked, and started by a fork server that has imported torch before. "no rows" is
+the same loader over numbers: what workers take by themselves. With --quick 200,000 dicts and 2 workers.
 
-Then what rows cost in a SharedList: rows a second when it is made, time to read one (least of five rounds, 20,000 random
-rows each), bytes of its pickle.
+Then what rows cost in a SharedList: rows a second when it is made, time to read one (least of five rounds, 20,000
+random rows each), bytes of its pickle.
 
-Targets: growth with a SharedList <= 10 % of torch's with a list, beyond what workers take by themselves (with that, too,
-is shown beside it); >= 500,000 rows/s; <= 10 us an item; <= 1 kB; with a list no more than torch's, to within 5 %.
+Targets: growth with a SharedList <= 10 % of torch's with a list, beyond what workers take by themselves (the share with
+that stands beside it); >= 500,000 rows/s; <= 10 us an item; <= 1 kB; with a list no more than torch's, within 5 %.
 
 Why a list grows: CPython counts references in the objects themselves, so a worker that only reads writes to their
 pages, which are copied; a worker that is not forked has a copy from the beginning. No loader can avoid that; a dataset

@@ -1,0 +1,103 @@
+"""Samples that are rows of arrays: in memory, or in files that are mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from asyncloader.errors import ConfigurationError
+
+
+class ArrayDataset(Dataset[tuple[torch.Tensor, ...]]):
+    """Serve rows of numpy arrays, as torch's TensorDataset does those of tensors.
+
+    A sample is a tuple with a row of each array, as tensors that are copies and may be written to. The rows of a batch
+    are gathered from each array at once.
+
+    Arrays that are mapped from files (:class:`numpy.memmap`, ``numpy.load(path, mmap_mode="r")``) go to spawned workers
+    by their path, and are read where they are touched; the pages are shared by all processes. Plain arrays are in
+    memory once as well: forked workers have the parent's, and asyncloader's loader shares one copy with the others.
+
+    Args:
+        arrays: One array or more, of equal length.
+
+    Raises:
+        ConfigurationError: There is none, one has no rows, lengths differ, or torch has no such dtype.
+
+    Example:
+        >>> dataset = ArrayDataset(np.arange(6).reshape(3, 2), np.array([0.5, 1.5, 2.5]))
+        >>> dataset[1]
+        (tensor([2, 3]), tensor(1.5000, dtype=torch.float64))
+    """
+
+    def __init__(self, *arrays: NDArray[Any]) -> None:
+        _check(arrays)
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return one row of each array."""
+        return tuple(torch.from_numpy(np.array(array[index])) for array in self.arrays)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the rows of a batch."""
+        rows = np.asarray(indices)
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":  # keys of other kinds mean what they mean for one sample
+            return [self[index] for index in indices]
+        gathered = [torch.from_numpy(np.asarray(array[rows])).unbind() for array in self.arrays]
+        return list(zip(*gathered, strict=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "arrays": tuple(map(_on_its_way, self.arrays))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        arrays = (array.open() if isinstance(array, _Mapped) else array for array in state["arrays"])
+        self.__dict__.update(state, arrays=tuple(arrays))
+
+
+class _Mapped(NamedTuple):
+    """Where in which file an array is."""
+
+    path: str
+    dtype: np.dtype[Any]
+    offset: int
+    shape: tuple[int, ...]
+
+    def open(self) -> NDArray[Any]:
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+
+
+def _on_its_way(array: NDArray[Any]) -> Any:
+    """Return what is pickled of an array: of one that is mapped, and has no changes of its own, its place."""
+    memory = getattr(array, "_mmap", None)
+    if not isinstance(array, np.memmap) or memory is None or array.mode == "c" or not array.flags.c_contiguous:
+        return np.asarray(array)
+    if not array.filename or not array.size:
+        return np.asarray(array)
+    begin = np.frombuffer(memory, np.uint8).ctypes.data  # of the page that the first array of this mapping begins in
+    offset = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + array.ctypes.data - begin
+    return _Mapped(os.path.abspath(array.filename), array.dtype, offset, array.shape)
+
+
+def _check(arrays: Sequence[Any]) -> None:
+    if not arrays:
+        raise ConfigurationError("ArrayDataset needs at least one array")
+    for array in arrays:
+        if not isinstance(array, np.ndarray) or not array.ndim:
+            raise ConfigurationError(f"ArrayDataset takes numpy arrays with rows, but got {type(array).__name__}")
+        try:
+            torch.from_numpy(np.empty(0, array.dtype))
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"torch has no tensors of {array.dtype}: {error}") from error
+    lengths = {len(array) for array in arrays}
+    if len(lengths) > 1:
+        raise ConfigurationError(f"the arrays of an ArrayDataset are of one length, but got {sorted(lengths)}")

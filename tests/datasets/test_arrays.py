@@ -1,0 +1,94 @@
+"""ArrayDataset: what TensorDataset gives, of arrays; mapped ones travel by their path."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from asyncloader import ConfigurationError
+from asyncloader.datasets import ArrayDataset
+
+COUNT = 200
+PIXELS = np.arange(COUNT * 6, dtype=np.float32).reshape(COUNT, 2, 3)
+LABELS = np.arange(COUNT) * 3
+
+
+@pytest.fixture(params=["memory", "mapped", "loaded"])
+def pixels(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    """Gives the same array: in memory, a part of a mapped file, a file of numpy's."""
+    path = tmp_path / "pixels.npy"
+    if request.param == "memory":
+        return lambda: PIXELS
+    if request.param == "loaded":
+        np.save(path, PIXELS)
+        return lambda: np.load(path, mmap_mode="r")
+    np.concatenate([np.zeros(5000, np.float32), PIXELS.reshape(-1)]).tofile(path)
+    return lambda: np.memmap(path, np.float32, "r", offset=4996 * 4)[4:].reshape(COUNT, 2, 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_those_of_tensors(loader_class: Any, pixels: Callable[[], Any], num_workers: int) -> None:
+    """With torch's loader and ours, in parts too; batches and samples may be written to, without a warning."""
+    dataset = ArrayDataset(pixels(), LABELS)
+    tensors = TensorDataset(torch.from_numpy(PIXELS), torch.from_numpy(LABELS))
+    for ours, theirs in ((dataset, tensors), (Subset(dataset, [3, -1, 3]), Subset(tensors, [3, -1, 3]))):
+        for batch, expected in zip(
+            loader_class(ours, batch_size=64, num_workers=num_workers),
+            loader_class(theirs, batch_size=64),
+            strict=True,
+        ):
+            assert all(map(torch.equal, batch, expected))
+            assert [part.dtype for part in batch] == [part.dtype for part in expected]
+            batch[0].add_(1)
+    sample = dataset[-1]
+    sample[0].zero_()
+    assert torch.equal(dataset[-1][0], torch.from_numpy(PIXELS[-1]))
+    assert all(map(torch.equal, dataset.__getitems__([1])[0], dataset[1]))
+
+
+def test_arrays_travel(loader_class: Any, pixels: Callable[[], Any], start_method: str) -> None:
+    """To workers however they are started; what is mapped goes by its place in the file."""
+    dataset = ArrayDataset(pixels())
+    loader = loader_class(dataset, batch_size=COUNT, num_workers=1, multiprocessing_context=start_method)
+    ((batch,),) = list(loader)
+    assert torch.equal(batch, torch.from_numpy(PIXELS))
+    data = pickle.dumps(dataset)
+    assert (len(data) < 1000) == isinstance(dataset.arrays[0], np.memmap)
+    assert torch.equal(pickle.loads(data)[7][0], dataset[7][0])
+
+
+def test_changes_and_parts_of_what_is_mapped(tmp_path: Path) -> None:
+    """Copies that were written to travel whole, and rows that do not lie together."""
+    path = tmp_path / "array"
+    PIXELS.tofile(path)
+    changed = np.memmap(path, np.float32, "c", shape=PIXELS.shape)
+    changed[0] = -1
+    rows = np.memmap(path, np.float32, "r", shape=PIXELS.shape)
+    for array in (changed, rows[::2], rows[np.array([1, 5])], rows[10:20], rows[:0]):
+        again = pickle.loads(pickle.dumps(ArrayDataset(array)))
+        assert len(again) == len(array)
+        assert all(torch.equal(again[at][0], torch.from_numpy(np.array(array[at]))) for at in range(len(array)))
+    assert len(pickle.dumps(ArrayDataset(rows[10:20]))) < 1000
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error"),
+    [
+        ([], "at least one array"),
+        ([np.array(1)], "with rows"),
+        ([[1, 2]], "but got list"),
+        ([np.zeros(3), np.zeros(4)], r"of one length, but got \[3, 4\]"),
+        ([np.array(["a"])], "torch has no tensors of <U1"),
+    ],
+)
+def test_arrays_are_checked(arrays: list[Any], error: str) -> None:
+    """At construction, in words."""
+    with pytest.raises(ConfigurationError, match=error):
+        ArrayDataset(*arrays)
