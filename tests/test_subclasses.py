@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import RandomSampler, TensorDataset
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from asyncloader import DataLoader
 from asyncloader.settings import Options
@@ -64,6 +65,50 @@ class MultiEpochs(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:
         for _ in range(len(self)):
             yield next(self.iterator)
+
+
+class Stream(IterableDataset[int]):
+    """Yields some numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(NUMBERS)
+
+
+class RandomNumbers(Dataset[Tensor]):
+    """Samples that depend on the seeds of their batches."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(())
+
+
+class CountsForItself(DataLoader[Any]):
+    """Goes on in mid-epoch as speechbrain's SaveableDataLoader does: by what torch's iterator counts, and advances."""
+
+    skip_to = 0
+
+
+@pytest.fixture
+def _constructor_that_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = torch.utils.data.dataloader._BaseDataLoaderIter
+    init: Any = base.__init__
+    reset: Any = base._reset
+
+    def skipping_init(self: Any, loader: Any) -> None:
+        init(self, loader)
+        skip_to, loader.skip_to = loader.skip_to, 0
+        for _ in range(skip_to):
+            next(self._sampler_iter)
+            self._num_yielded += 1
+
+    def reset_later(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            reset(self, loader, first_iter)
+
+    monkeypatch.setattr(base, "__init__", skipping_init)
+    monkeypatch.setattr(base, "_reset", reset_later)
 
 
 def named(cls: type) -> set[str]:
@@ -156,6 +201,64 @@ def test_endless_batch_sampler_as_timms(num_workers: int) -> None:
     assert [sorted(epoch) for epoch in epochs] == [NUMBERS] * 3
     assert epochs[0] != epochs[1]
     assert workers == ([worker.pid for worker in loader.iterator._workers] if num_workers else [])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["map", "stream"])
+def test_batches_are_counted_where_torch_counts_them(is_stream: bool, num_workers: int) -> None:
+    dataset: Any = Stream() if is_stream else NUMBERS
+    loader: DataLoader[Any] = DataLoader(dataset, 2, num_workers=num_workers)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    assert iterator._num_yielded == 3
+    state = loader.state_dict()
+    iterator.close()
+
+    loader.load_state_dict(state)
+    with iter(loader) as iterator:
+        next(iterator)
+        assert iterator._num_yielded == 4
+
+
+@pytest.mark.usefixtures("_constructor_that_skips")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "order", [{}, {"shuffle": True}, {"batch_sampler": [[n, n + 1] for n in range(0, 12, 2)]}], ids=str
+)
+def test_a_sampler_that_was_advanced_is_read_on(num_workers: int, order: dict[str, Any]) -> None:
+    size = {} if "batch_sampler" in order else {"batch_size": 2}
+    loader = CountsForItself(NUMBERS, num_workers=num_workers, **size, **order)
+    torch.manual_seed(3)
+    whole = [batch.tolist() for batch in loader]
+
+    loader = CountsForItself(NUMBERS, num_workers=num_workers, **size, **order)
+    loader.skip_to = 2
+    torch.manual_seed(3)
+    iterator = iter(loader)
+    rest = [next(iterator).tolist()]
+    state = loader.state_dict()
+    rest += [batch.tolist() for batch in iterator]
+    assert iterator._num_yielded == len(whole)
+    assert rest == whole[2:]
+    torch.manual_seed(4)
+    assert len([*loader]) == len(whole)
+
+    # A state of the loader counts what was left out, and is not advanced once more.
+    loader.load_state_dict(state)
+    loader.skip_to = 3
+    assert [batch.tolist() for batch in loader] == whole[3:]
+
+
+@pytest.mark.usefixtures("_constructor_that_skips")
+def test_a_sampler_that_was_advanced_changes_no_seeds() -> None:
+    loader = CountsForItself(RandomNumbers(), batch_size=2, num_workers=2)
+    torch.manual_seed(3)
+    whole = [batch.tolist() for batch in loader]
+    loader = CountsForItself(RandomNumbers(), batch_size=2, num_workers=2)
+    loader.skip_to = 4
+    torch.manual_seed(3)
+    assert [batch.tolist() for batch in loader] == whole[4:]
 
 
 def test_overridden_len_and_iter() -> None:

@@ -36,15 +36,15 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.errors import StateMismatchError
 from asyncloader.iteration.fits import Fits
-from asyncloader.iteration.plan import Plan, load_samplers, own_state, samplers_within, set_epochs
+from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
 from asyncloader.iteration.progress import Progress, SamplerState
 from asyncloader.iteration.rng_snapshot import Draws
 from asyncloader.workers.protocol.snapshot import (
     Frozen,
-    Keeper,
     Pace,
     Start,
     as_plain,
+    dataset_here,
     from_plain,
     is_stateful,
     unplain,
@@ -83,9 +83,6 @@ def _is_between_runs(state: dict[str, Any]) -> bool:
 def _same(name: str, saved: Any, now: Any, advice: str = "") -> None:
     if saved != now:
         raise StateMismatchError(name, saved, now, advice)
-
-
-# ------------------------------------------------------------------------------------------------------------- record
 
 
 @dataclass
@@ -145,7 +142,7 @@ class Record:
         if not self.keeps_dataset or progress.workers is None:
             return None
         if self.kind == "map":
-            return dict(progress.workers) if self.is_persistent else {0: _dataset_here(self.fits.dataset)}
+            return dict(progress.workers) if self.is_persistent else {0: dataset_here(self.fits.dataset)}
         if not progress.ends:
             return None
         return {worker: Start(0, progress.ends.get(worker)) for worker in progress.workers}
@@ -269,6 +266,8 @@ class Beginning:
         state, loader = self.state, self._loader
         is_iterable = isinstance(loader.dataset, IterableDataset)
         epoch = loader._next_epoch()
+        if iterator._num_yielded or is_drawn_from(iterator._sampler_iter):
+            self._read_on(iterator)
         if state is not None and self.goes_on:
             iterator._base_seed = state["base_seed"]
             iterator._shared_seed = state["shared_seed"]
@@ -277,9 +276,9 @@ class Beginning:
         carried = self._last and self._last.carried()
         known = carried or starts
         if starts is not None and not loader.num_workers and starts[0] == Start():
-            known = {0: _dataset_here(loader.dataset, loader.snapshot_every_n_steps)}
+            known = {0: dataset_here(loader.dataset, loader.snapshot_every_n_steps)}
         progress = Progress(
-            state["position"] if state is not None else 0,
+            state["position"] if state is not None else iterator._num_yielded,
             set(state["ahead"]) if state is not None else None,
             in_order=loader.in_order,
             workers=known and dict(known),
@@ -288,8 +287,9 @@ class Beginning:
             key=None if is_iterable else (int(iterator._base_seed), epoch, iterator._rank),
             overlaps=overlaps,
         )
+        iterator._num_yielded = progress.position
         plan = Plan(self._index_sampler, iterator._sampler_iter, progress, Pace())
-        if progress.position and not is_iterable:
+        if state is not None and progress.position and not is_iterable:
             is_over = self._samplers.is_over
             plan.go_on(None if is_over else self._states, progress.position if is_over else self._samplers.drawn)
         if self._samplers.state is not None and not self._samplers.is_over:
@@ -310,6 +310,19 @@ class Beginning:
             starts,
         )
         return plan, record
+
+    def _read_on(self, iterator: Any) -> None:
+        """Begin where a patch of torch's constructor has advanced the sampler to, unless a state says where."""
+        if self.state is not None:
+            self._draws.restore(self._begun)
+            if self._inline:
+                self._draw_base_seed()
+            iterator._sampler_iter = iter(self._index_sampler)
+        else:
+            self._begun, self._inline, self._samplers = self._before, True, SamplerState(None)
+
+    def _draw_base_seed(self) -> None:
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
 
     def _finish_last_run(self, state: dict[str, Any]) -> None:
         """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another.
@@ -346,10 +359,10 @@ class Beginning:
         It may be that the state sets a global generator. Where batches were made since, they are made again later.
         """
         state = self.state
+        dataset: Any = self._loader.dataset
         if state is None or state["workers"] is None or not _is_between_runs(state):
             return
         starts = from_plain(state["workers"])
-        dataset: Any = self._loader.dataset
         if len(starts) == 1 and starts[0].snapshot and not starts[0].made and is_stateful(dataset):
             dataset.load_state_dict(starts[0].snapshot["dataset"])
             self._is_dataset_loaded = True
@@ -360,7 +373,7 @@ class Beginning:
             self._draws.restore(self._begun)
             iterator._sampler_iter = iter(self._index_sampler)
         elif state["inline"] and not self._inline:
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            self._draw_base_seed()
         self._inline = state["inline"]
 
     def _starts(self, is_iterable: bool) -> dict[int, Start] | None:
@@ -400,7 +413,7 @@ def initial_state(loader: DataLoader[Any]) -> dict[str, Any]:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     draws = Draws(loader.generator, samplers_within(loader._index_sampler))
     samplers = own_state(loader._index_sampler)
-    here = Start() if loader.num_workers else _dataset_here(loader.dataset, loader.snapshot_every_n_steps)
+    here = Start() if loader.num_workers else dataset_here(loader.dataset, loader.snapshot_every_n_steps)
     return _state(
         "iterable" if is_iterable else "map",
         loader._runs_begun,
@@ -409,12 +422,6 @@ def initial_state(loader: DataLoader[Any]) -> dict[str, Any]:
         samplers=samplers and samplers.plain(),
         workers=None if here == Start() else as_plain({0: here}),
     )
-
-
-def _dataset_here(dataset: Any, every: int | None = 1) -> Start:
-    """Return where the dataset of this process is, which is the one that batches are made of without workers."""
-    snapshot = Keeper(dataset, every or 0, Start()).take_now()
-    return Start(0, snapshot) if isinstance(snapshot, Frozen) else Start()
 
 
 def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any) -> dict[str, Any]:

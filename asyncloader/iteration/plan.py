@@ -9,9 +9,11 @@ All of it happens in the consumer's thread: samplers are the user's.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import repeat
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
@@ -39,6 +41,7 @@ def samplers_within(index_sampler: Any) -> list[Any]:
 
 
 _NOTHING: Any = object()
+_torch_iter = BatchSampler.__iter__
 
 
 class Done:
@@ -49,7 +52,7 @@ class Plan:
     """Iterator over the batches of keys of one epoch.
 
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
-    what is skipped is not put into batches first.
+    what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
 
     States of samplers are taken after the first batch, and then as `Pace` allows. Not after a short one, whose sampler
     has come to its end and may have begun anew: it is drawn again from the state before.
@@ -63,7 +66,7 @@ class Plan:
 
     def __init__(self, index_sampler: Any, iterator: Iterator[Any], progress: Progress, pace: Pace) -> None:
         self._index_sampler = index_sampler
-        self._takes_apart = type(index_sampler) is BatchSampler
+        self._takes_apart = _is_torchs(index_sampler, iterator)
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
         iterated_over = iter(self._batch, []) if self._takes_apart else iterator
         self._feed = map(next, repeat(iterated_over))
@@ -157,6 +160,17 @@ class Plan:
         except Exception:
             self._inner = iter(())
             raise
+
+
+def is_drawn_from(iterator: Any) -> bool:
+    """Whether somebody has advanced a sampler's iterator, as far as can be seen: a generator shows it."""
+    return isinstance(iterator, GeneratorType) and inspect.getgeneratorstate(iterator) != inspect.GEN_CREATED
+
+
+def _is_torchs(index_sampler: Any, iterator: Any) -> bool:
+    """Whether it is torch's BatchSampler, with the iterator that this makes, as it is made."""
+    is_its_own = type(index_sampler) is BatchSampler and isinstance(iterator, GeneratorType)
+    return is_its_own and iterator.gi_code is _torch_iter.__code__ and not is_drawn_from(iterator)
 
 
 def stateful_sampler(index_sampler: Any) -> Any:

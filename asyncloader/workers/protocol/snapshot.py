@@ -322,5 +322,11 @@ class Keeper:
         return self.take_now()
 
 
+def dataset_here(dataset: Any, every: int | None = 1) -> Start:
+    """Return where the dataset of this process is, which is the one that batches are made of without workers."""
+    snapshot = Keeper(dataset, every or 0, Start()).take_now()
+    return Start(0, snapshot) if isinstance(snapshot, Frozen) else Start()
+
+
 def _thawed(snapshot: Any) -> Any:
     return snapshot.thaw() if isinstance(snapshot, Frozen) else copy.deepcopy(snapshot)
