@@ -250,6 +250,7 @@ def decode(payload: Any, opener: Opener | None = None) -> tuple[Any, int]:
 
     Raises:
         LookupError: the payload names a region, and there is no `opener` or it does not know it.
+        ValueError: the payload is shorter than it says.
         Exception: whatever unpickling the batch raises.
     """
     if payload[0] != _FRAMED:
@@ -259,6 +260,7 @@ def decode(payload: Any, opener: Opener | None = None) -> tuple[Any, int]:
     view = memoryview(payload)
     _, is_placed, num_entries, num_given_up, stream_bytes = _HEAD.unpack_from(view)
     at = _HEAD.size + num_entries * _ENTRY.size
+    _check_inside(at, num_given_up * _KEPT.size + stream_bytes, len(view))
     entries = [_Entry(*fields) for fields in _ENTRY.iter_unpack(view[_HEAD.size : at])]
     if opener is not None:
         for (number,) in _KEPT.iter_unpack(view[at : at + num_given_up * _KEPT.size]):
@@ -279,6 +281,7 @@ def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> l
     for entry in entries:
         number, end = entry.region, entry.offset + entry.nbytes
         if number == _RAW:
+            _check_inside(0, entry.nbytes, len(raw))
             copy = np.empty(entry.nbytes, np.uint8)
             copy[:] = np.frombuffer(raw, np.uint8, entry.nbytes)
             raw = raw[entry.nbytes :]
@@ -289,11 +292,18 @@ def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> l
             if opener is None:
                 raise LookupError(f"the payload names slab {number}, and nobody knows slabs here")
             regions[number] = opener.open(number, end, is_kept=bool(entry.is_kept))
+        _check_inside(entry.offset, entry.nbytes, len(regions[number]))
         buffers.append(regions[number][entry.offset : end])
         used[number] = max(used.get(number, 0), end)
     if opener is not None:
         opener.learn(tuple(used.values()))
     return buffers
+
+
+def _check_inside(offset: int, nbytes: int, there: int) -> None:
+    """Refuse a part of a payload that is not wholly there, before memory is made for it."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > there:
+        raise ValueError(f"the payload names {nbytes} bytes at {offset}, where {there} are")
 
 
 def bytes_of(array: Array) -> Array:

@@ -86,7 +86,7 @@ class WorkerLoans:
     # -- called by codec.decode
     def open(self, number: int, nbytes: int, *, is_kept: bool) -> memoryview:
         """Begin the lease of a region that a payload names, `nbytes` of it."""
-        if number not in self._loans:
+        if number not in self._loans or not 0 <= nbytes <= self._loans[number].capacity:
             raise LookupError(f"slab {number} is not on loan to this worker")
         region = self._loans.pop(number)
         memory = self._pool.lease(region, nbytes)

@@ -10,6 +10,7 @@ import gc
 import io
 import pickle
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -547,6 +548,46 @@ def test_any_views(there_and_back: RoundTrip, base: torch.Tensor, data: st.DataO
     for tensors_of in (new, views):
         tensors_of[0].zero_()
     assert_same(new, views)
+
+
+NUMBERS = st.sampled_from([-(1 << 62), -1, 0, 1, 2, 7, LARGE, 1 << 40, (1 << 63) - 1])
+FIELDS = ["region", "offset", "nbytes", "is_kept"]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_payloads_that_are_not_as_they_say(there_and_back: RoundTrip, data: st.DataObject) -> None:
+    """With other lengths, numbers and places than were sent: an error or a batch, and no memory for what is not there.
+
+    What a worker has on loan stays in order: the batch that comes next is right.
+    """
+    batch = [torch.arange(LARGE), torch.arange(3 * LARGE)[LARGE:], "label"]
+    payload = bytearray().join(there_and_back.encoder.encode(batch))
+    there_and_back.encoder.release()
+    decode_it = decode if there_and_back.loans is None else there_and_back.loans.decode
+    head = list(codec._HEAD.unpack_from(payload))
+    assert head[0] == codec._FRAMED
+    if data.draw(st.booleans(), "entries"):
+        at = codec._HEAD.size + data.draw(st.integers(0, head[2] - 1)) * codec._ENTRY.size
+        entry = dict(zip(FIELDS, codec._ENTRY.unpack_from(payload, at), strict=True))
+        entry[data.draw(st.sampled_from(FIELDS))] = data.draw(NUMBERS)
+        codec._ENTRY.pack_into(payload, at, *entry.values())
+    else:
+        field = data.draw(st.integers(1, 4))
+        bits = 8 if field == 1 else 32 if field < 4 else 64
+        head[field] = data.draw(NUMBERS) % (1 << bits)
+        codec._HEAD.pack_into(payload, 0, *head)
+    payload = payload[: data.draw(st.integers(1, len(payload)) | st.just(len(payload)))]
+    tracemalloc.start()
+    try:
+        decode_it(payload)
+    except Exception:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2 * len(payload) + (1 << 20)
+    assert_same(there_and_back(batch), batch)
 
 
 # ---------------------------------------------------------------------------------------------- from a real process

@@ -79,6 +79,14 @@ def is_in_arena(pool: SlabPool, tensor: torch.Tensor) -> bool:
     return memory is not None and memory.base <= tensor.data_ptr() < memory.base + memory.size
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
 def leased(pool: SlabPool) -> int:
     pool.turn()
     return pool.statistics().leased
@@ -465,6 +473,7 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
             assert in_child(lambda: True)
         else:
             subprocess.run(["true"], check=True, preexec_fn=os.getpid)
+        until(lambda: not slab.slab_pool()._forked)  # the loop has heard of its end
         reserved.append(slab.slab_pool().statistics().reserved)
     del batch
     iterator.close()

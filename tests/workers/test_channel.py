@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -82,6 +83,43 @@ def test_garbage_is_no_frame(garbage: bytes) -> None:
     """It is refused before memory is made for it, and before anything in it is unpickled."""
     with pytest.raises(BadFrame):
         cut(garbage, [])
+
+
+HEADERS = st.builds(
+    HEADER.pack,
+    st.integers(0, 40) | st.integers(0, MAX_FRAME_BYTES) | st.integers(0, (1 << 64) - 1),
+    st.sampled_from(list(Kind)) | st.integers(0, 255),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(HEADERS | st.binary(max_size=60) | st.integers(0, 600_000).map(bytes), max_size=6),
+    sizes=st.lists(st.integers(1, 300_000), min_size=1, max_size=4),
+)
+def test_any_bytes(pieces: list[bytes], sizes: list[int]) -> None:
+    """They are frames, wait for more, or are refused; they take no more memory than has come."""
+    data = b"".join(pieces)
+    tracemalloc.start()
+    try:
+        found = cut(data, sizes)
+    except BadFrame:
+        found = None
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 4 * len(data) + (1 << 20)
+    if found is not None:
+        assert data.startswith(wire(found))
+
+
+def test_a_length_that_is_not_sent_costs_nothing() -> None:
+    """A header that announces a terabyte, and then little comes."""
+    tracemalloc.start()
+    assert cut(HEADER.pack(1 << 40, Kind.RESULT) + bytes(1000), [100]) == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 class Parent:

@@ -29,7 +29,7 @@ class Channel:
     """The parent's end, on the loop.
 
     Args:
-        on_frame: Called with kind and body; the body is valid during the call only.
+        on_frame: Called with kind and body; the body is valid during the call only. May raise BadFrame.
         on_closed: Called once when the other end is gone or what it sends makes no sense, with the error or None.
     """
 
@@ -125,6 +125,8 @@ class Channel:
         for kind, body in self._incoming.frames():
             try:
                 self._on_frame(kind, body)
+            except BadFrame:
+                raise
             except Exception as error:  # the frames behind it are none the worse
                 words = f"A frame of kind {kind} from a worker could not be dealt with"
                 self._loop.call_exception_handler({"message": words, "exception": error})

@@ -25,6 +25,7 @@ from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
+from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.protocol.pickled_spec import Parcel
 
@@ -178,14 +179,16 @@ class Pool:
     # ---------------------------------------------------------------------------------------------- receiving
 
     def on_frame(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
-        """Take a frame from a worker."""
+        """Take a frame from a worker.
+
+        Raises:
+            BadFrame: it is not what a worker of ours writes.
+        """
         if process in self._leaving:
             return
         worker = process.worker_id
         if kind == Kind.ASK:
-            sizes, returned = pickle.loads(body)
-            loans = self._loans[process].grant(sizes, returned)
-            process.channel.send(Kind.LOANS, pickle.dumps(loans, 5))
+            process.channel.send(Kind.LOANS, self._grant(process, body))
         elif kind == Kind.UP:
             process.on_up()
         elif kind == Kind.AWAITS:
@@ -199,9 +202,18 @@ class Pool:
         else:
             self._on_outcome(process, kind, body)
 
+    def _grant(self, process: WorkerProcess, body: memoryview) -> bytes:
+        """Answer an ask. Without an answer the worker would wait for ever, so one that makes no sense is its end."""
+        try:
+            return pickle.dumps(self._loans[process].grant(*pickle.loads(body)), 5)
+        except Exception as error:
+            raise BadFrame(f"it asks for slabs with {bytes(body[:100])!r}: {error!r}") from error
+
     def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
         arrived_at = perf_counter()
         worker = process.worker_id
+        if len(body) < RECORD.size:
+            raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, which is too short")
         record = Record._make(RECORD.unpack_from(body))
         contents, nbytes, error = self._unpack(process, kind, body[RECORD.size :])
         listener = self.listener

@@ -32,7 +32,7 @@ class FrameBuffer:
     """Bytes as they come in, cut into frames.
 
     Small frames are cut from one buffer that is used again: their bodies are valid until the next `read`. A frame that
-    does not fit gets a buffer of its own, filled in place.
+    does not fit gets memory of its own, which grows with what has come: a length that was never sent costs nothing.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class FrameBuffer:
         self._end = 0
         self._large: bytearray | None = None
         self._large_kind = 0
-        self._large_end = 0
+        self._large_bytes = 0
 
     def read(self, receive: Callable[[memoryview], int]) -> int:
         """Receive once, into the right place; return how many bytes came."""
         if self._large is not None:
-            count = receive(memoryview(self._large)[self._large_end :])
-            self._large_end += count
+            count = receive(self._view[: self._large_bytes - len(self._large)])
+            self._large += self._view[:count]
             return count
         if self._start:
             self._compact()
@@ -60,7 +60,7 @@ class FrameBuffer:
         """Yield the complete frames that are there: kind and body."""
         while True:
             if self._large is not None:
-                if self._large_end < len(self._large):
+                if len(self._large) < self._large_bytes:
                     return
                 body, self._large = memoryview(self._large), None
                 yield self._large_kind, body
@@ -81,10 +81,8 @@ class FrameBuffer:
             yield kind, self._view[begin : begin + length]
 
     def _begin_large(self, kind: int, length: int, begin: int) -> None:
-        there = self._end - begin
-        self._large = bytearray(length)
-        self._large[:there] = self._view[begin : self._end]
-        self._large_kind, self._large_end = kind, there
+        self._large = bytearray(self._view[begin : self._end])
+        self._large_kind, self._large_bytes = kind, length
         self._start = self._end = 0
 
     def _compact(self) -> None:
