@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from multiprocessing.context import BaseContext
 from os import PathLike
 from pathlib import Path
@@ -35,6 +36,7 @@ from asyncloader.settings import (
     Scheduling,
     Seeding,
     WorkerBackend,
+    makes_processes,
 )
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             the same seeds; "raise" raises WorkerDiedError; "skip" leaves the batch out.
         max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next
             batch follows.
-        worker_backend: Where workers run.
+        worker_backend: Where workers run. Threads too with a context whose processes are threads, as MONAI's are.
         trace: File to write a timeline of all runs to, for Perfetto or ``asyncloader trace FILE``.
         snapshot_every_n_steps: How often the state of a dataset is taken, where it provides one: after so many batches,
             or less often where that would cost more than a fiftieth of the time. What came since is made again and
@@ -247,7 +249,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _checked_options(self) -> Options:
         """Check and freeze our options, as they are now."""
-        return Options(**{name: getattr(self, name) for name in Options.__dataclass_fields__})
+        options = Options(**{name: getattr(self, name) for name in Options.__dataclass_fields__})
+        return options if makes_processes(self.multiprocessing_context) else replace(options, worker_backend="thread")
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""

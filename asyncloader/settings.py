@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from os import PathLike
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from asyncloader.errors import ConfigurationError
 
@@ -64,6 +66,12 @@ class Options:
             )
         if limit is not None and self.on_error == "raise":
             raise ConfigurationError('max_errors is for on_error="skip" and "replace"; with "raise" it has no effect')
+
+
+def makes_processes(context: BaseContext | None) -> bool:
+    """Whether what a context calls processes are some: MONAI has one of threads. Their pids are nobody's to signal."""
+    kind: Any = getattr(context, "Process", BaseProcess)
+    return isinstance(kind, type) and issubclass(kind, BaseProcess)
 
 
 def _one_of(name: str, value: object, kind: object) -> None:

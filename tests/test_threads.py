@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,38 @@ class Tensors:
         assert self.gate is not None
         while not self.gate.exists():
             time.sleep(0.002)
+
+
+class Pids:
+    """Samples say which process they are made in."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+class Thread(threading.Thread):
+    """What a context may have for a process, as MONAI's has; its pid is the trainer's, or no pid at all."""
+
+    pid = 1 << 40
+
+
+class ThreadWithOurPid(threading.Thread):
+    """One whose pid must not be signalled either."""
+
+    pid = property(lambda self: os.getpid())
+
+
+class ContextOfThreads(SpawnContext):
+    """A context whose processes are none."""
+
+    _name = "threads"
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.Process = kind
 
 
 def firsts(batches: Any) -> list[float]:
@@ -207,3 +240,27 @@ def test_system_exit_in_a_thread_is_told() -> None:
     with pytest.raises(SystemExit):
         next(iterator)
     assert firsts([next(iterator)]) == EXPECTED[10:]
+
+
+@pytest.mark.parametrize("kind", [Thread, ThreadWithOurPid, lambda **how: Thread(**how)], ids=["none", "ours", "made"])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+async def test_a_context_whose_processes_are_threads(kind: Any, persistent_workers: bool) -> None:
+    """Workers are threads of ours then: the same pids, nothing seeded, figures of threads."""
+    loader: DataLoader[Any] = DataLoader(
+        Pids(),
+        batch_size=4,
+        num_workers=2,
+        multiprocessing_context=ContextOfThreads(kind),
+        persistent_workers=persistent_workers,
+        timeout=30,
+    )
+    before = torch.get_rng_state()
+    iterator = iter(loader)
+    drawn = torch.get_rng_state()
+    assert {int(pid) for batch in iterator for pid in batch} == {os.getpid()}
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not torch.equal(before, drawn)  # the base seed
+    assert [int(pid) async for batch in loader for pid in batch] == [os.getpid()] * 20
+    assert loader.worker_backend == "process"  # as it was given: loaders are made anew from their attributes
+    assert loader.stats().batches == 5
+    loader.close()
