@@ -83,3 +83,14 @@ def explain_failed_starts(process: Worker, count: int) -> WorkerStartError:
         f"Workers end before they can take a batch ({count} in a row); the last one: "
         f"{describe_death(process.pid, process.exitcode)}{output}"
     )
+
+
+def explain_no_start(process: Worker) -> WorkerStartError:
+    """Make the error for a worker that ended before any of the loader's work began, as every other would."""
+    said = process.output.decode(errors="replace").strip()
+    why = said or (
+        "The traceback is on stderr. Where processes are not forked they import asyncloader and the main module again: "
+        'does that run something outside of `if __name__ == "__main__"`?'
+    )
+    code = process.exitcode
+    return WorkerStartError(f"DataLoader worker (pid {process.pid}) ended with exit code {code} at its start. {why}")

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncloader.engine.actions import Fail, Replace, Ticket
-from asyncloader.engine.backoff import Rests, explain_death, explain_failed_starts
+from asyncloader.engine.backoff import Rests, explain_death, explain_failed_starts, explain_no_start
 from asyncloader.engine.run import Item, Run
 from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
 from asyncloader.settings import OnTimeout
@@ -111,7 +111,8 @@ class Recovery:
     def died(self, worker: int, process: Worker) -> None:
         """The worker's process ended on its own."""
         session = self._session
-        log.warning("%s", describe_death(process.pid, process.exitcode))
+        if process.was_set_up:
+            log.warning("%s", describe_death(process.pid, process.exitcode))
         self._explain = partial(explain_death, process)
         self._failed_starts += not process.is_ready
         scheduler = session.run.scheduler
@@ -119,6 +120,9 @@ class Recovery:
         if worker not in scheduler.active:  # it had come to the end of its data, and only a later run needs another
             self._vacant.add(worker)
             self.has_lost |= not (self._policy.replaceable or self._policy.keeps_first)
+            return
+        if not process.was_set_up:
+            session.give_up(explain_no_start(process))
             return
         if self._failed_starts > scheduler.num_workers + 2:
             session.give_up(explain_failed_starts(process, self._failed_starts))

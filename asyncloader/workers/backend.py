@@ -56,6 +56,10 @@ class Worker(Protocol):
         """It can be asked where it is."""
 
     @property
+    def was_set_up(self) -> bool:
+        """Whether it came as far as the user's code; if not, one in its place will not either."""
+
+    @property
     def is_alive(self) -> bool:
         """Whether it is there."""
 

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
+from asyncloader.workers.protocol.origin import Origin
 from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
+from tests.programs import run_python
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning"
@@ -271,6 +273,47 @@ def test_one_worker_that_never_comes_up_ends_in_an_error() -> None:
         batches.extend(int(batch) for batch in iterator)
     batches += [int(batch) for batch in iterator]
     assert batches == list(range(0, 2 * len(batches), 2))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_worker_that_cannot_be_set_up_says_why(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An ImportError before any of the user's code is told as what it is, and nothing is tried again."""
+
+    def cannot_import(self: Origin) -> None:
+        raise ImportError("no such library here")
+
+    monkeypatch.setattr(Origin, "adopt", cannot_import)
+    iterator = iter(DataLoader(range(100), num_workers=num_workers))  # type: ignore[arg-type]
+    with pytest.raises(WorkerStartError) as caught:
+        next(iterator)
+    text = str(caught.value)
+    assert "could not be set up" in text
+    assert text.count("ImportError: no such library here") == 1
+    assert "collate_fn" not in text + caplog.text
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_main_module_that_cannot_be_imported_again_is_said_once(start_method: str, tmp_path: Path) -> None:
+    """What multiprocessing does before it calls us: the traceback is its own, on stderr."""
+    program = tmp_path / "training.py"
+    program.write_text(
+        "from asyncloader import DataLoader, WorkerStartError\n"
+        "if __name__ == '__mp_main__':\n"
+        "    raise ImportError('no such library here')\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n"
+        f"        list(DataLoader(range(100), num_workers=1, multiprocessing_context='{start_method}'))\n"
+        "    except WorkerStartError as error:\n"
+        "        print(error)\n"
+    )
+    done = run_python(program)
+    assert "at its start. The traceback is on stderr." in done.stdout
+    assert done.stderr.count("ImportError: no such library here") == 1
+    assert "collate_fn" not in done.stdout + done.stderr
 
 
 def test_a_worker_that_cannot_be_replaced_ends_in_an_error(

@@ -21,7 +21,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 if TYPE_CHECKING:
     from asyncloader.workers.protocol.origin import Origin
@@ -36,6 +36,9 @@ _LARGEST_KEPT_BYTES = (32 << 20) - 8192  # with malloc's header and a page to sp
 
 CAN_TELL = b"\n"
 """The first that a worker writes into its pipe for output: from now on the signal does not end it."""
+
+CANNOT_START = "The worker could not be set up:\n"
+"""Stands in its output before the exception, where that came before any of the user's code."""
 
 
 @dataclass
@@ -86,14 +89,26 @@ def start(
         epoch: The run over the data that the first tickets belong to.
         origin: The thread that iterates.
     """
-    if origin is not None:
-        if start_method == "fork":
-            origin.forget_imports_of_others()  # before anything is imported
-        origin.adopt()
-    _become_worker(ends, start_method)
-    from asyncloader.workers.child.serve import serve
+    try:
+        if origin is not None:
+            if start_method == "fork":
+                origin.forget_imports_of_others()  # before anything is imported
+            origin.adopt()
+        _become_worker(ends, start_method)
+        from asyncloader.workers.child.serve import serve
+    except BaseException:
+        _give_up(ends.output)
 
     serve(worker_id, ends.channel, source, arena, start_method, epoch)
+
+
+def _give_up(output: int) -> NoReturn:
+    """Tell the parent what has happened, and end."""
+    import traceback
+
+    with contextlib.suppress(OSError):
+        os.write(output, CAN_TELL + (CANNOT_START + traceback.format_exc()).encode())
+    os._exit(1)
 
 
 def _become_worker(ends: Ends, start_method: str) -> None:

@@ -151,6 +151,7 @@ class LocalWorker:
     """A worker in this process. Belongs to the loop thread, but for what `WorkerProcess` too allows to others."""
 
     is_telling = True
+    was_set_up = True
 
     def __init__(
         self,

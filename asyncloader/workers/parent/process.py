@@ -36,7 +36,7 @@ from typing import Any, Protocol, cast
 from asyncloader.errors import could_not_start
 from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, WorkerState
 from asyncloader.workers.child import bootstrap
-from asyncloader.workers.child.bootstrap import CAN_TELL, STACK_SIGNAL, Ends
+from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends
 from asyncloader.workers.parent.channel import Channel, open_pair
 from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, try_descriptors
 from asyncloader.workers.protocol.frames import BadFrame
@@ -95,6 +95,12 @@ class WorkerProcess:
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.worker_id} pid={self.pid} {self.state.name}>"
+
+    @property
+    def was_set_up(self) -> bool:
+        """Whether it came as far as the user's code. Who has killed it is nothing that it could not be set up for."""
+        has_left = self.exitcode is not None and self.exitcode >= 0
+        return not has_left or (self.is_telling and CANNOT_START.encode() not in self.output)
 
     # -------------------------------------------------------------------------------------------------- start
 
