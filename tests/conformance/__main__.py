@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import tests.conformance
-from tests.conformance import comparison, differences
+from tests.conformance import comparison, differences, suites
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 HEAD = """# What was compared with torch
@@ -27,7 +27,10 @@ def page() -> str:
         if module.name.startswith("test_"):
             importlib.import_module(f"tests.conformance.{module.name}")
     same, different = comparison.table(comparison.CASES), differences.table(differences.DIFFERENCES)
-    return f"{HEAD}\n## The same as torch\n\n{same}\n\n## Different on purpose\n\n{different}\n"
+    return (
+        f"{HEAD}\n## The same as torch\n\n{same}\n\n## Different on purpose\n\n{different}\n\n"
+        f"## Others' test suites\n\n{suites.section()}\n"
+    )
 
 
 def main() -> None:

@@ -173,10 +173,11 @@ def test_a_dataset_that_cannot_be_pickled() -> None:
 
     loader = DataLoader(Locked(), num_workers=2, multiprocessing_context="spawn")
     with (
-        pytest.warns(UserWarning, match="Got pickle error when attempting to start a worker Process"),
+        pytest.warns(UserWarning, match="Got pickle error when attempting to start a worker Process") as caught,
         pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock'"),
     ):
         iter(loader)
+    assert [warning.filename for warning in caught] == [__file__]  # the user's line
 
 
 async def test_a_dataset_that_cannot_be_pickled_async() -> None:
@@ -187,8 +188,12 @@ async def test_a_dataset_that_cannot_be_pickled_async() -> None:
             self.lock = threading.Lock()
 
     loader = DataLoader(Locked(), num_workers=2, multiprocessing_context="forkserver")
-    with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError, match="cannot pickle"):
+    with (
+        pytest.warns(UserWarning, match="Got pickle error") as caught,
+        pytest.raises(TypeError, match="cannot pickle"),
+    ):
         aiter(loader)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize("error", [ValueError("init"), StopIteration(), KeyError("k")])

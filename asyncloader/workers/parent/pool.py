@@ -13,13 +13,13 @@ import asyncio
 import contextlib
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
 from time import perf_counter
 from typing import Any
 
+from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import SlabPool, slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
@@ -75,12 +75,11 @@ class Pool:
         try:
             self._source = Parcel(self._spec)
         except Exception:
-            warnings.warn(
+            warn(
                 "Got pickle error when attempting to start a worker Process. This might be because the worker Process "
                 f'arguments are not picklable. The current multiprocessing start method is {method!r}; with "fork" '
                 "nothing is pickled. See https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-"
-                "forkserver-start-methods",
-                stacklevel=6,
+                "forkserver-start-methods"
             )
             raise
 
