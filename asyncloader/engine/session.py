@@ -32,7 +32,7 @@ from asyncloader.errors import LoaderClosedError, describe_keys, exiting
 from asyncloader.observe.meter import Passage
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.parent.launching import carry_out
-from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError
+from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError, with_notes
 from asyncloader.workers.protocol.messages import Record
 from asyncloader.workers.protocol.snapshot import Frozen
 
@@ -60,14 +60,7 @@ class Session:
         pinner: Copies batches into page-locked memory, or None.
     """
 
-    def __init__(
-        self,
-        portal: Portal,
-        pool: Backend,
-        run: Run,
-        policy: Policy,
-        pinner: Pinner | None = None,
-    ) -> None:
+    def __init__(self, portal: Portal, pool: Backend, run: Run, policy: Policy, pinner: Pinner | None = None) -> None:
         self.portal = portal
         self.pool = pool
         self.state = State.NEW
@@ -318,6 +311,17 @@ class Session:
         keys = ticket.keys if ticket is not None and not self._is_stream else None  # a stream has no indices
         self._answer(worker, record, Item(None, error if isinstance(error, Exception) else error.rebuild(keys)))
 
+    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
+        """Return those of these tickets that the worker still has, with their keys."""
+        tickets = self.run.scheduler.in_flight[worker]
+        return [(seq, tickets[seq].keys) for seq in seqs if seq in tickets]
+
+    def on_refused(self, worker: int, record: Record, error: RemoteError) -> None:
+        """The worker cannot unpickle the keys of this ticket."""
+        if self.takes_outcomes:
+            self.recovery.calm()
+            self._refuse(worker, record.seq, error.rebuild(None), "cannot be unpickled in")
+
     def _answer(self, worker: int, record: Record, item: Item) -> None:
         """Hand over what stands for a ticket that has no batch, when its turn comes."""
         self.recovery.calm()
@@ -367,15 +371,16 @@ class Session:
             self.pool.send(worker, tickets)
         except Exception as error:  # the keys cannot be pickled
             if len(tickets) == 1:
-                self._refuse(worker, tickets[0], error)
+                self._refuse(worker, tickets[0][0], error, "cannot be sent to")
                 return
             for ticket in tickets:
                 self._dispatch(worker, [ticket])
 
-    def _refuse(self, worker: int, ticket: tuple[int, Any], error: Exception) -> None:
-        seq, keys = ticket
-        error.add_note(f"The sampler yielded {describe_keys(keys)}, which cannot be sent to a worker process.")
+    def _refuse(self, worker: int, seq: int, error: Exception, why: str) -> None:
+        """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
         scheduler = self.run.scheduler
+        keys = describe_keys(scheduler.in_flight[worker][seq].keys)
+        with_notes(error, [f"The sampler yielded {keys}, which {why} a worker process."])
         self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, Item(None, error, seq=seq)))
 
     def _send(self, action: Send) -> None:

@@ -88,6 +88,12 @@ class Listener(Protocol):
     def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:
         """An exception has come in place of a batch."""
 
+    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
+        """Return those of these tickets that the worker still has, with their keys."""
+
+    def on_refused(self, worker: int, record: Record, error: RemoteError) -> None:
+        """The worker cannot unpickle the keys of this ticket."""
+
     def on_exhausted(self, worker: int, record: Record) -> None:
         """The worker's iterable dataset ended before this ticket."""
 

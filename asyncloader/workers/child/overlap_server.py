@@ -23,7 +23,7 @@ from asyncloader.workers.child.server import Server
 from asyncloader.workers.child.stream import Stream, relive
 from asyncloader.workers.child.thread_fetcher import Lanes
 from asyncloader.workers.child.transport import micros
-from asyncloader.workers.protocol.failure import BadSample
+from asyncloader.workers.protocol.failure import BadSample, Unreadable
 from asyncloader.workers.protocol.messages import Kind, Record
 
 
@@ -176,7 +176,9 @@ class OverlapServer(Server):
         """Hand tickets on, once the dataset is open."""
         while self._is_open and self._tickets:
             seq, keys = self._tickets.popleft()
-            if self._failure is not None or self._overlap is None:
+            if type(keys) is Unreadable:
+                self._line.send(Kind.REFUSED, self._record(seq, perf_counter()), keys.failure)
+            elif self._failure is not None or self._overlap is None:
                 self._line.send(Kind.FAILURE, self._record(seq, perf_counter()), self._failure)
             elif not self._ended:
                 self._waited_s[seq] = perf_counter() - self._idle_since if self._overlap.is_idle else 0.0

@@ -21,7 +21,7 @@ from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSamp
 from asyncloader.workers.child.seeding import BatchSeeder
 from asyncloader.workers.child.stream import relive
 from asyncloader.workers.child.transport import Line, micros
-from asyncloader.workers.protocol.failure import BadSample, EndOfData
+from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
 from asyncloader.workers.protocol.snapshot import Keeper, Start
 
@@ -190,6 +190,9 @@ class Server:
     def _answer(self, seq: int, keys: Any) -> None:
         started = perf_counter()
         try:
+            if type(keys) is Unreadable:
+                self._line.send(Kind.REFUSED, self._record(seq, started), keys.failure)
+                return
             if self._fetch is None or self._failure is not None:
                 self._line.send(Kind.FAILURE, self._record(seq, started), self._failure)
                 return

@@ -23,8 +23,8 @@ from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
 from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.child.seeding import seed_worker
-from asyncloader.workers.protocol.failure import BadSample, RemoteError
-from asyncloader.workers.protocol.messages import RECORD, Kind, Record, WorkerSpec
+from asyncloader.workers.protocol.failure import BadSample, RemoteError, Unreadable
+from asyncloader.workers.protocol.messages import RECORD, Kind, Record, WorkerSpec, unpack_tickets
 
 
 class ParentGone(BaseException):
@@ -136,12 +136,33 @@ class ProcessLine:
         if frame is None:
             return None
         kind, body = frame
-        contents: Any = pickle.loads(body) if body else None
         if kind == Kind.TICKETS:
-            contents, loans = contents
-            if loans and self._slabs is not None:
-                self._slabs.add(loans)
-        return kind, contents
+            return kind, self._tickets(body)
+        return kind, pickle.loads(body) if body else None
+
+    def _tickets(self, body: bytes) -> list[tuple[int, Any]]:
+        seqs, loans, pickled = unpack_tickets(body)
+        if loans and self._slabs is not None:
+            self._slabs.add(loans)
+        try:
+            return list(zip(seqs, pickle.loads(pickled), strict=True))
+        except BaseException:  # SystemExit too: it is that of one of the tickets
+            return self._one_by_one(seqs)
+
+    def _one_by_one(self, seqs: list[int]) -> list[tuple[int, Any]]:
+        """Get the keys of each ticket in a pickle of its own; those that do not come out cost their ticket alone.
+
+        Nothing that came after these tickets is looked at before, so the order stays. If a new run has begun meanwhile
+        they are not wanted any more, and what the parent sent may be of others with the same numbers.
+        """
+        answer, passed = self._round_trip(Kind.UNREADABLE, seqs, Kind.KEYS)
+        return [] if Kind.EPOCH in passed else [(seq, self._keys(pickled)) for seq, pickled in answer]
+
+    def _keys(self, pickled: bytes | RemoteError) -> Any:
+        try:
+            return Unreadable(pickled) if isinstance(pickled, RemoteError) else pickle.loads(pickled)
+        except BaseException as error:
+            return Unreadable(self.capture(error))
 
     def listen(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None]) -> None:
         """Watch the socket."""
@@ -157,13 +178,17 @@ class ProcessLine:
             self._loop = None
 
     def _ask(self, sizes: Any, returned: Any) -> Any:
-        """Get slabs of these sizes from the parent: a round trip. Messages that come meanwhile are kept."""
+        """Get slabs of these sizes from the parent."""
+        return self._round_trip(Kind.ASK, (sizes, returned), Kind.LOANS)[0]
+
+    def _round_trip(self, kind: Kind, question: Any, answer: Kind) -> tuple[Any, set[int]]:
+        """Ask the parent; return the answer, and the kinds of messages that came before it, which are kept."""
         if self._is_muted:  # there would be no answer
             raise ParentGone
-        self._send(Kind.ASK, pickle.dumps((sizes, returned)))
+        self._send(kind, pickle.dumps(question))
         passed: list[tuple[int, bytes]] = []
         try:
-            while (frame := self._channel.receive(wait=True)) is not None and frame[0] != Kind.LOANS:
+            while (frame := self._channel.receive(wait=True)) is not None and frame[0] != answer:
                 passed.append(frame)
         except (EOFError, OSError) as error:
             raise ParentGone from error
@@ -171,7 +196,7 @@ class ProcessLine:
         self._channel.put_back(passed)
         if passed and self._loop is not None:
             self._loop.call_soon(self._ready)  # the socket will not tell of them again
-        return pickle.loads(frame[1])
+        return pickle.loads(frame[1]), {kind for kind, _ in passed}
 
     # --------------------------------------------------------------------------------------------------- sending
 

@@ -25,8 +25,9 @@ from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
+from asyncloader.workers.protocol.failure import RemoteError
 from asyncloader.workers.protocol.frames import BadFrame
-from asyncloader.workers.protocol.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec
+from asyncloader.workers.protocol.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec, pack_tickets
 from asyncloader.workers.protocol.pickled_spec import Parcel
 
 
@@ -167,13 +168,13 @@ class Pool:
         process = self.processes[worker]
         loans = self._loans[process].lend(self._outstanding[worker])
         try:
-            body = pickle.dumps((tickets, loans), 5)
+            body = pack_tickets(tickets, loans)
         except Exception:  # what the sampler yielded; nothing was sent
             self._outstanding[worker] -= len(tickets)
             for loan in loans:
                 self._loans[process].given_up(loan.number)
             raise
-        process.channel.send(Kind.TICKETS, body)
+        process.channel.send(Kind.TICKETS, *body)
 
     # ---------------------------------------------------------------------------------------------- receiving
 
@@ -186,8 +187,8 @@ class Pool:
         if process in self._leaving:
             return
         worker = process.worker_id
-        if kind == Kind.ASK:
-            process.channel.send(Kind.LOANS, self._grant(process, body))
+        if kind in (Kind.ASK, Kind.UNREADABLE):
+            self._answer(process, kind, body)
         elif kind == Kind.UP:
             process.on_up()
         elif kind == Kind.AWAITS:
@@ -201,12 +202,21 @@ class Pool:
         else:
             self._on_outcome(process, kind, body)
 
-    def _grant(self, process: WorkerProcess, body: memoryview) -> bytes:
-        """Answer an ask. Without an answer the worker would wait for ever, so one that makes no sense is its end."""
+    def _answer(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Answer a question, which the worker waits for: one that makes no sense is its end."""
         try:
-            return pickle.dumps(self._loans[process].grant(*pickle.loads(body)), 5)
+            question = pickle.loads(body)
+            if kind == Kind.ASK:
+                process.channel.send(Kind.LOANS, pickle.dumps(self._loans[process].grant(*question), 5))
+            else:
+                process.channel.send(Kind.KEYS, self._one_by_one(process.worker_id, question))
         except Exception as error:
-            raise BadFrame(f"it asks for slabs with {bytes(body[:100])!r}: {error!r}") from error
+            raise BadFrame(f"a question of kind {kind} that raised {error!r}") from error
+
+    def _one_by_one(self, worker: int, seqs: list[int]) -> bytes:
+        """Pickle the keys of each ticket alone, for a worker that cannot read some of them."""
+        wanted = [] if self.listener is None else self.listener.keys_of(worker, seqs)
+        return pickle.dumps([(seq, _pickled(keys)) for seq, keys in wanted], 5)
 
     def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
         arrived_at = perf_counter()
@@ -237,6 +247,8 @@ class Pool:
             listener.on_exhausted(worker, record)
         elif kind == Kind.LEFT_OUT:
             listener.on_left_out(worker, record)
+        elif kind == Kind.REFUSED:
+            listener.on_refused(worker, record, contents)
         else:
             listener.on_failure(worker, record, contents)
 
@@ -278,6 +290,13 @@ class Pool:
 
     def _everyone(self) -> Iterable[WorkerProcess]:
         return (*self.processes, *self._leaving)
+
+
+def _pickled(keys: Any) -> bytes | RemoteError:
+    try:
+        return pickle.dumps(keys, 5)
+    except Exception as error:  # it was pickled together with others
+        return RemoteError.capture(error, "in the main process")
 
 
 def _trim_if_idle(slabs: SlabPool, loop: asyncio.AbstractEventLoop) -> None:

@@ -37,7 +37,7 @@ def stand_in(error: BaseException, *, in_async_for: bool = False) -> BaseExcepti
         return error
     other = RuntimeError(f"The dataset, its sampler or collate_fn raised {type(error).__name__}.")
     other.__cause__ = error
-    return _with_notes(other, getattr(error, "__notes__", []))
+    return with_notes(other, getattr(error, "__notes__", []))
 
 
 class RemoteTraceback(Exception):
@@ -79,9 +79,9 @@ class RemoteError:
         indices = [] if keys is None else [f"The batch has the indices {describe_keys(keys)}."]
         error = self._unpickled()
         if error is None:
-            return _with_notes(RuntimeError(f"{words}\nOriginal {self.text}"), indices)
+            return with_notes(RuntimeError(f"{words}\nOriginal {self.text}"), indices)
         BaseException.__setattr__(error, "__cause__", RemoteTraceback(self.text))
-        return _with_notes(error, [words, *indices])
+        return with_notes(error, [words, *indices])
 
     def _unpickled(self) -> Exception | None:
         if self.pickled is None:
@@ -99,6 +99,13 @@ class BadSample(NamedTuple):
     key: Any
     position: int
     error: RemoteError
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for the keys of a ticket that could not be unpickled in a worker, with what that raised."""
+
+    failure: RemoteError
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class LocalError:
         if keys is not None:
             notes.append(f"The batch has the indices {describe_keys(keys)}.")
         there = getattr(error, "__notes__", ())
-        return _with_notes(error, [note for note in notes if note not in there])
+        return with_notes(error, [note for note in notes if note not in there])
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -139,7 +146,7 @@ def _pickled(error: BaseException) -> bytes | None:
     return None
 
 
-def _with_notes(error: Raised, notes: list[str]) -> Raised:
+def with_notes(error: Raised, notes: list[str]) -> Raised:
     """Add the notes, past a ``__setattr__`` of the user's: a frozen dataclass has one that refuses."""
     BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), *notes])
     return error

@@ -3,8 +3,9 @@
     header: length of the body (u64), kind (u8)
     body:   pickled (small, control) or, for a result, a fixed record and the payload that the codec made
 
-    parent -> worker   TICKETS  [(seq, keys), ...], loans     a batch each to do, and slabs to do them in
+    parent -> worker   TICKETS  ([seq, ...], loans), [keys, ...]  a batch each to do, and slabs to do them in
                        LOANS    loans                         answer to an ask
+                       KEYS     [(seq, pickled keys), ...]    answer to UNREADABLE: of those that are still wanted
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
                        WHERE    seq                           tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
@@ -13,12 +14,14 @@
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
                        RESULT   record, payload               one batch
                        FAILURE  record, pickled RemoteError   what was raised instead of a batch
+                       REFUSED  record, pickled RemoteError   of the keys, which did not unpickle: nothing was made
                        BAD      record, pickled [BadSample]   samples that raised; the outcome of the ticket follows
                        LEFT_OUT record                        no sample of the batch was good, and so there is none
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
                        EXHAUSTED record                       the iterable dataset ended before this ticket
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
+                       UNREADABLE [seq, ...]                  keys that do not unpickle all together: wants each alone
                        AWAITS   text                          answer to WHERE
                        STATE    record, snapshot              of the dataset, or why not; the ticket's outcome follows
 
@@ -28,7 +31,9 @@ Nothing here is taken from strangers: a channel is an anonymous socketpair betwe
 from __future__ import annotations
 
 import enum
+import pickle
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -40,6 +45,7 @@ from asyncloader.workers.protocol.snapshot import Start
 HEADER = struct.Struct("<QB7x")
 RECORD = struct.Struct("<QQIIIIIIII")  # 48 bytes, so that the payload behind it stays aligned
 MAX_FRAME_BYTES = 1 << 40
+_LENGTH = struct.Struct("<Q")  # of the first part of a body of TICKETS
 
 
 class Kind(enum.IntEnum):
@@ -51,6 +57,7 @@ class Kind(enum.IntEnum):
     END = 4
     WHERE = 5
     CONFIRM = 6
+    KEYS = 7
     UP = 15
     READY = 16
     RESULT = 17
@@ -62,9 +69,27 @@ class Kind(enum.IntEnum):
     AWAITS = 23
     STATE = 24
     ENDING = 25
+    UNREADABLE = 26
+    REFUSED = 27
 
 
 KINDS = frozenset(int(kind) for kind in Kind)
+
+
+def pack_tickets(tickets: Sequence[tuple[int, Any]], loans: Sequence[Any]) -> tuple[bytes, bytes, bytes]:
+    """Return the body of TICKETS, in parts. The keys are the user's: a pickle of their own, which may not come out.
+
+    One for all of them: a pickle for each ticket would take a microsecond more on each side.
+    """
+    seqs = pickle.dumps(([seq for seq, _ in tickets], loans), 5)
+    return _LENGTH.pack(len(seqs)), seqs, pickle.dumps([keys for _, keys in tickets], 5)
+
+
+def unpack_tickets(body: bytes) -> tuple[list[int], list[Any], memoryview]:
+    """Return sequence numbers, loans, and the pickled keys of TICKETS."""
+    (length,) = _LENGTH.unpack_from(body)
+    view = memoryview(body)[_LENGTH.size :]
+    return *pickle.loads(view[:length]), view[length:]
 
 
 class Record(NamedTuple):
