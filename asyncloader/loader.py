@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import copy
 import inspect
-import multiprocessing
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from multiprocessing.context import BaseContext
 from os import PathLike
-from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from asyncloader.iteration.checkpoint import Record, check, initial_state
-from asyncloader.iteration.concurrency import concurrency_of
-from asyncloader.iteration.plan import set_epochs
+from asyncloader.iteration.checkpoint import check
+from asyncloader.iteration.runs import Runs
 from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
-from asyncloader.observe.trace import Trace, active_trace
 from asyncloader.protocols import accept_iterable
 from asyncloader.settings import (
     RUN_AHEAD_BYTES,
     OnCrash,
     OnError,
     OnTimeout,
-    Options,
     Scheduling,
     Seeding,
+    Settings,
     WorkerBackend,
-    makes_processes,
 )
 
 if TYPE_CHECKING:
@@ -228,14 +222,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.worker_backend = worker_backend
         self.trace = trace
         self.snapshot_every_n_steps = snapshot_every_n_steps
-        self._runs_begun = 0
         self._newest: Callable[[], Any] = _nothing
-        self._meter: Meter | None = None
-        self._record: Record | None = None
-        self._loaded: dict[str, Any] | None = None
-        self._epochs_when_loaded: list[int | None] = []  # of samplers
-        self._tracer: Trace | None = None
-        self._checked_options()
+        self._runs = Runs()
+        self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
@@ -247,38 +236,73 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if "__init__" in vars(cls):
             _name_options(cls.__dict__["__init__"])
 
-    def _checked_options(self) -> Options:
-        """Check and freeze our options, as they are now."""
-        options = Options(**{name: getattr(self, name) for name in Options.__dataclass_fields__})
-        return options if makes_processes(self.multiprocessing_context) else replace(options, worker_backend="thread")
+    def _settings(self) -> Settings:
+        """Check and freeze what this loader is to do, as it is now."""
+        return Settings(
+            dataset=self.dataset,
+            sampler=self.sampler,
+            batch_sampler=self.batch_sampler,
+            index_sampler=self._index_sampler,
+            batch_size=self.batch_size,
+            auto_collation=self._auto_collation,
+            num_workers=self.num_workers,
+            collate_fn=self.collate_fn,
+            drop_last=self.drop_last,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            in_order=self.in_order,
+            concurrency=self.concurrency,
+            scheduling=self.scheduling,
+            seeding=self.seeding,
+            run_ahead_bytes=self.run_ahead_bytes,
+            on_error=self.on_error,
+            max_errors=self.max_errors,
+            on_timeout=self.on_timeout,
+            on_crash=self.on_crash,
+            max_retries=self.max_retries,
+            worker_backend=self.worker_backend,
+            trace=self.trace,
+            snapshot_every_n_steps=self.snapshot_every_n_steps,
+        )
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""
-        now, defaults = self._checked_options(), Options()
-        changed = [name for name in Options.__dataclass_fields__ if getattr(now, name) != getattr(defaults, name)]
-        return ", ".join(f"{name}={getattr(now, name)!r}" for name in changed)
+        now = {name: getattr(self, name) for name in OPTIONS}
+        return ", ".join(f"{name}={now[name]!r}" for name in OPTIONS if now[name] != OPTIONS[name].default)
 
     def __iter__(self) -> Any:
         """Begin a run over the data: workers start, and the first batches are being made when this returns."""
-        self._drop_unusable()
+        if (kept := self._kept_iterator()) is not None:
+            kept.begin_next(self, self._settings())
+            return kept
         return super().__iter__()
 
     def __aiter__(self) -> Any:
         """Begin a run over the data without blocking the loop: what goes wrong is raised by the first ``anext``."""
-        self._drop_unusable()
-        if not self.persistent_workers:
-            return self._make_iterator(wait_for_start=False)
-        if self._iterator is None:
-            self._iterator = self._make_iterator(wait_for_start=False)
-        else:
-            self._iterator._reset(self)
-        return self._iterator
+        if (kept := self._kept_iterator()) is not None:
+            kept.begin_next(self, self._settings())
+            return kept
+        iterator = self._make_iterator(wait_for_start=False)
+        if self.persistent_workers:
+            self._iterator = iterator
+        return iterator
 
-    def _drop_unusable(self) -> None:
-        """Forget persistent workers that were closed, or belong to the process that this one was forked from."""
+    def _kept_iterator(self) -> WorkerIterator[T_co] | None:
+        """Return the iterator of persistent workers, if there is one that can begin another run.
+
+        Not if they were closed, or belong to the process that this one was forked from.
+        """
         iterator: Any = self._iterator
-        if iterator is not None and not getattr(iterator, "_is_usable", True):  # a subclass may use torch's
+        if not isinstance(iterator, _import_iterators()[1]):  # a subclass may use torch's
+            return None
+        if not iterator.is_usable:
             self._iterator = None
+            return None
+        return iterator if self.num_workers else None
 
     def _get_iterator(self) -> Any:
         return self._make_iterator(wait_for_start=True)
@@ -286,32 +310,24 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _make_iterator(self, *, wait_for_start: bool) -> Any:
         iterator: Any
         inline_iterator, worker_iterator = _import_iterators()
-        if (state := self._loaded) is not None:
-            check(state, self)
-        if self.num_workers == 0 and not concurrency_of(self).overlaps:
-            iterator = inline_iterator(self, state)
+        settings, runs = self._settings(), self._runs
+        if (state := runs.loaded) is not None:
+            check(state, settings)
+        if settings.num_workers == 0 and not settings.overlaps:
+            iterator = inline_iterator(self, settings, runs, state)
         else:
             self.check_worker_number_rationality()
-            iterator = worker_iterator(self, wait_for_start=wait_for_start, state=state)
-        self._loaded = None
+            iterator = worker_iterator(self, settings, runs, wait_for_start=wait_for_start, state=state)
+        runs.loaded = None
         self._newest = weakref.ref(iterator)
         return iterator
-
-    def _open_trace(self) -> Trace | None:
-        """Return where the timeline of a run is written: one file for all runs of the loader."""
-        if self.trace is None:
-            return active_trace()
-        if self._tracer is None or self._tracer.path != Path(self.trace):
-            self._tracer = Trace(self.trace)
-            weakref.finalize(self, self._tracer.write, wait=False)
-        return self._tracer
 
     def stats(self) -> LoaderStats:
         """Return where the time of the newest run over the data went, or has gone so far: see `LoaderStats`.
 
         Takes 20 us, may be called at any time and from any thread, also after the iterator is gone.
         """
-        return (self._meter or Meter(0, self.num_workers, 0)).stats()
+        return (self._runs.meter or Meter(0, self.num_workers, 0)).stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the newest iterator is: as of the batches that it has yielded, whatever is made ahead.
@@ -322,9 +338,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Returns:
             Plain data, which goes through JSON if the states of your own objects do. It never changes afterwards.
         """
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
-        return initial_state(self) if self._record is None else self._record.state_dict()
+        return self._runs.state_dict(self._settings())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.
@@ -335,13 +349,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             StateMismatchError: if it was taken of something else; it says what differs.
         """
-        if state:
-            check(state, self)
-        self._loaded = copy.deepcopy(state) or None
-        self._epochs_when_loaded = set_epochs(self._index_sampler)
-        self._record = None
+        self._runs.load(state, self._settings())
         self._iterator = None
-        self._runs_begun = 0
 
     def save_state(self, path: str | PathLike[str]) -> None:
         """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""
@@ -370,17 +379,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if (iterator := self._newest()) is not None:
             iterator.close()
 
-    def _next_epoch(self) -> int:
-        """Count the runs over the data of this loader."""
-        self._runs_begun += 1
-        return self._runs_begun - 1
-
-    def _start_context(self) -> BaseContext:
-        context = self.multiprocessing_context
-        return multiprocessing.get_context() if context is None else context
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_newest": _nothing, "_meter": None, "_tracer": None, "_record": None}
+        return {**self.__dict__, "_newest": _nothing, "_runs": copy.copy(self._runs)}
 
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
@@ -391,6 +391,14 @@ def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[
     return InlineIterator, WorkerIterator
 
 
+OPTIONS = {
+    name: parameter
+    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+    if name not in inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+}
+"""What :class:`DataLoader` takes beyond torch's arguments."""
+
+
 def _name_options(init: Any) -> None:
     """Add our options to the signature of an ``__init__`` that takes any keywords, before those."""
     if not isinstance(init, FunctionType):
@@ -399,11 +407,7 @@ def _name_options(init: Any) -> None:
     *named, last = signature.parameters.values() or [None]
     if last is None or last.kind is not inspect.Parameter.VAR_KEYWORD:
         return
-    options = [
-        parameter
-        for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
-        if name in Options.__dataclass_fields__ and name not in signature.parameters
-    ]
+    options = [parameter for name, parameter in OPTIONS.items() if name not in signature.parameters]
     init.__dict__["__signature__"] = signature.replace(parameters=[*named, *options, last])
 
 

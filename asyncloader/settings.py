@@ -1,14 +1,26 @@
-"""Our own options, checked and frozen; torch's are checked by torch."""
+"""What one iterator works with: torch's arguments and our options, frozen, and what follows from them.
+
+    DataLoader (its attributes may be set at any time) ── iter ──> Settings ──> everything below
+
+`Settings` are handed down whole, and a field is used under its name wherever that is.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from os import PathLike
 from typing import Any, Literal, get_args
 
+import torch
+from torch.utils.data import IterableDataset
+
 from asyncloader.errors import ConfigurationError
+from asyncloader.protocols import is_async, probe
 
 Scheduling = Literal["static", "dynamic"]
 Seeding = Literal["batch", "worker"]
@@ -19,29 +31,162 @@ WorkerBackend = Literal["process", "thread"]
 
 RUN_AHEAD_BYTES = 64 << 20
 
+ASYNC_DEFAULT = 64
+"""Samples that a worker awaits at once unless the loader says otherwise."""
+
+_UNKNOWN_BATCH_SIZE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What :class:`asyncloader.DataLoader` takes beyond torch's arguments. See there for the meanings.
+class Settings:
+    """Torch's arguments, as its loader has checked them, and ours, which are checked here.
+
+    Made by ``loader.py`` alone: once at construction, to check, and once for each iterator. What they mean is told by
+    :class:`asyncloader.DataLoader`.
 
     Raises:
-        ConfigurationError: for a value that cannot work.
+        ConfigurationError: for an option of ours that cannot work.
+
+    Attributes:
+        index_sampler: What names the keys of each batch: the batch sampler, or without batching the sampler.
+        auto_collation: A batch is made of several samples.
+        multiprocessing_context: A context as torch has made it of a name, or None for the default one.
+        worker_backend: "thread" also where what the context calls processes are threads.
+        is_iterable: The dataset is iterable, and not read by key.
+        is_async: The dataset is async.
+        samples_at_once: Samples that one worker has in flight at most; 1 for a plain dataset without ``concurrency``.
+        tickets_at_once: Tickets that one worker needs to have so many samples in flight; 0 where that is 1.
     """
 
-    concurrency: int | None = None
-    scheduling: Scheduling = "static"
-    seeding: Seeding = "batch"
-    run_ahead_bytes: int = RUN_AHEAD_BYTES
-    on_error: OnError = "raise"
-    max_errors: int | float | None = None
-    on_timeout: OnTimeout = "raise"
-    on_crash: OnCrash = "retry"
-    max_retries: int = 2
-    worker_backend: WorkerBackend = "process"
-    trace: str | PathLike[str] | None = None
-    snapshot_every_n_steps: int | None = 1
+    dataset: Any
+    sampler: Any
+    batch_sampler: Any
+    index_sampler: Any
+    batch_size: int | None
+    auto_collation: bool
+    num_workers: int
+    collate_fn: Any
+    drop_last: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: BaseContext | None
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    in_order: bool
+
+    concurrency: int | None
+    scheduling: Scheduling
+    seeding: Seeding
+    run_ahead_bytes: int
+    on_error: OnError
+    max_errors: int | float | None
+    on_timeout: OnTimeout
+    on_crash: OnCrash
+    max_retries: int
+    worker_backend: WorkerBackend
+    trace: str | PathLike[str] | None
+    snapshot_every_n_steps: int | None
+
+    is_iterable: bool = field(init=False)
+    is_async: bool = field(init=False)
+    samples_at_once: int = field(init=False)
+    tickets_at_once: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self._check_options()
+        awaits = is_async(self.dataset)
+        samples = self.concurrency or (ASYNC_DEFAULT if awaits else 1)
+        derive = object.__setattr__
+        if not makes_processes(self.multiprocessing_context):
+            derive(self, "worker_backend", "thread")
+        derive(self, "is_iterable", isinstance(self.dataset, IterableDataset))
+        derive(self, "is_async", awaits)
+        derive(self, "samples_at_once", samples)
+        # One more to begin with when the first is finished, and one on its way through the channel.
+        tickets = math.ceil(samples / self._samples_in_batch()) + 2 if awaits or samples > 1 else 0
+        derive(self, "tickets_at_once", tickets)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether samples are fetched on a loop, several at once."""
+        return self.is_async or self.samples_at_once > 1
+
+    @property
+    def num_places(self) -> int:
+        """Where batches are made: in so many workers, or in one place on the portal's loop."""
+        return max(1, self.num_workers)
+
+    @property
+    def window(self) -> int:
+        """Batches in flight or waiting: torch's number, or what `concurrency` needs."""
+        return max(self.prefetch_factor or 1, self.tickets_at_once) * self.num_places
+
+    @property
+    def snapshot_every(self) -> int:
+        """Batches from one state of the dataset to the next at least; 0 for none."""
+        return self.snapshot_every_n_steps or 0
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether batches are made in this process: on threads, on the portal's loop or by who takes them."""
+        return self.num_workers == 0 or self.worker_backend == "thread"
+
+    @property
+    def keeps_dataset(self) -> bool:
+        """Whether the next run has the same copies of the dataset: those of persistent workers, or of this process."""
+        return self.persistent_workers or not self.num_workers
+
+    @property
+    def seeds_each_batch(self) -> bool:
+        """Whether workers seed the global generators for each batch.
+
+        Samples of several batches that are fetched at once share the generators: a seed would be nobody's. And workers
+        in this process would seed those of the trainer.
+        """
+        is_alone = self.worker_backend == "process" and not self.overlaps
+        return self.seeding == "batch" and not self.is_iterable and is_alone
+
+    @property
+    def start_context(self) -> BaseContext:
+        """What worker processes are started by. To ask for it settles the program's default start method."""
+        return self.multiprocessing_context or multiprocessing.get_context()
+
+    def with_workers_of(self, first: Settings) -> Settings:
+        """Return the same for workers that are there already, which keep what they were started with."""
+        return replace(
+            self,
+            num_workers=first.num_workers,
+            collate_fn=first.collate_fn,
+            worker_init_fn=first.worker_init_fn,
+            multiprocessing_context=first.multiprocessing_context,
+            concurrency=first.concurrency,
+            seeding=first.seeding,
+            on_error=first.on_error,
+            max_errors=None if first.on_error == "raise" else self.max_errors,
+            on_timeout=first.on_timeout,
+            on_crash=first.on_crash,
+            worker_backend=first.worker_backend,
+            snapshot_every_n_steps=first.snapshot_every_n_steps,
+        )
+
+    def num_samples(self) -> int | None:
+        """Return how many samples a run has, if that can be known."""
+        is_named = self.batch_sampler is None or self.batch_size is not None  # the sampler is what names the samples
+        source = self.sampler if is_named and not self.is_iterable else self.dataset
+        try:
+            return len(source)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _samples_in_batch(self) -> int:
+        """Return how many samples a batch has; a guess where a batch sampler of the user's does not say."""
+        if self.batch_sampler is None:
+            return 1
+        size = self.batch_size or probe(self.batch_sampler, "batch_size")
+        return size if isinstance(size, int) and size > 0 else _UNKNOWN_BATCH_SIZE
+
+    def _check_options(self) -> None:
         _one_of("scheduling", self.scheduling, Scheduling)
         _one_of("seeding", self.seeding, Seeding)
         _one_of("on_error", self.on_error, OnError)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from asyncloader import DataLoader
-from asyncloader.settings import Options
+from asyncloader.loader import OPTIONS as OURS
 
 OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "seeding": "worker", "run_ahead_bytes": 0, "max_retries": 5}
 NUMBERS = list(range(12))
@@ -131,7 +131,7 @@ def make_anew(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def test_signature_of_a_subclass_with_keywords_names_our_options() -> None:
     """They come between its own arguments and its keywords; one that it names itself stays as it is."""
-    ours = set(Options.__dataclass_fields__)
+    ours = set(OURS)
     assert list(inspect.signature(WithKeywords.__init__).parameters)[:4] == ["self", "dataset", "tag", "args"]
     assert list(inspect.signature(WithKeywords.__init__).parameters)[-1] == "kwargs"
     assert named(WithKeywords) == {"self", "dataset", "tag", "args", "kwargs"} | ours
@@ -168,7 +168,7 @@ def test_signature_of_a_decorated_init_names_our_options() -> None:
         def __init__(self, dataset: Any, **kwargs: Any) -> None:
             super().__init__(dataset, **kwargs)
 
-    assert named(Decorated) == {"self", "dataset", "kwargs"} | set(Options.__dataclass_fields__)
+    assert named(Decorated) == {"self", "dataset", "kwargs"} | set(OURS)
     assert make_anew(Decorated(NUMBERS, **OPTIONS)).scheduling == "dynamic"
 
 

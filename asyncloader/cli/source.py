@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.utils.data
 
-from asyncloader.loader import DataLoader
-from asyncloader.settings import Options
+from asyncloader.loader import OPTIONS, DataLoader
 
 _TORCH = (
     "num_workers",
@@ -40,8 +39,7 @@ class Source(NamedTuple):
         loader = self.loader
         options = {name: getattr(loader, name) for name in _TORCH}
         if issubclass(kind, DataLoader):
-            ours = Options.__dataclass_fields__
-            options |= {name: getattr(loader, name) for name in ours if hasattr(loader, name)}
+            options |= {name: getattr(loader, name) for name in OPTIONS if hasattr(loader, name)}
         options |= changes
         if not options["num_workers"]:
             options |= {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}

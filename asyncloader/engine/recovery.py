@@ -165,7 +165,7 @@ class Recovery:
         item = Item(None, error, seq=ticket.seq)
         if action.leave_out:
             log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
-            run.faults.leave_out(ticket.keys, str(error))
+            run.faults.left_out.append(ticket.keys)
             item = Item(None, left_out=True, seq=ticket.seq)
         session.apply(run.scheduler.ready(ticket.seq, item))
 

@@ -300,7 +300,7 @@ class Session:
         if not self.takes_outcomes:
             return
         ticket = self.run.scheduler.in_flight[worker].get(record.seq)
-        self.run.faults.leave_out(ticket and ticket.keys, "all its samples raised")
+        self.run.faults.left_out.append(ticket and ticket.keys)
         self._answer(worker, record, Item(None, left_out=True))
 
     def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:

@@ -7,19 +7,21 @@ import copy
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
 
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from asyncloader.errors import LoaderClosedError
-from asyncloader.iteration.checkpoint import Beginning, Record, check
+from asyncloader.iteration.checkpoint import Checkpointer, check
 from asyncloader.iteration.plan import set_epochs
+from asyncloader.iteration.run_start import Drawn, RunStart, begin
+from asyncloader.iteration.runs import Runs
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
-
-if TYPE_CHECKING:
-    from asyncloader.loader import DataLoader
+from asyncloader.settings import Settings
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -33,13 +35,50 @@ LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
 
 
-class Faces(_BaseDataLoaderIter, Generic[T_co]):
-    """What both kinds of iterators share: context managers, and a loop that turns."""
+class BaseIterator(_BaseDataLoaderIter, Generic[T_co]):
+    """What both kinds of iterators share: statistics, state, context managers, and a loop that turns.
+
+    Args:
+        loader: For torch's constructor, and nothing else.
+        settings: What is iterated over, and how.
+        runs: Of the loader, which is told of this one.
+    """
 
     _last_turn = 0.0
     _meter: Meter
-    _record: Record
-    _loader: weakref.ref[DataLoader[T_co]]
+    _checkpointer: Checkpointer
+
+    def __init__(self, loader: DataLoader[T_co], settings: Settings, runs: Runs) -> None:
+        self._loader = weakref.ref(loader)
+        self._settings = settings
+        self._runs = runs
+
+    def _construct(self, loader: DataLoader[T_co]) -> None:
+        """Run torch's constructor, which iterates over the sampler and draws the base seed."""
+        super().__init__(loader)
+
+    def _begin(
+        self,
+        iterate: Callable[[], object],
+        state: dict[str, Any] | None = None,
+        *,
+        prepare: Callable[[], object] | None = None,
+        inline: bool = False,
+        last: Checkpointer | None = None,
+    ) -> RunStart:
+        """Begin a run, and put our reader of the sampler in the place of torch's. See `begin`."""
+
+        def draw() -> Drawn:
+            iterate()
+            return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed, self._rank, self._num_yielded)
+
+        start = begin(self._settings, state, self._runs, draw, prepare=prepare, inline=inline, last=last)
+        self._checkpointer = start.checkpointer
+        self._base_seed = start.checkpointer.base_seed
+        self._shared_seed = start.checkpointer.shared_seed
+        self._sampler_iter = start.plan
+        self._num_yielded = start.checkpointer.progress.position
+        return start
 
     def stats(self) -> LoaderStats:
         """Return where the time of this run has gone so far. Takes 20 us, in any thread."""
@@ -47,7 +86,7 @@ class Faces(_BaseDataLoaderIter, Generic[T_co]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of the batches that were yielded: see :meth:`asyncloader.DataLoader.state_dict`."""
-        return self._record.state_dict()
+        return self._checkpointer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, with this iterator: what it was at is dropped, and its workers are started anew.
@@ -59,19 +98,12 @@ class Faces(_BaseDataLoaderIter, Generic[T_co]):
         loader = self._loader()
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
-        check(state, loader)
-        loader._epochs_when_loaded = set_epochs(self._index_sampler)
+        check(state, self._settings)
+        self._runs.epochs_when_loaded = set_epochs(self._settings.index_sampler)
         self._begin_anew(loader, copy.deepcopy(state))
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         raise NotImplementedError
-
-    def _open_plan(self, loader: DataLoader[T_co], beginning: Beginning, **how: bool) -> None:
-        """Put our reader of the sampler in the place of torch's, and tell the loader of this run."""
-        plan, self._record = beginning.open(self, **how)
-        self._sampler_iter = plan
-        self._loader = weakref.ref(loader)
-        loader._record = self._record
 
     def close(self) -> None:
         """End the run and let go of everything; wait for it, 3 s at most."""

@@ -17,6 +17,7 @@ from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.run import Item, PlanEnd, Run
 from asyncloader.engine.session import Session, State
+from asyncloader.iteration.error_limit import ErrorLimit
 from asyncloader.iteration.plan import Done
 from asyncloader.iteration.progress import Progress
 
@@ -30,15 +31,25 @@ class Consumer:
         sampler: Iterator over batches of keys. It may be infinite, or raise.
         window: Batches in flight or waiting.
         progress: Where the run begins, and how far it is.
+        limit: Counts bad samples.
     """
 
-    def __init__(self, session: Session, run: Run, sampler: Iterator[Any], window: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        session: Session,
+        run: Run,
+        sampler: Iterator[Any],
+        window: int,
+        progress: Progress,
+        limit: ErrorLimit,
+    ) -> None:
         self.run = run
         self.progress = progress
         self.taken = progress.position  # as if those before had been taken
         self._session = session
         self._sampler = sampler
         self._window = window
+        self._limit = limit
         self._lock = progress.lock
         self._planned = progress.position
         self._planned_samples = 0
@@ -92,8 +103,7 @@ class Consumer:
 
     def _judge(self, item: Item) -> Item:
         """Count the bad samples of an item; it becomes an error if there are too many by now."""
-        error = self.run.faults.count_bad(list(item.bad), self._planned_samples)
-        self.progress.bad_count = self.run.faults.bad_in_epoch
+        error = self._limit.count(item.bad, self._planned_samples)
         return item if error is None else Item(None, error)
 
     def read_on(self) -> None:

@@ -15,30 +15,31 @@ import time
 import weakref
 from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.engine import exits
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
-from asyncloader.iteration.base_iterator import Faces, check_owner
-from asyncloader.iteration.checkpoint import Beginning
+from asyncloader.iteration.base_iterator import BaseIterator, check_owner
+from asyncloader.iteration.error_limit import ErrorLimit
 from asyncloader.iteration.fetching import FetchThread, Maker, TimedFetcher, fetch_threads
 from asyncloader.iteration.plan import Done
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
-from asyncloader.observe.faults import make_faults
+from asyncloader.iteration.run_start import RunStart
+from asyncloader.iteration.runs import Runs
+from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
+from asyncloader.settings import Settings
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child.fetch import make_fetcher
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.snapshot import Frozen, Keeper
-
-if TYPE_CHECKING:
-    from asyncloader.loader import DataLoader
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -64,18 +65,32 @@ def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(coroutine, get_portal().loop).result()
 
 
-class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
-    """Batches made in this process."""
+class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
+    """Batches made in this process.
 
-    def __init__(self, loader: DataLoader[T_co], state: dict[str, Any] | None = None) -> None:
-        beginning = Beginning(loader, state, inline=True)
-        super().__init__(loader)
-        self._open_plan(loader, beginning)
-        beginning.end()
-        self._faults = make_faults(loader, self._record.progress)
-        epoch = self._record.epoch
-        self._meter = loader._meter = Meter(epoch, 0, 0, self._faults, loader._open_trace())
-        self._dataset_fetcher = self._make_fetcher(loader, (int(self._base_seed), epoch, self._rank))
+    Args:
+        loader: For torch's constructor, and nothing else.
+        settings: What is iterated over, and how.
+        runs: Of the loader.
+        state: To begin from.
+    """
+
+    def __init__(
+        self, loader: DataLoader[T_co], settings: Settings, runs: Runs, state: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(loader, settings, runs)
+        self._start(loader, state)
+
+    def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None) -> None:
+        """Begin a run."""
+        start = self._begin(partial(self._construct, loader), state, inline=True)
+        start.settle()
+        self._progress = start.checkpointer.progress
+        self._faults = Faults()
+        self._limit = ErrorLimit(self._settings, self._progress, self._faults)
+        trace = self._runs.open_trace(self._settings)
+        self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, self._faults, trace)
+        self._dataset_fetcher = self._make_fetcher(start)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
         self._finalizer = weakref.finalize(self, self._fetching.stop)
@@ -86,37 +101,36 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         self._planned_samples = 0
         self._is_torn = False  # a batch of a stream was interrupted: what was read for it is gone
         self._taking = threading.Lock()
-        self._asking = self._record.progress.lock  # held to read the sampler, and to change the thread's two numbers
+        self._asking = self._progress.lock  # held to read the sampler, and to change the thread's two numbers
         _iterators.add(self)
 
-    def _make_fetcher(self, loader: DataLoader[T_co], key: tuple[int, int, int]) -> TimedFetcher:
+    def _make_fetcher(self, start: RunStart) -> TimedFetcher:
         """Return what makes batches, with a clock around it."""
-        is_iterable = self._dataset_kind != 0
+        settings = self._settings
         # torch's own fetcher has begun to iterate, which a dataset may count.
-        iterator = self._dataset_fetcher.dataset_iter if is_iterable else None
+        iterator = self._dataset_fetcher.dataset_iter if settings.is_iterable else None
         keeper, generators = None, GlobalGenerators()
-        if (starts := self._record.starts) is not None:
-            keeper = Keeper(self._dataset, loader.snapshot_every_n_steps or 0, starts[0])
+        if (starts := start.starts) is not None:
+            keeper = Keeper(self._dataset, settings.snapshot_every, starts[0])
             if starts[0].snapshot is not None:
                 iterator = None  # that was made before the dataset was in its state
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
         timed = TimedFetcher(
             self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper, generators, pin
         )
-        options = loader._checked_options()
         fetch = make_fetcher(
             self._dataset,
-            is_iterable=is_iterable,
+            is_iterable=settings.is_iterable,
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,
             run=_run_on_portal,
-            on_error=options.on_error,
+            on_error=settings.on_error,
             where="in the main process",
             iterator=iterator,
         )
         timed.attach(fetch)
-        first = self._record.progress.position
-        timed.fetcher = Maker(key, first, fetch, timed.collate, options.on_error == "skip")
+        leaves_out = settings.on_error == "skip"
+        timed.fetcher = Maker(start.key, self._progress.position, fetch, timed.collate, leaves_out)
         return timed
 
     # -------------------------------------------------------------------------------------------------- taking
@@ -126,14 +140,14 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
 
     def _answered(self, snapshot: Any, keys: Any) -> None:
         """Note what has become of the dataset by the last batch that was counted."""
-        progress = self._record.progress
-        progress.answered(0, snapshot, -1 if self._dataset_kind != 0 else progress.position - 1, keys)
+        progress = self._progress
+        progress.answered(0, snapshot, -1 if self._settings.is_iterable else progress.position - 1, keys)
 
     def _finish(self) -> None:
         """A stream has come to its end."""
         if isinstance(last := self._dataset_fetcher.last_state, Frozen):
-            self._record.progress.ends = {0: last}
-        self._record.progress.finished = True
+            self._progress.ends = {0: last}
+        self._progress.finished = True
 
     def __next__(self) -> Any:
         taken: list[_Taken] = []
@@ -178,12 +192,12 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         except StopIteration:
             self._meter.told()
             raise
-        mark = self._record.progress.mark()
+        mark = self._progress.mark()
         try:
             item = self._dataset_fetcher.item(keys)
             note = _Taken(item, mark, self._num_yielded)
         except BaseException:
-            self._is_torn = self._dataset_kind != _DatasetKind.Map
+            self._is_torn = self._settings.is_iterable
             raise
         self._held = _NOTHING
         taken.append(note)  # nothing that an interrupt could follow is called between these two
@@ -216,8 +230,8 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
             if not (ready and ready[0] is item):
                 ready.appendleft(item)
                 fetching.unserved += 1
-            self._record.progress.rewind(mark)
-            self._faults.rewind(self._record.progress.bad_count)
+            self._progress.rewind(mark)
+            self._limit.rewind()
 
     async def __anext__(self) -> Any:
         self._check_usable()
@@ -279,12 +293,12 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         with self._asking:
             while ready:
                 item = ready[0]
-                taken.append(_Taken(item, self._record.progress.mark(), self._num_yielded))
+                taken.append(_Taken(item, self._progress.mark(), self._num_yielded))
                 fetching.unserved -= 1
                 ready.popleft()
                 item = self._counted(self._judged(item), asked_at)
                 if self._is_at_end:
-                    self._record.progress.finished = True
+                    self._progress.finished = True
                     fetching.handoff.wake_all()  # those who still wait learn that there is no more
                 if not item.left_out:
                     return item
@@ -297,18 +311,17 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
         """Count the bad samples of a batch; it becomes an error if there are too many by now."""
         if not item.bad:
             return item
-        error = self._faults.count_bad(list(item.bad), self._planned_samples)
-        self._record.progress.bad_count = self._faults.bad_in_epoch
+        error = self._limit.count(item.bad, self._planned_samples)
         if error is not None:
             return item._replace(batch=None, error=error, left_out=False)
         if item.left_out:
             keys = [sample.key for sample in item.bad]
-            self._faults.leave_out(keys if self._auto_collation else keys[0], "all its samples raised")
+            self._faults.left_out.append(keys if self._auto_collation else keys[0])
         return item
 
     def _counted(self, item: Item, asked_at: float) -> Item:
         """Count a batch that is handed over, left out or raises now."""
-        progress = self._record.progress
+        progress = self._progress
         if item.ended:
             self._meter.told()
             self._finish()
@@ -361,13 +374,13 @@ class InlineIterator(Faces[T_co], _SingleProcessDataLoaderIter):
                     break
             else:
                 self._exhausted = True
-                self._record.progress.finished = not self._fetching.unserved
+                self._progress.finished = not self._fetching.unserved
                 raise StopIteration
         return self._held
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self.close()
-        InlineIterator.__init__(self, loader, state)
+        self._start(loader, state)
 
     def _check_usable(self) -> None:
         check_owner(self._pid)

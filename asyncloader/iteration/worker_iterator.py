@@ -15,10 +15,11 @@ import time
 import weakref
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _sharding_worker_init_fn
 
 from asyncloader.engine.pinning import Pinner
@@ -28,14 +29,16 @@ from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Session, State
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
-from asyncloader.iteration.base_iterator import Faces, check_owner
-from asyncloader.iteration.checkpoint import Beginning
-from asyncloader.iteration.concurrency import concurrency_of
+from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.consumer import Consumer
+from asyncloader.iteration.error_limit import ErrorLimit
 from asyncloader.iteration.plan import may_be_looked_at
-from asyncloader.observe.faults import make_faults
+from asyncloader.iteration.run_start import RunStart
+from asyncloader.iteration.runs import Runs
+from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.protocols import probe
+from asyncloader.settings import Settings
 from asyncloader.workers.backend import Backend
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.handle import WorkerHandle
@@ -47,50 +50,56 @@ from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.origin import Origin
 from asyncloader.workers.protocol.snapshot import is_stateful
 
-if TYPE_CHECKING:
-    from asyncloader.loader import DataLoader
-
 T_co = TypeVar("T_co", covariant=True)
 
 _ANSWER_S = 3.0
 
 
-class WorkerIterator(Faces[T_co]):
+class WorkerIterator(BaseIterator[T_co]):
     """Batches that workers make, in order.
 
     Several threads or tasks may take from one iterator; each batch goes to exactly one of them. After an exception that
     stands for a batch the iterator goes on with the next one.
 
     Args:
-        loader: Whose settings are read, once.
+        loader: For torch's constructor, and nothing else.
+        settings: What is iterated over, and how.
+        runs: Of the loader.
         wait_for_start: Return when the workers have been started (``iter``); else the first ``anext`` waits for it.
+        state: To begin from.
     """
 
-    def __init__(self, loader: DataLoader[T_co], *, wait_for_start: bool, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[T_co],
+        settings: Settings,
+        runs: Runs,
+        *,
+        wait_for_start: bool,
+        state: dict[str, Any] | None = None,
+    ) -> None:
         if wait_for_start:
             refuse_to_block_the_loop()
-        beginning = Beginning(loader, state)
-        super().__init__(loader)
-        if loader.num_workers and not loader.prefetch_factor:
-            raise AssertionError("prefetch_factor must be positive")
-        self._num_places = max(1, loader.num_workers)  # one on the portal's loop if there are no workers
-        self._is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._options = loader._checked_options()
-        self._concurrency = concurrency_of(loader)
-        self._window = self._window_of(loader)
-        self._runs = 0
-        run = self._prepare(loader, beginning, first_iter=True)
-        self._session = self._make_session(loader, run)
+        super().__init__(loader, settings, runs)
+        self._start(loader, state, wait=wait_for_start)
+
+    def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None, *, wait: bool) -> None:
+        """Start workers and the first run."""
+        iterate = partial(self._reset, loader, first_iter=True)
+        start = self._begin(iterate, state, prepare=partial(self._construct, loader))
+        self._run_numbers = count(1)
+        run = self._make_run(start)
+        self._session = self._make_session(run)
         self._finalizer = weakref.finalize(self, self._session.request_close)
         self._finalizer.atexit = False
-        self._begin(run, beginning)
+        self._read(run, start)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
-        if wait_for_start and self._session.pool.forks:
+        if wait and self._session.pool.forks:
             self._start_from_here()
         else:
             self._started = self._session.portal.call(self._session.start)
-            if wait_for_start:
+            if wait:
                 self._wait_started(self._started)
 
     def _start_from_here(self) -> None:
@@ -100,159 +109,148 @@ class WorkerIterator(Faces[T_co]):
             self._session.portal.stop_daemon()
             raise
 
-    def _window_of(self, loader: DataLoader[T_co]) -> int:
-        """Return how many batches are in flight or waiting: torch's number, or what `concurrency` needs."""
-        return max(loader.prefetch_factor or 1, self._concurrency.batches) * self._num_places
+    def _construct(self, loader: DataLoader[T_co]) -> None:
+        super()._construct(loader)
+        if self._settings.num_workers and not self._settings.prefetch_factor:
+            raise AssertionError("prefetch_factor must be positive")
 
-    def _make_session(self, loader: DataLoader[T_co], run: Run) -> Session:
-        portal = get_portal()
-        return Session(
-            portal,
-            self._make_pool(loader, portal),
-            run,
-            self._policy(loader),
-            self._make_pinner(portal),
+    def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
+        """Iterate over the sampler, as torch's iterator does for each run."""
+        shared_seed = self._shared_seed
+        super()._reset(loader, first_iter)
+        if first_iter:
+            self._shared_seed = shared_seed  # workers that are started get the first one, as torch's do
+
+    def begin_next(self, loader: DataLoader[T_co], settings: Settings) -> None:
+        """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
+        self._settings = settings.with_workers_of(self._settings)
+        start = self._begin(partial(self._reset, loader), last=self._checkpointer)
+        run = self._make_run(start)
+        self._session.push(run)
+        self._read(run, start)
+
+    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+        self._finalizer()
+        self._start(loader, state, wait=False)
+
+    def _make_run(self, start: RunStart) -> Run:
+        settings, progress = self._settings, start.checkpointer.progress
+        scheduler = Scheduler(
+            num_workers=settings.num_places,
+            prefetch_factor=settings.window // settings.num_places,
+            scheduling="static" if settings.is_iterable else settings.scheduling,
+            in_order=settings.in_order,
+            run_ahead_bytes=0 if may_be_looked_at(settings.index_sampler) else settings.run_ahead_bytes,
+            on_crash=settings.on_crash,
+            on_timeout=settings.on_timeout,
+            max_retries=settings.max_retries,
+            overlapping=settings.tickets_at_once,
+            first=progress.position,
+            next_worker=progress.next_worker,
         )
+        faults = Faults()
+        epoch = start.checkpointer.epoch
+        self._meter = self._runs.meter = Meter(
+            epoch,
+            settings.num_places,
+            settings.window,
+            faults,
+            self._runs.open_trace(settings),
+            is_iterable=settings.is_iterable,
+            scheduling=settings.scheduling,
+            run_ahead_bytes=settings.run_ahead_bytes,
+            persistent_workers=settings.persistent_workers,
+            concurrency=settings.samples_at_once,
+            in_process=settings.is_in_process,
+        )
+        spec = EpochSpec(next(self._run_numbers), start.key, start.checkpointer.shared_seed, start.starts)
+        kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
+        return Run(scheduler, spec, faults, self._meter, **kind)
 
-    def _policy(self, loader: DataLoader[T_co]) -> Policy:
+    def _read(self, run: Run, start: RunStart) -> None:
+        """Begin to read the sampler."""
+        settings, progress = self._settings, start.checkpointer.progress
+        limit = ErrorLimit(settings, progress, run.faults)
+        self._consumer = Consumer(self._session, run, start.plan, settings.window, progress, limit)
+        start.settle()
+
+    # ------------------------------------------------------------------------------------------------- workers
+
+    def _make_session(self, run: Run) -> Session:
+        portal = get_portal()
+        return Session(portal, self._make_pool(portal), run, self._policy(), self._make_pinner(portal))
+
+    def _policy(self) -> Policy:
         """Say how the session is to find out whether a worker that died can be replaced.
 
         Not where a batch of a stream is to be left out: another worker would begin before it. Where a dataset tells
         its state, what this process has of it is what workers began with, but only in their first run, and only if
         they have processes or threads of their own.
         """
-        if not self._is_iterable:
-            return Policy(replaceable=True, on_timeout=self._options.on_timeout)
-        dataset = loader.dataset
-        tells_place = self._options.on_crash != "skip"
+        settings = self._settings
+        if not settings.is_iterable:
+            return Policy(replaceable=True, on_timeout=settings.on_timeout)
+        tells_place = settings.on_crash != "skip"
         return Policy(
-            replaceable=tells_place and probe(dataset, "deterministic") is True,
+            replaceable=tells_place and probe(settings.dataset, "deterministic") is True,
             is_stream=True,
             tells_place=tells_place,
-            keeps_first=is_stateful(dataset) and loader.num_workers > 0,
-            on_timeout=self._options.on_timeout,
+            keeps_first=is_stateful(settings.dataset) and settings.num_workers > 0,
+            on_timeout=settings.on_timeout,
         )
 
-    def _make_pool(self, loader: DataLoader[T_co], portal: Portal) -> Backend:
+    def _make_pool(self, portal: Portal) -> Backend:
         """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes."""
-        spec = self._worker_spec(loader)
-        if loader.num_workers == 0 or self._options.worker_backend == "thread":
-            return LocalPool(portal.loop, spec, on_threads=loader.num_workers > 0)
-        pool = Pool(portal.loop, loader._start_context(), spec)
+        settings, spec = self._settings, self._worker_spec()
+        if settings.is_in_process:
+            return LocalPool(portal.loop, spec, on_threads=settings.num_workers > 0)
+        pool = Pool(portal.loop, settings.start_context, spec)
         pool.pack()
         return pool
 
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
 
-    def _prepare(self, loader: DataLoader[T_co], beginning: Beginning, *, first_iter: bool) -> Run:
-        beginning.mark()
-        shared_seed = self._shared_seed
-        super()._reset(loader, first_iter)
-        if first_iter:
-            self._shared_seed = shared_seed  # workers that are started get the first one, as torch's do
-        self._open_plan(loader, beginning, is_persistent=self._persistent_workers, overlaps=self._concurrency.overlaps)
-        return self._make_run(loader)
-
-    def _make_run(self, loader: DataLoader[T_co]) -> Run:
-        options = self._options
-        self._runs += 1
-        scheduler = Scheduler(
-            num_workers=self._num_places,
-            prefetch_factor=self._window // self._num_places,
-            scheduling="static" if self._is_iterable else options.scheduling,
-            in_order=loader.in_order,
-            run_ahead_bytes=0 if may_be_looked_at(self._index_sampler) else options.run_ahead_bytes,
-            on_crash=options.on_crash,
-            on_timeout=options.on_timeout,
-            max_retries=options.max_retries,
-            overlapping=self._concurrency.batches,
-            first=self._record.progress.position,
-            next_worker=self._record.progress.next_worker,
-        )
-        epoch = self._record.epoch
-        key = (int(self._base_seed), epoch, self._rank)
-        faults = make_faults(loader, self._record.progress)
-        self._meter = loader._meter = Meter(
-            epoch,
-            self._num_places,
-            self._window,
-            faults,
-            loader._open_trace(),
-            is_iterable=self._is_iterable,
-            scheduling=options.scheduling,
-            run_ahead_bytes=options.run_ahead_bytes,
-            persistent_workers=loader.persistent_workers,
-            concurrency=self._concurrency.samples,
-            in_process=self._num_workers == 0 or options.worker_backend == "thread",
-        )
-        spec = EpochSpec(self._runs, key, self._shared_seed, self._record.starts)
-        kind = {"is_stream": self._is_iterable, "overlaps": self._concurrency.overlaps}
-        return Run(scheduler, spec, faults, self._meter, **kind)
-
-    def _worker_spec(self, loader: DataLoader[T_co]) -> WorkerSpec:
+    def _worker_spec(self) -> WorkerSpec:
+        settings = self._settings
         return WorkerSpec(
             dataset=self._dataset,
-            is_iterable=self._is_iterable,
-            auto_collation=self._auto_collation,
-            collate_fn=self._collate_fn,
-            drop_last=self._drop_last,
-            worker_init_fn=self._init_fn(loader),
-            num_workers=loader.num_workers,
+            is_iterable=settings.is_iterable,
+            auto_collation=settings.auto_collation,
+            collate_fn=settings.collate_fn,
+            drop_last=settings.drop_last,
+            worker_init_fn=self._init_fn(),
+            num_workers=settings.num_workers,
             base_seed=int(self._base_seed),
-            seed_each_batch=self._seeds_each_batch(),
-            on_error=self._options.on_error,
-            concurrency=self._concurrency.samples,
-            is_async=self._concurrency.is_async,
-            snapshot_every=self._options.snapshot_every_n_steps or 0,
-            outlasts_run=self._persistent_workers or not loader.num_workers,
-            modes=self._modes(loader),
+            seed_each_batch=settings.seeds_each_batch,
+            on_error=settings.on_error,
+            concurrency=settings.samples_at_once,
+            is_async=settings.is_async,
+            snapshot_every=settings.snapshot_every,
+            outlasts_run=settings.keeps_dataset,
+            modes=self._modes(),
             origin=Origin.of_this_thread(),
         )
 
-    def _modes(self, loader: DataLoader[T_co]) -> Modes | None:
+    def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""
-        if not loader.num_workers:
+        settings = self._settings
+        if not settings.num_workers:
             return None
-        is_forked = self._options.worker_backend == "thread" or loader._start_context().get_start_method() == "fork"
+        is_forked = settings.worker_backend == "thread" or settings.start_context.get_start_method() == "fork"
         return Modes.of_this_thread() if is_forked else None
 
-    def _seeds_each_batch(self) -> bool:
-        """Whether workers seed for each batch.
-
-        Samples of several batches that are fetched at once share the generators: a seed would be nobody's. And workers
-        in this process would seed those of the trainer.
-        """
-        is_alone = self._options.worker_backend == "process" and not self._concurrency.overlaps
-        return self._options.seeding == "batch" and not self._is_iterable and is_alone
-
-    def _init_fn(self, loader: DataLoader[T_co]) -> Any:
+    def _init_fn(self) -> Any:
         """Return the user's function, with torch's sharding of data pipes before it."""
-        if not loader.num_workers:
+        settings = self._settings
+        if not settings.num_workers:
             return None
         if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            return loader.worker_init_fn
-        return partial(_sharding_worker_init_fn, loader.worker_init_fn, self._world_size, self._rank)
-
-    def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
-        """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
-        self._window = self._window_of(loader)
-        beginning = Beginning(loader, None, last=self._record)
-        run = self._prepare(loader, beginning, first_iter=first_iter)
-        self._session.push(run)
-        self._begin(run, beginning)
-
-    def _begin(self, run: Run, beginning: Beginning) -> None:
-        """Begin to read the sampler, whose iterator torch's `_reset` has made anew."""
-        self._consumer = Consumer(self._session, run, self._sampler_iter, self._window, self._record.progress)
-        beginning.end()
-
-    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
-        self._finalizer()
-        WorkerIterator.__init__(self, loader, wait_for_start=False, state=state)
+            return settings.worker_init_fn
+        return partial(_sharding_worker_init_fn, settings.worker_init_fn, self._world_size, self._rank)
 
     @property
-    def _is_usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether it can begin another run."""
         session = self._session
         is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
@@ -279,7 +277,7 @@ class WorkerIterator(Faces[T_co]):
             check_owner(self._session.pid)
             self._wait_started(self._started)
         self._check_usable()
-        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
         while (item := self._take_or_read_on(asked_at)) is None:
             consumer = self._consumer  # that of another run, if the iterator has begun one meanwhile
             if not consumer.run.handoff.wait(consumer.has_news, deadline) and not consumer.has_news():
@@ -289,7 +287,7 @@ class WorkerIterator(Faces[T_co]):
                         raise error
                     finally:
                         del error
-                deadline = time.monotonic() + self._timeout
+                deadline = time.monotonic() + self._settings.timeout
         try:
             return self._open(item)
         finally:
@@ -334,7 +332,7 @@ class WorkerIterator(Faces[T_co]):
             del item
 
     async def _wait_async(self, asked_at: float) -> Item:
-        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
         while True:
             try:
                 item = self._take_or_read_on(asked_at)
@@ -352,7 +350,7 @@ class WorkerIterator(Faces[T_co]):
                         raise error
                     finally:
                         del error
-                deadline = time.monotonic() + self._timeout
+                deadline = time.monotonic() + self._settings.timeout
             self._last_turn = time.monotonic()
 
     def _take_or_read_on(self, asked_at: float) -> Item | None:
@@ -394,7 +392,7 @@ class WorkerIterator(Faces[T_co]):
             if not future.done():
                 future.set_result(error)
 
-        self._session.portal.post(self._session.recovery.overdue, self._timeout, tell)
+        self._session.portal.post(self._session.recovery.overdue, self._settings.timeout, tell)
         return future
 
     def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
@@ -402,13 +400,13 @@ class WorkerIterator(Faces[T_co]):
         try:
             return report.result(_ANSWER_S)
         except TimeoutError:
-            return loop_blocked(self._timeout, self._session.portal.where())
+            return loop_blocked(self._settings.timeout, self._session.portal.where())
 
     async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
         except TimeoutError:
-            return loop_blocked(self._timeout, self._session.portal.where())
+            return loop_blocked(self._settings.timeout, self._session.portal.where())
 
     # --------------------------------------------------------------------------------------------------- ending
 

@@ -18,10 +18,10 @@ from typing import Any, Final
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.figures import Stages, WorkerStats
+from asyncloader.observe.record import Record
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally, Timing
 from asyncloader.observe.trace import Trace
-from asyncloader.workers.protocol.messages import Record
 
 log = logging.getLogger("asyncloader")
 
@@ -236,7 +236,7 @@ class Meter:
             replacements=faults.replacements if faults else 0,
             timeouts=faults.timeouts if faults else 0,
             bad_count=faults.bad_count if faults else 0,
-            bad_samples=tuple(bad.key for bad in tuple(faults.bad_samples)) if faults else (),
-            left_out=tuple(batch.keys for batch in tuple(faults.left_out)) if faults else (),
+            bad_samples=tuple(faults.bad_samples) if faults else (),
+            left_out=tuple(faults.left_out) if faults else (),
             options=self._options,
         )

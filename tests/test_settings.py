@@ -10,18 +10,19 @@ import pytest
 import torch.utils.data
 
 from asyncloader import AsyncLoaderError, ConfigurationError, DataLoader
-from asyncloader.settings import Options
+from asyncloader.loader import OPTIONS
 
-OURS = [field.name for field in dataclasses.fields(Options)]
+OURS = list(OPTIONS)
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_each_option_has_one_default(name: str) -> None:
-    """The same in the signature, in the options, and on a loader that was made without it."""
+    """The same in the signature, on a loader that was made without it, and in its settings."""
     parameter = inspect.signature(DataLoader.__init__).parameters[name]
     assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    assert parameter.default == getattr(Options(), name)
-    assert getattr(DataLoader([1]), name) == parameter.default
+    loader = DataLoader([1])
+    assert getattr(loader, name) == parameter.default
+    assert getattr(loader._settings(), name) == parameter.default
 
 
 def test_the_signature_is_torchs_and_ours() -> None:
@@ -112,7 +113,7 @@ def test_options_can_be_changed_between_epochs() -> None:
         iter(loader)
 
 
-def test_options_are_frozen() -> None:
+def test_settings_are_frozen() -> None:
     """Nobody changes them on the way."""
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Options().max_retries = 5  # type: ignore[misc]
+        DataLoader([1])._settings().max_retries = 5  # type: ignore[misc]

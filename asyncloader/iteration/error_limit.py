@@ -1,0 +1,75 @@
+"""How many samples may raise before it is too much: ``max_errors``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from asyncloader.errors import describe_keys
+from asyncloader.iteration.progress import Progress
+from asyncloader.observe.faults import Faults
+from asyncloader.settings import Settings
+from asyncloader.workers.protocol.failure import BadSample
+
+log = logging.getLogger("asyncloader")
+
+_LEAST_EXPECTED = 1000
+
+
+class ErrorLimit:
+    """Counts the bad samples of one run, in the order of its batches.
+
+    So which batch is the first to exceed the limit depends on the data alone. Called by consumers, under their lock.
+
+    A share is taken of the samples of a run, if their number is known; otherwise of those that were planned so far, or
+    of 1000 where they are fewer.
+
+    Args:
+        settings: With the limit.
+        progress: Where the run begins, and how many samples of the epoch had raised before; kept up to date.
+        faults: Of the run.
+    """
+
+    def __init__(self, settings: Settings, progress: Progress, faults: Faults) -> None:
+        self._limit = settings.max_errors
+        self._num_samples = settings.num_samples() if isinstance(self._limit, float) else None
+        self._planned_before = progress.position * (settings.batch_size or 1)
+        self._bad_before = progress.bad_count
+        self._progress = progress
+        self._faults = faults
+
+    def count(self, bad: Sequence[BadSample], planned_samples: int) -> Exception | None:
+        """Count bad samples; return the error to raise if there are too many by now.
+
+        Args:
+            bad: Those of one batch.
+            planned_samples: How many the sampler has named in this run.
+        """
+        faults, progress, first = self._faults, self._progress, bad[0]
+        if not faults.bad_count:
+            log.warning(
+                "The sample with the index %s raised %s, and the batch is made without it, as on_error says. Further "
+                "ones are only counted: see stats() of the loader.\n%s",
+                describe_keys(first.key),
+                first.error.type_name,
+                first.error.text,
+            )
+        faults.note_bad(sample.key for sample in bad)
+        progress.bad_count = self._bad_before + faults.bad_count
+        if progress.bad_count <= self._allowed(planned_samples):
+            return None
+        error = first.error.rebuild([first.key])
+        error.add_note(f"{progress.bad_count} samples have raised in this epoch, more than max_errors={self._limit}.")
+        return error
+
+    def rewind(self) -> None:
+        """Forget the bad samples of a batch that was interrupted: the progress has been rewound."""
+        self._faults.rewind(self._progress.bad_count - self._bad_before)
+
+    def _allowed(self, planned_samples: int) -> float:
+        limit = self._limit
+        if limit is None:
+            return float("inf")
+        if isinstance(limit, int):
+            return limit
+        return limit * (self._num_samples or max(self._planned_before + planned_samples, _LEAST_EXPECTED))

@@ -1,0 +1,233 @@
+"""How a run over the data starts: anew, or from a state.
+
+    generators, samplers, dataset as they were ──> torch draws and iterates ──> plan, progress, where workers begin
+
+torch iterates over the samplers as often as without a state, so what they do then they do as often.
+
+Each random generator ends up where it was in the run that is resumed. If the trainer had set it to that by itself (the
+state's ``check`` tells), it is left alone: so what was drawn from it beside the loader is accounted for. Otherwise it
+is left where drawing the order anew takes it: right as long as nothing else draws from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
+from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
+from asyncloader.iteration.progress import Progress, SamplerState
+from asyncloader.iteration.rng_snapshot import Draws
+from asyncloader.iteration.runs import Runs
+from asyncloader.settings import Settings
+from asyncloader.workers.protocol.snapshot import Frozen, Pace, Start, dataset_here, from_plain, is_stateful, unplain
+
+log = logging.getLogger("asyncloader")
+
+
+class Drawn(NamedTuple):
+    """What torch's iterator has drawn for a run, its iterator over the keys of batches, and how far that is."""
+
+    keys: Iterator[Any]
+    base_seed: int
+    shared_seed: int | None
+    rank: int
+    num_yielded: int = 0
+
+
+class RunStart(NamedTuple):
+    """How a run starts.
+
+    Attributes:
+        plan: Yields the keys of its batches.
+        checkpointer: Makes its states; with its progress, epoch and seeds.
+        key: What the seeds of its batches are made from: base seed, epoch, rank.
+        starts: Where workers begin, for datasets that they have a place or a state in. The session changes those of
+            workers that it replaces.
+        settle: To be called when the run has begun: after its first batches of keys were read, if that happens before
+            the first is taken. Sets the generators that the trainer has restored to what they were.
+    """
+
+    plan: Plan
+    checkpointer: Checkpointer
+    key: tuple[int, int, int]
+    starts: dict[int, Start] | None
+    settle: Callable[[], None]
+
+
+def begin(
+    settings: Settings,
+    state: dict[str, Any] | None,
+    runs: Runs,
+    iterate: Callable[[], Drawn],
+    *,
+    prepare: Callable[[], object] | None = None,
+    inline: bool = False,
+    last: Checkpointer | None = None,
+) -> RunStart:
+    """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
+
+    Args:
+        settings: What is iterated over, and how.
+        state: To begin from, or None.
+        runs: The loader's; it is told of this one.
+        iterate: Iterates over the samplers, as torch's iterator does.
+        prepare: What torch does before the order is drawn.
+        inline: Nothing is read of the sampler before the first batch, and ``iterate`` draws the base seed.
+        last: The run before this one, if its workers make this one too.
+    """
+    index_sampler = settings.index_sampler
+    draws = Draws(settings.generator, samplers_within(index_sampler))
+    before = begun = draws.capture()
+    left_alone = [False] * len(before)
+    states: dict[str, Any] | None = None  # of samplers
+    goes_on = state is not None and state["base_seed"] is not None
+    if state is not None:
+        left_alone = [now == saved for now, saved in zip_longest(draws.check(), state["check"][: len(before)])]
+        states = unplain(state["samplers"])
+        if state["is_over"]:
+            _finish_last_run(index_sampler, states, state["drawn"], runs.epochs_when_loaded)
+        begun = draws.from_text(state["draws"])
+        draws.restore(begun)
+    if prepare is not None:
+        prepare()
+        if goes_on:
+            draws.restore(begun)
+        else:
+            begun = draws.capture()
+    samplers = _load_samplers(index_sampler, state, states, runs.latest)
+    is_dataset_loaded = inline and _load_dataset(settings, state)
+
+    drawn = iterate()
+
+    is_seed_first = inline
+    if drawn.num_yielded or is_drawn_from(drawn.keys):
+        # A patch of torch's constructor has advanced the sampler: the run begins there, unless a state says where.
+        if state is None:
+            begun, is_seed_first, samplers = before, True, SamplerState(None)
+        else:
+            draws.restore(begun)
+            if inline:
+                _draw_base_seed(settings)
+            drawn = drawn._replace(keys=iter(index_sampler))
+    if state is not None and goes_on:
+        is_seed_first = state["inline"]
+        drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
+        # The base seed is drawn before the order by one kind of iterators, and not by the other.
+        if inline and not is_seed_first:
+            draws.restore(begun)
+            drawn = drawn._replace(keys=iter(index_sampler))
+        elif is_seed_first and not inline:
+            _draw_base_seed(settings)
+    epoch = runs.begun if state is None else state["epoch"]
+    starts = _starts(settings, None if is_dataset_loaded else state)
+    key = (drawn.base_seed, epoch, drawn.rank)
+    progress = Progress(
+        state["position"] if state is not None else drawn.num_yielded,
+        set(state["ahead"]) if state is not None else None,
+        in_order=settings.in_order,
+        workers=_known(settings, starts, last),
+        next_worker=state["next_worker"] if state is not None else None,
+        bad_count=state.get("bad_count", 0) if state is not None else 0,
+        key=None if settings.is_iterable else key,
+        overlaps=settings.overlaps,
+    )
+    plan = Plan(index_sampler, drawn.keys, progress, Pace())
+    if state is not None and progress.position and not settings.is_iterable:
+        plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
+    if samplers.state is not None and not samplers.is_over:
+        progress.sampler_states.append((progress.position - samplers.drawn, samplers.state))
+    progress.samplers_before = samplers
+    checkpointer = Checkpointer(
+        settings, progress, draws, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first
+    )
+    runs.begun, runs.latest = epoch + 1, checkpointer
+    return RunStart(plan, checkpointer, key, starts, partial(draws.restore, before, left_alone))
+
+
+def _draw_base_seed(settings: Settings) -> None:
+    torch.empty((), dtype=torch.int64).random_(generator=settings.generator)
+
+
+def _finish_last_run(
+    index_sampler: Any, states: dict[str, Any] | None, drawn: int, epochs_when_loaded: list[int | None]
+) -> None:
+    """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another.
+
+    An epoch that the user has set since the state was loaded is the one that begins now.
+    """
+    if states is None:
+        return
+    chosen = set_epochs(index_sampler)
+    load_samplers(index_sampler, states, ())
+    plan = Plan(index_sampler, iter(index_sampler), Progress(), Pace())
+    plan.go_on(states, drawn)
+    next(plan, None)
+    for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, epochs_when_loaded, strict=False):
+        if epoch is not None and epoch != loaded:
+            sampler.set_epoch(epoch)
+
+
+def _load_samplers(
+    index_sampler: Any, state: dict[str, Any] | None, states: dict[str, Any] | None, latest: Checkpointer | None
+) -> SamplerState:
+    """Bring samplers to where they were before they are iterated over; return where they are."""
+    samplers = SamplerState(None)
+    if state is not None:
+        load_samplers(index_sampler, None if state["is_over"] else states, state["set_epochs"])
+        samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], state["is_over"])
+    elif latest is not None and latest.progress.finished:
+        samplers = latest.samplers_after()
+    return samplers if samplers.state is not None else samplers._replace(state=own_state(index_sampler))
+
+
+def _load_dataset(settings: Settings, state: dict[str, Any] | None) -> bool:
+    """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
+
+    It may be that the state sets a global generator. Where batches were made since, they are made again later.
+    """
+    if state is None or state["workers"] is None or not is_between_runs(state):
+        return False
+    starts = from_plain(state["workers"])
+    if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(settings.dataset):
+        return False
+    settings.dataset.load_state_dict(starts[0].snapshot["dataset"])
+    return True
+
+
+def _starts(settings: Settings, state: dict[str, Any] | None) -> dict[int, Start] | None:
+    """Return where workers begin, if the dataset is one that they have a place or a state in."""
+    if not settings.is_iterable and not (settings.snapshot_every and is_stateful(settings.dataset)):
+        return None
+    anew = {worker: Start() for worker in range(settings.num_places)}
+    if state is None or state["workers"] is None:
+        return anew
+    starts = from_plain(state["workers"])
+    if len(starts) != len(anew):
+        log.warning(
+            "The state has those of the dataset in %d workers, and there are %d now: the dataset begins anew.",
+            len(starts),
+            len(anew),
+        )
+        return anew
+    again = sum(start.batches + len(start.ahead) for start in starts.values() if start.snapshot is None)
+    if settings.is_iterable and again:
+        log.warning(
+            "Neither the dataset nor its iterator has given a state (state_dict, load_state_dict): to resume, %d "
+            "batches are read again and dropped.",
+            again,
+        )
+    return starts
+
+
+def _known(settings: Settings, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:
+    """Return where datasets are before the first batch, as far as this process knows."""
+    known = (last and last.carried()) or starts
+    if starts is not None and not settings.num_workers and starts[0] == Start():
+        return {0: dataset_here(settings.dataset, settings.snapshot_every)}
+    return known and dict(known)

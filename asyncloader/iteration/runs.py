@@ -1,0 +1,61 @@
+"""What a loader knows of its runs over the data, from one to the next."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state
+from asyncloader.iteration.plan import set_epochs
+from asyncloader.observe.meter import Meter
+from asyncloader.observe.trace import Trace, active_trace
+from asyncloader.settings import Settings
+
+
+class Runs:
+    """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
+
+    Attributes:
+        begun: How many there were, which is the epoch of the next one.
+        latest: Makes states of the newest one.
+        meter: Counts what happens in the newest one.
+        loaded: A state that the next one begins from.
+        epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.latest: Checkpointer | None = None
+        self.meter: Meter | None = None
+        self.loaded: dict[str, Any] | None = None
+        self.epochs_when_loaded: list[int | None] = []
+        self._trace: Trace | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "latest": None, "meter": None, "_trace": None}
+
+    def state_dict(self, settings: Settings) -> dict[str, Any]:
+        """Return a state to go on from: in the middle of the newest run, or before the next one."""
+        if self.loaded is not None:
+            return copy.deepcopy(self.loaded)
+        return initial_state(settings, self.begun) if self.latest is None else self.latest.state_dict()
+
+    def load(self, state: dict[str, Any], settings: Settings) -> None:
+        """Have the next run begin from a state; an empty one for the very first."""
+        if state:
+            check(state, settings)
+        self.loaded = copy.deepcopy(state) or None
+        self.epochs_when_loaded = set_epochs(settings.index_sampler)
+        self.latest = None
+        self.begun = 0
+
+    def open_trace(self, settings: Settings) -> Trace | None:
+        """Return where the timeline of a run is written: one file for all runs."""
+        if settings.trace is None:
+            return active_trace()
+        if self._trace is None or self._trace.path != Path(settings.trace):
+            self._trace = Trace(settings.trace)
+            weakref.finalize(self, self._trace.write, wait=False)
+        return self._trace
