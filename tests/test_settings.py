@@ -117,3 +117,37 @@ def test_settings_are_frozen() -> None:
     """Nobody changes them on the way."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         DataLoader([1])._settings().max_retries = 5  # type: ignore[misc]
+
+
+def test_what_follows_from_an_async_dataset() -> None:
+    """It is awaited for 64 samples at once, and its workers have tickets enough for that."""
+
+    class Slow:
+        def __len__(self) -> int:
+            return 100
+
+        async def __getitem__(self, index: int) -> int:
+            return index
+
+    settings = DataLoader(Slow(), 10, num_workers=2)._settings()  # type: ignore[arg-type]
+    assert (settings.is_async, settings.samples_at_once, settings.tickets_at_once) == (True, 64, 9)
+    assert settings.window == 18
+    assert not settings.seeds_each_batch
+
+
+def test_what_follows_from_a_plain_dataset() -> None:
+    """One sample after the other, torch's window, and seeds for each batch."""
+    settings = DataLoader([1, 2, 3], 2, num_workers=2)._settings()  # type: ignore[arg-type]
+    assert (settings.is_async, settings.samples_at_once, settings.tickets_at_once) == (False, 1, 0)
+    assert (settings.num_places, settings.window, settings.num_samples()) == (2, 4, 3)
+    assert settings.seeds_each_batch
+    assert not settings.is_in_process
+
+
+def test_workers_that_are_there_keep_what_they_were_started_with() -> None:
+    """The next run of persistent workers has the loader's new settings but for those."""
+    first = DataLoader([1], num_workers=1, on_error="skip", max_errors=1)._settings()  # type: ignore[arg-type]
+    now = DataLoader([1], num_workers=2, prefetch_factor=8, concurrency=3)._settings()  # type: ignore[arg-type]
+    both = now.with_workers_of(first)
+    assert (both.num_workers, both.on_error, both.samples_at_once, both.prefetch_factor) == (1, "skip", 1, 8)
+    assert both.window == 8

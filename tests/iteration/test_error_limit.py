@@ -1,0 +1,60 @@
+"""How many samples may raise: counted in the order of batches, over the whole epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from asyncloader.iteration.error_limit import ErrorLimit
+from asyncloader.iteration.progress import Progress
+from asyncloader.observe.faults import Faults
+from asyncloader.workers.protocol.failure import BadSample, RemoteError
+
+
+def bad(*keys: int) -> list[BadSample]:
+    """Samples that have raised."""
+    error = RemoteError.capture(ValueError("bad"), "in a test")
+    return [BadSample(key, 0, error) for key in keys]
+
+
+def limit(max_errors: Any, *, length: int = 10, batch_size: int = 2, before: int = 0, position: int = 0) -> ErrorLimit:
+    """The limit of a run over so many samples, which goes on at a batch with so many bad samples before."""
+    loader = DataLoader(range(length), batch_size, on_error="skip", max_errors=max_errors)  # type: ignore[arg-type]
+    return ErrorLimit(loader._settings(), Progress(position, bad_count=before), Faults())
+
+
+@pytest.mark.parametrize(("max_errors", "allowed"), [(0, 0), (3, 3), (0.0, 0), (0.3, 3), (1.0, 10)])
+def test_a_count_or_a_share_of_the_samples(max_errors: float, allowed: int) -> None:
+    """As many are let pass; the next one is raised, and names the limit."""
+    counts = limit(max_errors)
+    assert [counts.count(bad(key), 2) for key in range(allowed)] == [None] * allowed
+    error = counts.count(bad(7), 2)
+    assert isinstance(error, ValueError)
+    assert f"{allowed + 1} samples have raised in this epoch, more than max_errors={max_errors}." in error.__notes__
+
+
+def test_no_limit() -> None:
+    """Nothing is raised without one."""
+    assert limit(None).count(bad(*range(2000)), 2) is None
+
+
+def test_bad_samples_before_a_state_count() -> None:
+    """A run that goes on with an epoch has what it had left."""
+    assert limit(3, before=2).count(bad(1), 2) is None
+    assert limit(3, before=3).count(bad(1), 2) is not None
+
+
+def test_an_interrupted_batch_is_counted_once() -> None:
+    """Its samples are forgotten with the progress, and counted when it is taken again."""
+    progress, faults = Progress(), Faults()
+    settings = DataLoader(range(4), on_error="skip", max_errors=2)._settings()  # type: ignore[arg-type]
+    counts = ErrorLimit(settings, progress, faults)
+    counts.count(bad(1), 1)
+    mark = progress.mark()
+    counts.count(bad(2), 2)
+    progress.rewind(mark)
+    counts.rewind()
+    assert (faults.bad_count, list(faults.bad_samples), progress.bad_count) == (1, [1], 1)
+    assert counts.count(bad(2), 2) is None
