@@ -47,8 +47,9 @@ test-browser: $(READY) ## look at the page of a timeline in Debian's chromium, w
 soak: $(READY) ## the soak tests, for MINUTES=10
 	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak -o faulthandler_timeout=0
 
-lint: $(READY) ## ruff
+lint: $(READY) ## ruff, and what may import what
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
 
 typecheck: $(READY) ## mypy --strict
 	$(BIN)/mypy
@@ -67,7 +68,7 @@ build: $(READY) ## wheel and source distribution in dist/
 	$(BIN)/python -m build --outdir dist .
 
 clean: ## remove what was built and cached, but for the virtual environment (rm -r .venv)
-	rm -rf build dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 help: ## this list

@@ -14,18 +14,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from asyncloader.engine.actions import Fail, Replace, Ticket
+from asyncloader.engine.actions import Action, Fail, Replace, Ticket
 from asyncloader.engine.backoff import Rests, explain_death, explain_failed_starts, explain_no_start
+from asyncloader.engine.portal import Portal
 from asyncloader.engine.run import Item, Run
 from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
 from asyncloader.settings import OnTimeout
-from asyncloader.workers.backend import Worker
+from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.protocol.snapshot import Start
-
-if TYPE_CHECKING:
-    from asyncloader.engine.session import Session
 
 log = logging.getLogger("asyncloader")
 
@@ -67,10 +65,31 @@ class Policy(NamedTuple):
     on_timeout: OnTimeout = "raise"
 
 
+class Patient(Protocol):
+    """What is asked of the session that is mended."""
+
+    portal: Portal
+    run: Run
+    pool: Backend
+
+    @property
+    def takes_outcomes(self) -> bool:
+        """Whether somebody waits for what workers make."""
+
+    def apply(self, actions: list[Action]) -> None:
+        """Carry out what the scheduler decided."""
+
+    def lost(self, worker: int) -> None:
+        """Forget what a worker that is gone had told and had been given."""
+
+    def give_up(self, error: Exception) -> None:
+        """No worker can be had: one error stands for everything that is not here yet."""
+
+
 class Recovery:
     """Mends the session that it belongs to."""
 
-    def __init__(self, session: Session, policy: Policy) -> None:
+    def __init__(self, session: Patient, policy: Policy) -> None:
         self._session = session
         self._policy = policy
         self.has_lost = False  # a worker that was not replaced
