@@ -19,10 +19,11 @@ from typing import NamedTuple, Protocol
 from asyncloader.engine.actions import Action, Fail, Replace, Ticket
 from asyncloader.engine.backoff import Rests, explain_death, explain_failed_starts, explain_no_start
 from asyncloader.engine.portal import Portal
-from asyncloader.engine.run import Item, Run
+from asyncloader.engine.run import Item, Run, failed
 from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
 from asyncloader.settings import OnTimeout
 from asyncloader.workers.backend import Backend, Worker
+from asyncloader.workers.protocol.outcome import NO_RECORD, LeftOut
 from asyncloader.workers.protocol.snapshot import Start
 
 log = logging.getLogger("asyncloader")
@@ -177,15 +178,15 @@ class Recovery:
         if action.at_once:
             if not self._is_replaced:
                 error.add_note(_NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE)
-            run.handoff.ready.appendleft(Item(None, error, counts=False))
+            run.handoff.ready.appendleft(failed(error, counts=False))
             run.handoff.wake()
             return
         (ticket,) = action.tickets
-        item = Item(None, error, seq=ticket.seq)
+        item = failed(error, ticket.seq)
         if action.leave_out:
             log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
             run.faults.left_out.append(ticket.keys)
-            item = Item(None, left_out=True, seq=ticket.seq)
+            item = Item(LeftOut(NO_RECORD), ticket.seq)
         session.apply(run.scheduler.ready(ticket.seq, item))
 
     # ------------------------------------------------------------------------------------------------------- hangs

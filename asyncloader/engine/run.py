@@ -10,45 +10,50 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import make_tracks
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter, Passage
-from asyncloader.workers.protocol.failure import BadSample, stand_in
+from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, Outcome
 from asyncloader.workers.protocol.snapshot import Frozen, Start
 
 
 class Item(NamedTuple):
-    """What the consumer gets: a batch, or an exception in its place.
+    """What the consumer gets: an outcome whose turn has come.
 
-    ``counts`` is false for an error beside the order, which frees no place in the window. ``bad`` are the samples that
-    the batch was made without. With ``left_out`` there is nothing to hand over, but its place in the window is free.
-    ``passage`` is the meter's note of a batch. ``seq`` is its number in the plan; -1 beside the order. ``worker`` has
-    answered the ticket, or nobody (-1), and ``snapshot`` is the state of its dataset then; ``number`` is that of the
-    batch in its stream. ``keys`` are there where they may be needed to make the batch again. ``ended`` stands for the
-    end of the data, where batches are made in this process.
+    Attributes:
+        outcome: A batch, what was raised in its place, or nothing, but the place in the window is free; the end of the
+            data, where batches are made in this process.
+        seq: Number of the batch in the plan; -1 beside the order.
+        worker: Who has answered the ticket; -1 for nobody.
+        passage: The meter's note of a batch.
+        number: Of the batch in the stream of its worker.
+        keys: Where they may be needed to make the batch again.
+        counts: It is in order, and frees a place in the window.
     """
 
-    batch: Any
-    error: BaseException | None = None
-    counts: bool = True
-    bad: Sequence[BadSample] = ()
-    left_out: bool = False
-    passage: Passage | None = None
+    outcome: Outcome
     seq: int = -1
     worker: int = -1
-    snapshot: Any = None
+    passage: Passage | None = None
     number: int = -1
     keys: Any = None
-    ended: bool = False
+    counts: bool = True
 
     def open(self) -> Any:
         """Return the batch, or raise what came in its place."""
-        if self.ended:
-            raise StopIteration
-        if self.error is None:
-            return self.batch
+        outcome = self.outcome
+        if type(outcome) is Batch:
+            return outcome.data
         try:
-            raise stand_in(self.error)
+            if type(outcome) is Failure:
+                raise stand_in(outcome.error)
+            raise StopIteration
         finally:
-            del self  # the traceback refers to this frame
+            del self, outcome  # the traceback refers to this frame
+
+
+def failed(error: BaseException, seq: int = -1, *, counts: bool = True) -> Item:
+    """Return what is raised in place of a batch that no worker has come to."""
+    return Item(Failure(NO_RECORD, error), seq, counts=counts)
 
 
 class PlanEnd:
@@ -66,8 +71,6 @@ class Run:
         meter: Counts what happens.
         void_count: Tickets that made no batch; each frees a place in the window.
         faults: What went wrong and was mended.
-        bad: By sequence number, the bad samples of batches that are on their way.
-        snapshots: By sequence number, states of the dataset after batches that are on their way.
         ends: By worker, the state of its stream after the end, if that outlasts the run.
         tracks: By worker, how far it is, for datasets that workers have a place or a state in.
     """
@@ -86,8 +89,6 @@ class Run:
         self.meter = meter
         self.epoch = epoch
         self.faults = faults
-        self.bad: dict[int, Sequence[BadSample]] = {}
-        self.snapshots: dict[int, Any] = {}
         self.ends: dict[int, Frozen] = {}
         self._is_stream = is_stream
         self._overlaps = overlaps

@@ -26,14 +26,14 @@ from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Policy, Recovery
-from asyncloader.engine.run import Item, PlanEnd, Run
+from asyncloader.engine.run import Item, PlanEnd, Run, failed
 from asyncloader.engine.tracks import Track
 from asyncloader.errors import LoaderClosedError, describe_keys, exiting
 from asyncloader.observe.meter import Passage
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.parent.launching import carry_out
-from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError, with_notes
-from asyncloader.workers.protocol.messages import Record
+from asyncloader.workers.protocol.failure import with_notes
+from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.workers.protocol.snapshot import Frozen
 
 END_GRACE_S = 3.0
@@ -241,104 +241,78 @@ class Session:
         """The worker has opened the dataset."""
         self.recovery.ready()
 
-    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
-        """A batch has come, and began to be read at this time."""
+    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """What has become of a ticket has come, and began to be read at this time."""
         if not self.takes_outcomes:
             return
-        scheduler = self.run.scheduler
+        run, record, kind = self.run, outcome.record, type(outcome)
+        scheduler = run.scheduler
+        if kind is Exhausted:
+            if isinstance(outcome.snapshot, Frozen):
+                run.ends[worker] = outcome.snapshot
+            self.apply(scheduler.exhausted(worker, record.seq))
+            return
         self.recovery.calm()
+        if type(outcome) is Refused:
+            self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
+            return
         ticket = scheduler.in_flight[worker][record.seq]
-        passage = self.run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0))
+        passage, nbytes = None, 0
+        if type(outcome) is Batch:
+            nbytes = outcome.nbytes
+            passage = run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0))
+        elif kind is LeftOut:
+            run.faults.left_out.append(ticket.keys)
+        elif type(outcome) is Failure and not isinstance(outcome.error, BaseException):
+            keys = None if self._is_stream else ticket.keys  # a stream has no indices
+            outcome = outcome._replace(error=outcome.error.rebuild(keys))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        bad = self.run.bad.pop(record.seq, ()) if self.run.bad else ()
-        item = Item(None if self._pinner else batch, bad=bad, passage=passage, seq=record.seq, worker=worker)
-        if self.run.tracks:
+        item = Item(outcome, record.seq, worker, passage)
+        if run.tracks:
             item = self._note_place(item, ticket)
-        if self._pinner is None:
+        if self._pinner is None or passage is None:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
-            self._pinner.pin(batch, partial(self._on_pinned, self.run, passage, nbytes, item))
+            self._pin(self._pinner, item, passage)
         self.apply(actions)
 
-    def _on_pinned(
-        self, run: Run, passage: Passage, nbytes: int, item: Item, batch: Any, error: Exception | None, seconds: float
-    ) -> None:
-        if run is self.run and self.state is State.OPEN:
-            run.meter.pinned(passage, seconds)
-            self.apply(run.scheduler.ready(item.seq, item._replace(batch=batch, error=error), nbytes))
+    def _pin(self, pinner: Pinner, item: Item, passage: Passage) -> None:
+        """Have the batch copied; what stands for it meanwhile does not refer to it."""
+        batch: Any = item.outcome
+        emptied = item._replace(outcome=batch._replace(data=None))
+        pinner.pin(batch.data, partial(self._on_pinned, self.run, passage, emptied))
 
-    def _note_place(self, item: Item, ticket: Ticket | None) -> Item:
+    def _on_pinned(
+        self, run: Run, passage: Passage, item: Item, data: Any, error: Exception | None, seconds: float
+    ) -> None:
+        if run is not self.run or self.state is not State.OPEN:
+            return
+        batch: Any = item.outcome
+        run.meter.pinned(passage, seconds)
+        outcome = batch._replace(data=data)
+        if error is not None:
+            outcome = Failure(batch.record, error, batch.bad, batch.snapshot)
+        self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome), batch.nbytes))
+
+    def _note_place(self, item: Item, ticket: Ticket) -> Item:
         """Note that a worker has answered a ticket, which decides where a replacement would begin."""
-        run = self.run
         self._unmoved.discard(item.worker)
-        snapshot = run.snapshots.pop(item.seq, None)
+        snapshot = item.outcome.snapshot
         # What an iterator tells after its end is no place to begin at: some would begin anew.
         place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
-        keys = None if self._is_stream or ticket is None else ticket.keys
-        number = run.tracks[item.worker].answered(item.seq, place, keys)
-        return item._replace(snapshot=snapshot, number=number, keys=keys)
-
-    def lost(self, worker: int) -> None:
-        """Forget what a worker that is gone had told ahead of outcomes, and what it had been given."""
-        run = self.run
-        for seq in run.scheduler.in_flight[worker]:
-            run.snapshots.pop(seq, None)
-            run.bad.pop(seq, None)
-        if run.tracks:
-            run.tracks[worker].lost()
-
-    def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
-        """The state of the dataset after this ticket, or why there is none. The ticket's outcome follows."""
-        self.run.snapshots[record.seq] = snapshot
-
-    def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
-        """Samples that raised: what follows for this ticket was made without them."""
-        self.run.bad[record.seq] = bad
-
-    def on_left_out(self, worker: int, record: Record) -> None:
-        """No sample of this ticket was good."""
-        if not self.takes_outcomes:
-            return
-        ticket = self.run.scheduler.in_flight[worker].get(record.seq)
-        self.run.faults.left_out.append(ticket and ticket.keys)
-        self._answer(worker, record, Item(None, left_out=True))
-
-    def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:
-        """An exception has come in place of a batch."""
-        if not self.takes_outcomes:
-            return
-        ticket = self.run.scheduler.in_flight[worker].get(record.seq)
-        keys = ticket.keys if ticket is not None and not self._is_stream else None  # a stream has no indices
-        self._answer(worker, record, Item(None, error if isinstance(error, Exception) else error.rebuild(keys)))
+        keys = None if self._is_stream else ticket.keys
+        number = self.run.tracks[item.worker].answered(item.seq, place, keys)
+        return item._replace(number=number, keys=keys)
 
     def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
         """Return those of these tickets that the worker still has, with their keys."""
         tickets = self.run.scheduler.in_flight[worker]
         return [(seq, tickets[seq].keys) for seq in seqs if seq in tickets]
 
-    def on_refused(self, worker: int, record: Record, error: RemoteError) -> None:
-        """The worker cannot unpickle the keys of this ticket."""
-        if self.takes_outcomes:
-            self.recovery.calm()
-            self._refuse(worker, record.seq, error.rebuild(None), "cannot be unpickled in")
-
-    def _answer(self, worker: int, record: Record, item: Item) -> None:
-        """Hand over what stands for a ticket that has no batch, when its turn comes."""
-        self.recovery.calm()
-        scheduler = self.run.scheduler
-        ticket = scheduler.in_flight[worker].get(record.seq)
-        actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        item = item._replace(bad=self.run.bad.pop(record.seq, ()), seq=record.seq, worker=worker)
+    def lost(self, worker: int) -> None:
+        """Note that what a worker that is gone had been given was not made."""
         if self.run.tracks:
-            item = self._note_place(item, ticket)
-        self.apply(actions + scheduler.ready(record.seq, item))
-
-    def on_exhausted(self, worker: int, record: Record) -> None:
-        """The worker's iterable dataset ended before this ticket."""
-        if self.takes_outcomes:
-            if isinstance(last := self.run.snapshots.pop(record.seq, None), Frozen):
-                self.run.ends[worker] = last
-            self.apply(self.run.scheduler.exhausted(worker, record.seq))
+            self.run.tracks[worker].lost()
 
     @property
     def takes_outcomes(self) -> bool:
@@ -381,7 +355,7 @@ class Session:
         scheduler = self.run.scheduler
         keys = describe_keys(scheduler.in_flight[worker][seq].keys)
         with_notes(error, [f"The sampler yielded {keys}, which {why} a worker process."])
-        self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, Item(None, error, seq=seq)))
+        self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, failed(error, seq)))
 
     def _send(self, action: Send) -> None:
         if self.gave_up:
@@ -430,7 +404,7 @@ class Session:
         if lost:
             keys = describe_keys(lost[0].keys)
             error.add_note(f"{len(lost)} batches that were planned are lost; the first has the indices {keys}.")
-        self.run.handoff.put(Item(None, error, counts=False))
+        self.run.handoff.put(failed(error, counts=False))
         self.apply([action for ticket in lost for action in scheduler.ready(ticket.seq, VOID)])
         self.apply(scheduler.plan_ended())
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
-from asyncloader.engine.run import Item, PlanEnd, Run
+from asyncloader.engine.run import Item, PlanEnd, Run, failed
 from asyncloader.engine.session import Session, State
 from asyncloader.iteration.error_limit import ErrorLimit
 from asyncloader.iteration.plan import Done
 from asyncloader.iteration.progress import Progress
+from asyncloader.workers.protocol.outcome import Failure, LeftOut
 
 
 class Consumer:
@@ -52,7 +53,6 @@ class Consumer:
         self._limit = limit
         self._lock = progress.lock
         self._planned = progress.position
-        self._planned_samples = 0
         self._plan_ended = False
         self._plan_error: Exception | None = None
         self._taker = 0
@@ -86,7 +86,8 @@ class Consumer:
                 self.taken -= item.counts
                 run.handoff.ready.appendleft(item)
                 raise
-            if item.error is not None:
+            outcome = item.outcome
+            if type(outcome) is Failure:
                 run.meter.failed()
             elif item.passage is not None:
                 used = self._planned - self.taken - run.void_count
@@ -94,17 +95,17 @@ class Consumer:
             if item.seq >= 0:
                 self.progress.done(item.seq)
                 if item.worker >= 0:
-                    self.progress.answered(item.worker, item.snapshot, item.number, item.keys)
+                    self.progress.answered(item.worker, outcome.snapshot, item.number, item.keys)
             if self._plan_error is not None:
                 run.handoff.wake()  # what the sampler raised may be due now, and we may not come again
-            if item.bad:
+            if outcome.bad:
                 item = self._judge(item)
-        return None if item.left_out else item
+        return None if type(item.outcome) is LeftOut else item
 
     def _judge(self, item: Item) -> Item:
         """Count the bad samples of an item; it becomes an error if there are too many by now."""
-        error = self._limit.count(item.bad, self._planned_samples)
-        return item if error is None else Item(None, error)
+        error = self._limit.count(item.outcome.bad)
+        return item if error is None else failed(error)
 
     def read_on(self) -> None:
         """Do what a consumer can do before it waits.
@@ -155,8 +156,6 @@ class Consumer:
                 self._plan_error = error
                 return
             self._planned += 1
-            if type(keys) is list:
-                self._planned_samples += len(keys)
             self._session.push(VOID if keys is Done else keys)
 
     def _may_read(self) -> int:

@@ -38,12 +38,11 @@ class ErrorLimit:
         self._progress = progress
         self._faults = faults
 
-    def count(self, bad: Sequence[BadSample], planned_samples: int) -> Exception | None:
+    def count(self, bad: Sequence[BadSample]) -> Exception | None:
         """Count bad samples; return the error to raise if there are too many by now.
 
         Args:
             bad: Those of one batch.
-            planned_samples: How many the sampler has named in this run.
         """
         faults, progress, first = self._faults, self._progress, bad[0]
         if not faults.bad_count:
@@ -56,7 +55,7 @@ class ErrorLimit:
             )
         faults.note_bad(sample.key for sample in bad)
         progress.bad_count = self._bad_before + faults.bad_count
-        if progress.bad_count <= self._allowed(planned_samples):
+        if progress.bad_count <= self._allowed():
             return None
         error = first.error.rebuild([first.key])
         error.add_note(f"{progress.bad_count} samples have raised in this epoch, more than max_errors={self._limit}.")
@@ -66,10 +65,10 @@ class ErrorLimit:
         """Forget the bad samples of a batch that was interrupted: the progress has been rewound."""
         self._faults.rewind(self._progress.bad_count - self._bad_before)
 
-    def _allowed(self, planned_samples: int) -> float:
+    def _allowed(self) -> float:
         limit = self._limit
         if limit is None:
             return float("inf")
         if isinstance(limit, int):
             return limit
-        return limit * (self._num_samples or max(self._planned_before + planned_samples, _LEAST_EXPECTED))
+        return limit * (self._num_samples or max(self._planned_before + self._progress.named_samples, _LEAST_EXPECTED))

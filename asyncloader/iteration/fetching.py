@@ -24,6 +24,7 @@ from asyncloader.workers.child import threads
 from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample
 from asyncloader.workers.protocol.failure import EndOfData, stand_in
 from asyncloader.workers.protocol.modes import Modes
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut
 from asyncloader.workers.protocol.snapshot import Keeper
 
 LEFT_OUT: Any = object()
@@ -124,15 +125,15 @@ class TimedFetcher:
         try:
             batch = self.fetch(keys)
         except EndOfData:
-            return Item(None, ended=True)
+            return Item(Exhausted(NO_RECORD))
         except Exception as error:
-            return Item(None, error, bad=tuple(self._fetch.bad), worker=0, keys=self.keys)
+            return Item(Failure(NO_RECORD, error, tuple(self._fetch.bad)), worker=0, keys=self.keys)
         bad = self._fetch.bad
         if bad:
             bad = tuple(bad)
             if batch is LEFT_OUT:
-                return Item(None, bad=bad, left_out=True, worker=0, snapshot=self.snapshot, keys=self.keys)
-        return Item(batch, None, True, bad, False, self.passage, -1, 0, self.snapshot, -1, self.keys)
+                return Item(LeftOut(NO_RECORD, bad, self.snapshot), worker=0, keys=self.keys)
+        return Item(Batch(NO_RECORD, batch, 0, bad, self.snapshot), -1, 0, self.passage, -1, self.keys)
 
     def _make(self, keys: Any) -> Any:
         began = time.perf_counter()
@@ -243,7 +244,7 @@ class FetchThread:
             try:
                 item = self._fetcher.item(request.pop())
             except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
-                item = Item(None, error, worker=0)
+                item = Item(Failure(NO_RECORD, error), worker=0)
             self.handoff.put(item)
             del item
         self.requests.put(None)  # for another one, if a Ctrl-C inside `Thread.start` had two of them started

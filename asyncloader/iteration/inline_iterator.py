@@ -39,6 +39,7 @@ from asyncloader.settings import Settings
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child.fetch import make_fetcher
 from asyncloader.workers.protocol.failure import stand_in
+from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut
 from asyncloader.workers.protocol.snapshot import Frozen, Keeper
 
 T_co = TypeVar("T_co", covariant=True)
@@ -98,7 +99,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._closed = False
         self._exhausted = False
         self._held: Any = _NOTHING  # keys that were read of the sampler, and whose batch is not made yet
-        self._planned_samples = 0
         self._is_torn = False  # a batch of a stream was interrupted: what was read for it is gone
         self._taking = threading.Lock()
         self._asking = self._progress.lock  # held to read the sampler, and to change the thread's two numbers
@@ -156,8 +156,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 with torch.autograd.profiler.record_function(self._profile_name):
                     return self._take(taken).open()
             item = self._take(taken)
-            if item.error is None and not item.ended:
-                return item.batch
+            if type(item.outcome) is Batch:
+                return item.outcome.data
             try:
                 return item.open()
             finally:
@@ -175,8 +175,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             with self._taking:
                 if not (exits.is_exiting and exits.is_left_behind()):
                     item = self._take_from_thread(taken) if self._fetching.unserved else self._make_here(taken)
-                    if not item.left_out:
-                        if item.error is None and not item.ended:
+                    if type(item.outcome) is not LeftOut:
+                        if type(item.outcome) is Batch:
                             self._note_yielded()
                         return item
                     taken.clear()
@@ -239,13 +239,15 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         taken: list[_Taken] = []
         try:
             item = await self._wait_async(time.perf_counter(), taken)
+            outcome: Any = item.outcome
+            is_batch = type(outcome) is Batch
         except Exception:
             raise
         except BaseException:
             self._put_back(taken)
             raise
-        if item.error is None and not item.ended:
-            return item.batch  # nothing is called from there to here
+        if is_batch:
+            return outcome.data  # nothing is called from there to here
         try:
             return item.open()
         except StopIteration:
@@ -254,7 +256,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             raise stand_in(error, in_async_for=True) from error
         finally:
             taken.clear()
-            del item
+            del item, outcome
 
     async def _wait_async(self, asked_at: float, taken: list[_Taken]) -> Item:
         exits.note_user()
@@ -270,7 +272,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                     except StopAsyncIteration as error:  # of the sampler
                         raise stand_in(error, in_async_for=True) from error
                     if item is not None:
-                        if item.error is None and not item.ended:
+                        if type(item.outcome) is Batch:
                             self._note_yielded()
                         return item
                     await fetching.handoff.wait_async(self._has_news, None)
@@ -300,7 +302,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 if self._is_at_end:
                     self._progress.finished = True
                     fetching.handoff.wake_all()  # those who still wait learn that there is no more
-                if not item.left_out:
+                if type(item.outcome) is not LeftOut:
                     return item
                 taken.clear()
             if fetching.unserved < len(fetching.wanting):
@@ -309,30 +311,31 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _judged(self, item: Item) -> Item:
         """Count the bad samples of a batch; it becomes an error if there are too many by now."""
-        if not item.bad:
+        outcome = item.outcome
+        if not outcome.bad:
             return item
-        error = self._limit.count(item.bad, self._planned_samples)
+        error = self._limit.count(outcome.bad)
         if error is not None:
-            return item._replace(batch=None, error=error, left_out=False)
-        if item.left_out:
-            keys = [sample.key for sample in item.bad]
+            return item._replace(outcome=Failure(outcome.record, error))
+        if type(outcome) is LeftOut:
+            keys = [sample.key for sample in outcome.bad]
             self._faults.left_out.append(keys if self._auto_collation else keys[0])
         return item
 
     def _counted(self, item: Item, asked_at: float) -> Item:
         """Count a batch that is handed over, left out or raises now."""
-        progress = self._progress
-        if item.ended:
+        progress, outcome = self._progress, item.outcome
+        if type(outcome) is Exhausted:
             self._meter.told()
             self._finish()
             return item
         progress.done(progress.position)
         if item.worker >= 0:
-            self._answered(item.snapshot, item.keys)
-        if item.passage is not None and item.error is None:
-            self._meter.took(asked_at, item.passage, 0, len(self._fetching.handoff.ready))
-        elif item.error is not None:
+            self._answered(outcome.snapshot, item.keys)
+        if type(outcome) is Failure:
             self._meter.failed()
+        elif item.passage is not None:
+            self._meter.took(asked_at, item.passage, 0, len(self._fetching.handoff.ready))
         return item
 
     def _has_news(self) -> bool:
@@ -370,7 +373,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             for keys in self._sampler_iter:
                 if keys is not Done:
                     self._held = keys
-                    self._planned_samples += len(keys) if isinstance(keys, list) else 1
                     break
             else:
                 self._exhausted = True

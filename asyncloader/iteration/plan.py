@@ -62,10 +62,14 @@ class Plan:
         iterator: Its iterator, which torch has made.
         progress: Where is counted what was read; samplers' states are left there.
         pace: When to take these.
+        is_batched: Keys name the samples of a batch; else one sample.
     """
 
-    def __init__(self, index_sampler: Any, iterator: Iterator[Any], progress: Progress, pace: Pace) -> None:
+    def __init__(
+        self, index_sampler: Any, iterator: Iterator[Any], progress: Progress, pace: Pace, *, is_batched: bool = True
+    ) -> None:
         self._index_sampler = index_sampler
+        self._is_batched = is_batched
         self._takes_apart = _is_torchs(index_sampler, iterator)
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
         iterated_over = iter(self._batch, []) if self._takes_apart else iterator
@@ -107,6 +111,8 @@ class Plan:
             self._take_state(progress.read + 1)
         if progress.read in self._done:
             keys = Done
+        else:
+            progress.named_samples += len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
         progress.read += 1
         self._held = _NOTHING
         return keys

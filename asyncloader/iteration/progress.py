@@ -64,6 +64,7 @@ class Progress:
         self.position = position
         self.ahead = ahead or set()
         self.read = position  # batches of keys that were read from the sampler
+        self.named_samples = 0  # that those of this run have named
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
         self.samplers_before = SamplerState(None)
         self.set_epochs: list[int | None] = []  # what `set_epoch` of samplers had been called with

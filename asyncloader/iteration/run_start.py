@@ -137,7 +137,7 @@ def begin(
         key=None if settings.is_iterable else key,
         overlaps=settings.overlaps,
     )
-    plan = Plan(index_sampler, drawn.keys, progress, Pace())
+    plan = Plan(index_sampler, drawn.keys, progress, Pace(), is_batched=settings.auto_collation)
     if state is not None and progress.position and not settings.is_iterable:
         plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
     if samplers.state is not None and not samplers.is_over:

@@ -48,6 +48,7 @@ from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.origin import Origin
+from asyncloader.workers.protocol.outcome import Batch
 from asyncloader.workers.protocol.snapshot import is_stateful
 
 T_co = TypeVar("T_co", covariant=True)
@@ -368,7 +369,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _open(self, item: Item) -> Any:
         """Return the batch, or raise what came in its place."""
-        if item.error is None:
+        if type(item.outcome) is Batch:
             self._note_yielded()
         try:
             return item.open()

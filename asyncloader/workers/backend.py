@@ -1,7 +1,7 @@
 """Where workers run, as the session sees it: an interface with two makers, and more to come.
 
     session ── start, send, replace, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop
-            <── on_ready, on_batch, ... ────
+            <── on_ready, on_outcome, ... ──
 
 All of it happens on the loop thread, but for `wait_dead`.
 """
@@ -12,8 +12,8 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from asyncloader.workers.protocol.failure import BadSample, LocalError, RemoteError
-from asyncloader.workers.protocol.messages import EpochSpec, Record
+from asyncloader.workers.protocol.messages import EpochSpec
+from asyncloader.workers.protocol.outcome import Outcome
 
 Launch: TypeAlias = Callable[[], None]
 """Makes a process: a copy, if it is forked, of the thread that calls it."""
@@ -73,29 +73,11 @@ class Listener(Protocol):
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset."""
 
-    def on_batch(self, worker: int, record: Record, batch: Any, nbytes: int, arrived_at: float) -> None:
-        """A batch has come, and began to be read at this time; ``nbytes`` is less than 0 if its size is unknown."""
-
-    def on_bad_samples(self, worker: int, record: Record, bad: list[BadSample]) -> None:
-        """Samples that raised: what follows for this ticket was made without them."""
-
-    def on_state(self, worker: int, record: Record, snapshot: Any) -> None:
-        """The state of the dataset after this ticket, whose outcome follows."""
-
-    def on_left_out(self, worker: int, record: Record) -> None:
-        """No sample of this ticket was good: there is no batch."""
-
-    def on_failure(self, worker: int, record: Record, error: RemoteError | LocalError | Exception) -> None:
-        """An exception has come in place of a batch."""
+    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """What has become of a ticket has come, and began to be read at this time."""
 
     def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
         """Return those of these tickets that the worker still has, with their keys."""
-
-    def on_refused(self, worker: int, record: Record, error: RemoteError) -> None:
-        """The worker cannot unpickle the keys of this ticket."""
-
-    def on_exhausted(self, worker: int, record: Record) -> None:
-        """The worker's iterable dataset ended before this ticket."""
 
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker ended on its own."""

@@ -62,7 +62,7 @@ def test_frames_come_out_as_they_went_in(frames: list[tuple[int, bytes]], sizes:
 
 def test_frames_cut_at_every_byte() -> None:
     """Header and body in the smallest pieces."""
-    frames = [(Kind.RESULT, b"abc"), (Kind.READY, b""), (Kind.ASK, b"x" * 40)]
+    frames = [(Kind.BATCH, b"abc"), (Kind.READY, b""), (Kind.ASK, b"x" * 40)]
     assert cut(wire(frames), [1]) == frames
 
 
@@ -72,8 +72,8 @@ def test_frames_cut_at_every_byte() -> None:
         os.urandom(1000),
         b"\0" * 16,
         HEADER.pack(5, 99) + b"hello",
-        HEADER.pack(MAX_FRAME_BYTES + 1, Kind.RESULT),
-        HEADER.pack((1 << 64) - 1, Kind.RESULT),
+        HEADER.pack(MAX_FRAME_BYTES + 1, Kind.BATCH),
+        HEADER.pack((1 << 64) - 1, Kind.BATCH),
         b"GET / HTTP/1.1\r\n\r\n",
         struct.pack("<Q", 3) + b"\xff" * 8,
     ],
@@ -116,7 +116,7 @@ def test_any_bytes(pieces: list[bytes], sizes: list[int]) -> None:
 def test_a_length_that_is_not_sent_costs_nothing() -> None:
     """A header that announces a terabyte, and then little comes."""
     tracemalloc.start()
-    assert cut(HEADER.pack(1 << 40, Kind.RESULT) + bytes(1000), [100]) == []
+    assert cut(HEADER.pack(1 << 40, Kind.BATCH) + bytes(1000), [100]) == []
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
@@ -165,20 +165,20 @@ async def test_both_directions(ends: tuple[Parent, socket.socket]) -> None:
     assert await asyncio.to_thread(worker.receive, wait=True) == (Kind.TICKETS, b"abcdef")
     assert worker.receive(wait=False) is None
     large = os.urandom(5 << 20)
-    sending = asyncio.create_task(asyncio.to_thread(worker.send, Kind.RESULT, b"record", large))
+    sending = asyncio.create_task(asyncio.to_thread(worker.send, Kind.BATCH, b"record", large))
     await parent.until(lambda: bool(parent.frames))
     await sending
-    assert parent.frames == [(Kind.RESULT, b"record" + large)]
+    assert parent.frames == [(Kind.BATCH, b"record" + large)]
 
 
 async def test_many_parts(ends: tuple[Parent, socket.socket]) -> None:
     """More than the kernel takes at once."""
     parent, theirs = ends
     parts = [bytes([i % 256]) * (i % 50) for i in range(5000)]
-    sending = asyncio.create_task(asyncio.to_thread(WorkerChannel(theirs).send, Kind.RESULT, *parts))
+    sending = asyncio.create_task(asyncio.to_thread(WorkerChannel(theirs).send, Kind.BATCH, *parts))
     await parent.until(lambda: bool(parent.frames))
     await sending
-    assert parent.frames == [(Kind.RESULT, b"".join(parts))]
+    assert parent.frames == [(Kind.BATCH, b"".join(parts))]
 
 
 async def test_a_frame_that_more_follow_waits_for_the_next(ends: tuple[Parent, socket.socket]) -> None:
@@ -235,7 +235,7 @@ async def test_full_in_both_directions(ends: tuple[Parent, socket.socket]) -> No
     parent.channel.send(Kind.TICKETS, large)
 
     def answer() -> list[int]:
-        worker.send(Kind.RESULT, large)  # before it has read anything
+        worker.send(Kind.BATCH, large)  # before it has read anything
         frames = [worker.receive(wait=True) for _ in range(2)]
         return [len(received[1]) for received in frames if received is not None]
 
@@ -250,10 +250,10 @@ async def test_the_end_is_told_once(ends: tuple[Parent, socket.socket]) -> None:
     parent, theirs = ends
     worker = WorkerChannel(theirs)
     worker.send(Kind.READY)
-    worker.send(Kind.RESULT, b"last words")
+    worker.send(Kind.BATCH, b"last words")
     worker.close()
     await parent.until(lambda: bool(parent.ends))
-    assert parent.frames == [(Kind.READY, b""), (Kind.RESULT, b"last words")]
+    assert parent.frames == [(Kind.READY, b""), (Kind.BATCH, b"last words")]
     assert parent.ends == [None]
     parent.channel.send(Kind.TICKETS, b"too late")  # dropped
     parent.channel.close()
@@ -262,7 +262,7 @@ async def test_the_end_is_told_once(ends: tuple[Parent, socket.socket]) -> None:
 async def test_a_truncated_frame_is_dropped(ends: tuple[Parent, socket.socket]) -> None:
     """The worker died while it sent."""
     parent, theirs = ends
-    theirs.sendall(b"".join(frame(Kind.READY, [])) + HEADER.pack(100, Kind.RESULT) + b"only so much")
+    theirs.sendall(b"".join(frame(Kind.READY, [])) + HEADER.pack(100, Kind.BATCH) + b"only so much")
     theirs.close()
     await parent.until(lambda: bool(parent.ends))
     assert (parent.frames, parent.ends) == ([(Kind.READY, b"")], [None])
@@ -296,7 +296,7 @@ async def test_a_frame_that_raises_does_not_strand_those_behind_it(by: str) -> N
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
     channel = Channel(asyncio.get_running_loop(), ours, take, lambda error: None)
-    theirs.sendall(wire([(Kind.RESULT, b"." * size) for size in (2, 1, 3, 1, 4)]))
+    theirs.sendall(wire([(Kind.BATCH, b"." * size) for size in (2, 1, 3, 1, 4)]))
     theirs.close()
     if by == "drain":
         channel.drain()
@@ -314,7 +314,7 @@ async def test_drain_reads_what_a_dead_worker_left(ends: tuple[Parent, socket.so
     worker = WorkerChannel(theirs)
     bodies = [os.urandom(100_000) for _ in range(5)]
     for body in bodies:
-        worker.send(Kind.RESULT, body)
+        worker.send(Kind.BATCH, body)
     loop.call_soon(parent.channel.drain)
     await parent.until(lambda: len(parent.frames) == 5)
     assert [body for _, body in parent.frames] == bodies
@@ -330,7 +330,7 @@ def test_the_worker_learns_that_the_parent_is_gone() -> None:
     with pytest.raises(EOFError):
         worker.receive(wait=True)
     with pytest.raises(OSError, match="pipe"):
-        worker.send(Kind.RESULT, b"x" * (8 << 20))
+        worker.send(Kind.BATCH, b"x" * (8 << 20))
     timer.join()
     worker.close()
 

@@ -195,7 +195,7 @@ class Babbling(Dataset[Any]):
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Kind.RESULT, b"short"),
+        (Kind.BATCH, b"short"),
         (Kind.ASK, b"no pickle"),
         (Kind.ASK, pickle.dumps(([], [77]))),
         (Kind.UNREADABLE, b"no pickle"),

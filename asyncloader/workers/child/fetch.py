@@ -115,7 +115,7 @@ class IterableFetcher:
             raise EndOfData from None
 
 
-class Mender:
+class ErrorPolicy:
     """Collects the samples of one batch, the bad ones too, and makes the best of them.
 
     Args:
@@ -173,24 +173,24 @@ class TolerantMapFetcher(MapFetcher):
         self._where = where
 
     def __call__(self, keys: Any) -> Any:
-        """Return the good samples; see `Mender`."""
+        """Return the good samples; see `ErrorPolicy`."""
         self.bad = ()
         if self._auto_collation and getattr(self._dataset, "__getitems__", None):
             try:
                 return _settled(self._dataset.__getitems__(keys), self._run)
             except Exception:
                 pass
-        mender = Mender(self._on_error, self._where)
+        policy = ErrorPolicy(self._on_error, self._where)
         here = place.here()
         for position, key in enumerate(keys if self._auto_collation else [keys]):
             here.position = position
             try:
-                mender.good(position, _settled([self._dataset[key]], self._run)[0])
+                policy.good(position, _settled([self._dataset[key]], self._run)[0])
             except Exception as error:
-                mender.failed(position, key, error)
+                policy.failed(position, key, error)
         here.position = place.BATCH
-        self.bad = mender.bad
-        samples = mender.mended()
+        self.bad = policy.bad
+        samples = policy.mended()
         return samples if self._auto_collation else samples[0]
 
 
@@ -220,38 +220,41 @@ class TolerantIterableFetcher(IterableFetcher):
         self.bad = ()
         if self.ended:
             raise EndOfData
-        mender = Mender(self._on_error, self._where)
-        self.bad = mender.bad
+        policy = ErrorPolicy(self._on_error, self._where)
+        self.bad = policy.bad
         wanted = len(keys) if self._auto_collation else 1
         position = 0
         here = place.here()
         while position < wanted and not self.ended:
             here.position = position
             try:
-                mender.good(position, _settled([self._next()], self._run)[0])
+                policy.good(position, _settled([self._next()], self._run)[0])
             except EndOfData:
                 self.ended = True
                 break
             except Exception as error:
-                if _is_over(self.iterator):
+                if is_over(self.iterator):
                     raise
-                mender.failed(position, None, error)
+                policy.failed(position, None, error)
             position += 1
         here.position = place.BATCH
         if not position or (self._auto_collation and self._drop_last and position < wanted):
             raise EndOfData
-        samples = mender.mended()
+        samples = policy.mended()
         return samples if self._auto_collation else samples[0]
 
 
-def _is_over(iterator: Any) -> bool:
+def is_over(iterator: Any) -> bool:
+    """Whether this is a generator that has ended: after an exception it will yield no more."""
+    if inspect.isasyncgen(iterator):
+        return iterator.ag_frame is None
     return inspect.isgenerator(iterator) and iterator.gi_frame is None
 
 
 def _settled(samples: Any, run: Run) -> Any:
     """Return the samples; those that are still to be awaited, awaited."""
     if hasattr(type(samples), "__await__"):
-        samples = run(_value(samples))
+        samples = run(settle(samples))
     # Looked at type by type: most batches have one, and a look at each of a thousand samples would take as long as
     # fetching them.
     if type(samples) is list and any(hasattr(kind, "__await__") for kind in set(map(type, samples))):
@@ -260,11 +263,18 @@ def _settled(samples: Any, run: Run) -> Any:
 
 
 async def _gather(samples: list[Any]) -> list[Any]:
-    return await asyncio.gather(*map(_value, samples))
+    return await asyncio.gather(*map(settle, samples))
 
 
-async def _value(sample: Any) -> Any:
-    return await sample if hasattr(type(sample), "__await__") else sample
+async def settle(sample: Any) -> Any:
+    """Await a sample, or what a StackDataset put together of the samples of several datasets."""
+    if hasattr(type(sample), "__await__"):
+        return await sample
+    if type(sample) is tuple:
+        return tuple(await asyncio.gather(*map(settle, sample)))
+    if type(sample) is dict:
+        return dict(zip(sample, await asyncio.gather(*map(settle, sample.values())), strict=True))
+    return sample
 
 
 def make_fetcher(

@@ -28,68 +28,42 @@ from torch.utils.data import StackDataset, Subset
 
 from asyncloader.protocols import is_async, members
 from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child.batch_maker import Gathered
+from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.stacks import task_stack
 
 _TASKS_SHOWN = 3
 
 
-class Job:
+class Job(Gathered):
     """A ticket whose samples are being fetched.
 
     Attributes:
-        count: How many samples it has.
         started: How many of them have been asked for.
         missing: How many are not here yet.
-        samples: By position; what is missing or bad is None.
-        errors: What samples raised, by position.
-        fatal: What was raised that no batch can be made after.
         is_last: It has fewer samples than were asked for, for the data have ended.
         is_over: It is finished, or was dropped: what still comes of it is for nobody.
         tasks: What fetches its samples, by position, or as a whole under `place.BATCH`.
         arrived: Where threads fetch the samples, the positions of those that are here.
-        begun_at: When the first sample was asked for; on `time.perf_counter`, seconds.
-        snapshot: State of the stream when the last sample had been read, or None.
     """
 
-    __slots__ = (
-        "arrived",
-        "begun_at",
-        "count",
-        "errors",
-        "fatal",
-        "is_last",
-        "is_over",
-        "keys",
-        "missing",
-        "samples",
-        "seq",
-        "snapshot",
-        "started",
-        "tasks",
-    )
+    __slots__ = ("arrived", "is_last", "is_over", "missing", "started", "tasks")
 
-    def __init__(self, seq: int, keys: Any, count: int) -> None:
-        self.seq = seq
-        self.keys = keys
-        self.count = count
+    def __init__(self, seq: int, keys: Any, count: int, waited_s: float) -> None:
+        super().__init__(seq, keys, count, waited_s)
         self.started = 0
         self.missing = count
-        self.samples: list[Any] = [None] * count
-        self.errors: dict[int, BaseException] = {}
-        self.fatal: BaseException | None = None
         self.is_last = False
         self.is_over = False
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.arrived: list[int] = []
-        self.begun_at = perf_counter()
-        self.snapshot: Any = None
 
 
 class Overlap(Protocol):
     """Gets the samples of jobs, several at once."""
 
-    def add(self, seq: int, keys: Any) -> None:
-        """Take another ticket."""
+    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
+        """Take another ticket, for which an idle worker had waited so long."""
 
     def drop(self) -> None:
         """Forget all jobs, and cancel what is in flight."""
@@ -142,9 +116,9 @@ class Base:
         """Whether it has no job."""
         return not self._jobs
 
-    def add(self, seq: int, keys: Any) -> None:
-        """Take another ticket."""
-        job = Job(seq, keys, len(keys) if self._auto_collation else 1)
+    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
+        """Take another ticket, for which an idle worker had waited so long."""
+        job = Job(seq, keys, len(keys) if self._auto_collation else 1, waited_s)
         self._jobs[seq] = job
         if job.count:
             self._waiting.append(job)
@@ -241,7 +215,7 @@ class Coroutines(Base):
         while self._free > 0 and self._waiting:
             job = self._waiting[0]
             if not job.started:
-                job.begun_at = perf_counter()
+                job.began = perf_counter()
             if self._get_samples is not None:
                 self._waiting.popleft()
                 self._start_whole(job)
@@ -332,14 +306,3 @@ def batch_method(dataset: Any) -> Callable[[Any], Any] | None:
     if isinstance(dataset, StackDataset) and kind.__getitems__ is StackDataset.__getitems__ and is_async(dataset):
         return None
     return getattr(dataset, "__getitems__", None) or None
-
-
-async def settle(sample: Any) -> Any:
-    """Await a sample, or what a StackDataset put together of the samples of several datasets."""
-    if hasattr(type(sample), "__await__"):
-        return await sample
-    if type(sample) is tuple:
-        return tuple(await asyncio.gather(*map(settle, sample)))
-    if type(sample) is dict:
-        return dict(zip(sample, await asyncio.gather(*map(settle, sample.values())), strict=True))
-    return sample

@@ -13,8 +13,7 @@ import traceback
 from typing import Any
 
 from asyncloader.workers.child.channel import WorkerChannel
-from asyncloader.workers.child.overlap_server import OverlapServer
-from asyncloader.workers.child.server import Server
+from asyncloader.workers.child.overlap_loop import make_loop
 from asyncloader.workers.child.transport import ParentGone, ProcessLine
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 
@@ -27,12 +26,12 @@ def serve(
     """Stay until told to end; see :func:`asyncloader.workers.child.bootstrap.start`, which calls it."""
     channel = WorkerChannel(channel_end)
     try:
-        server = _make_server(worker_id, ProcessLine(worker_id, channel, arena), epoch, source)
+        loop = make_loop(worker_id, ProcessLine(worker_id, channel, arena), epoch, _opened(source))
         del source
-        with server.modes():
-            server.open()
-            server.run()
-            server.close()
+        with loop.modes():
+            loop.open()
+            loop.run()
+            loop.close()
         gc.collect()  # what the dataset holds in cycles runs its cleanup too
     except ParentGone:
         _wait_to_be_killed()
@@ -45,12 +44,12 @@ def serve(
         channel.close()
 
 
-def _make_server(worker_id: int, line: ProcessLine, epoch: EpochSpec, source: Any) -> Server:
+def _opened(source: Any) -> WorkerSpec | Exception:
+    """Return what to work with, or why there is nothing."""
     try:
-        spec = source if isinstance(source, WorkerSpec) else source.open()
+        return source if isinstance(source, WorkerSpec) else source.open()
     except Exception as error:
-        return Server(worker_id, line, epoch, error)
-    return (OverlapServer if spec.overlaps else Server)(worker_id, line, epoch, spec)
+        return error
 
 
 def _wait_to_be_killed() -> None:

@@ -17,7 +17,8 @@ from torch.utils.data import ChainDataset
 
 from asyncloader.protocols import is_async
 from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.child.overlap import Base, Job, settle
+from asyncloader.workers.child.fetch import is_over, settle
+from asyncloader.workers.child.overlap import Base, Job
 from asyncloader.workers.child.stacks import generator_stack, task_stack
 from asyncloader.workers.protocol.snapshot import Keeper, Start
 
@@ -69,13 +70,13 @@ class Stream(Base):
         self._reading: Job | None = None
         self._reader = self._loop.create_task(self._read(after))
 
-    def add(self, seq: int, keys: Any) -> None:
+    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
         """Take another ticket; its keys say how many samples it has."""
         if self._has_ended:
             self._too_late.append(seq)
             self._tell_if_exhausted()
         else:
-            super().add(seq, keys)
+            super().add(seq, keys, waited_s)
 
     def drop(self) -> None:
         """Forget all jobs, cancel what is in flight, and stop reading."""
@@ -137,12 +138,12 @@ class Stream(Base):
 
     def _costs_batch(self, error: BaseException) -> bool:
         """Whether a batch ends where the iterator raised this; else it goes on with the next sample."""
-        return not (self._tolerant and isinstance(error, Exception)) or _is_over(self._iterator)
+        return not (self._tolerant and isinstance(error, Exception)) or is_over(self._iterator)
 
     async def _read_sample(self, job: Job) -> None:
         position = job.started
         if not position:
-            job.begun_at = perf_counter()
+            job.began = perf_counter()
         place.enter(self._key, job.seq, position)
         try:
             sample = await self._next(job)
@@ -303,7 +304,7 @@ async def relive(dataset: Any, past: Sequence[Start]) -> None:
                 errors += 1
                 if errors > _MOST_ERRORS:
                     raise
-            is_done = not start.ended or _is_over(iterator)
+            is_done = not start.ended or is_over(iterator)
         if (close := getattr(iterator, "aclose", None)) is not None:
             await close()
 
@@ -320,10 +321,3 @@ def _close(sample: Any, task: asyncio.Task[None]) -> None:
     """Close a coroutine that never began, because its task was cancelled before; else Python warns of it."""
     if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED:
         sample.close()
-
-
-def _is_over(iterator: Any) -> bool:
-    """Whether this is a generator that has ended: after an exception it will yield no more."""
-    if inspect.isasyncgen(iterator):
-        return iterator.ag_frame is None
-    return inspect.isgenerator(iterator) and iterator.gi_frame is None

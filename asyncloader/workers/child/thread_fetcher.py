@@ -32,7 +32,8 @@ from typing import Any
 from asyncloader.machine import usable_cores
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child import threads
-from asyncloader.workers.child.overlap import Base, Job, settle
+from asyncloader.workers.child.fetch import settle
+from asyncloader.workers.child.overlap import Base, Job
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.origin import Origin
 
@@ -193,7 +194,7 @@ class Lanes(Base):
     def _get(self, job: Job, position: int) -> None:
         place.enter(self._key, job.seq, position)
         if position <= 0:
-            job.begun_at = perf_counter()
+            job.began = perf_counter()
         try:
             if position == place.BATCH:
                 self._get_whole(job)

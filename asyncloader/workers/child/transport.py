@@ -1,7 +1,7 @@
 """A worker's end of its connection to the parent, whatever that is made of.
 
     parent ── tickets, epochs, END ──> receive / listen ──> Server
-    parent <── outcomes ────────────── send, send_batch <── Server
+    parent <── outcomes ──────────── send, send_outcome <── SerialLoop, OverlapLoop
 
 `ProcessLine` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in the
 trainer's own process is in :mod:`asyncloader.workers.local.pool`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any, Protocol
 
@@ -21,33 +21,20 @@ import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
+from asyncloader.workers.child.batch_maker import Host, micros
 from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.child.seeding import seed_worker
-from asyncloader.workers.protocol.failure import BadSample, RemoteError, Unreadable
-from asyncloader.workers.protocol.messages import RECORD, Kind, Record, WorkerSpec, unpack_tickets
+from asyncloader.workers.protocol.failure import RemoteError, Unreadable
+from asyncloader.workers.protocol.messages import Kind, WorkerSpec, unpack_tickets
+from asyncloader.workers.protocol.outcome import Batch, Failure, Outcome, pack
 
 
 class ParentGone(BaseException):
     """The connection has ended: there is nobody to work for."""
 
 
-class Line(Protocol):
-    """What a server needs of its connection. For the thread that serves.
-
-    Attributes:
-        where: For the words of errors: "in DataLoader worker process 3".
-        is_remote: What is sent goes to another process.
-    """
-
-    where: str
-    is_remote: bool
-
-    @property
-    def cpu_clock(self) -> Callable[[], float]:
-        """Tells the CPU seconds of the worker."""
-
-    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
-        """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
+class Line(Host, Protocol):
+    """What a loop over tickets needs of its connection. For the thread that serves."""
 
     def leave(self) -> None:
         """Undo what others could see of that."""
@@ -65,23 +52,13 @@ class Line(Protocol):
     def unlisten(self) -> None:
         """Do so no more."""
 
-    def ends(self, error: BaseException) -> bool:
-        """Whether the worker cannot go on after this exception; else it stands for the batch."""
-
-    def capture(self, error: BaseException) -> Any:
-        """Make of an exception what is sent as a FAILURE."""
-
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        """Make a batch, in memory that suits the connection."""
-
-    def send(self, kind: int, record: Record | None = None, body: Any = None) -> None:
+    def send(self, kind: int, body: Any = None) -> None:
         """Send a message, which is small."""
 
-    def send_batch(self, record: Record, batch: list[Any], bad: Sequence[BadSample]) -> None:
-        """Send a batch, which is taken out of the list: nothing of the caller's may refer to it any more.
+    def send_outcome(self, held: list[Outcome]) -> None:
+        """Send what has become of a ticket; of a batch that cannot be sent, why.
 
-        Raises:
-            Exception: what cannot be sent; then nothing was.
+        It is taken out of the list: nothing of the caller's may refer to a batch any more.
         """
 
     def mute(self) -> None:
@@ -213,22 +190,28 @@ class ProcessLine:
         with self._encoder.allocating():
             return collate_fn(samples)
 
-    def send(self, kind: int, record: Record | None = None, body: Any = None) -> None:
+    def send(self, kind: int, body: Any = None) -> None:
         """Send a frame."""
-        parts = [RECORD.pack(*record)] if record is not None else []
-        if body is not None:
-            parts.append(_pickled_bad(body) if kind == Kind.BAD else pickle.dumps(body))
-        self._send(kind, *parts)
+        self._send(kind, *([] if body is None else [pickle.dumps(body)]))
 
-    def send_batch(self, record: Record, batch: list[Any], bad: Sequence[BadSample]) -> None:
-        """Encode a batch and send it."""
-        began = perf_counter()
-        parts = self._encoder.encode(batch.pop())
-        self._encoder.release()
-        record = record._replace(encode_us=micros(perf_counter() - began))
-        if bad:
-            self.send(Kind.BAD, record, list(bad))
-        self._send(Kind.RESULT, RECORD.pack(*record), *parts)
+    def send_outcome(self, held: list[Outcome]) -> None:
+        """Send what has become of a ticket, a batch encoded."""
+        outcome: Outcome = held.pop()
+        payload: list[Any] = []
+        if type(outcome) is Batch:
+            began = perf_counter()
+            try:
+                payload = self._encoder.encode(outcome.data)
+            except BaseException as error:
+                if self.ends(error):
+                    raise
+                outcome = Failure(outcome.record, self.capture(error), outcome.bad, outcome.snapshot)
+            else:
+                record = outcome.record._replace(encode_us=micros(perf_counter() - began))
+                outcome = Batch(record, None, 0, outcome.bad, outcome.snapshot)
+                self._encoder.release()
+        kind, parts = pack(outcome, payload)
+        self._send(kind, *parts)
 
     def mute(self) -> None:
         """Send nothing from now on."""
@@ -241,15 +224,3 @@ class ProcessLine:
             self._channel.send(kind, *parts)
         except OSError as error:
             raise ParentGone from error
-
-
-def micros(seconds: float) -> int:
-    """Return a time as a record holds it."""
-    return max(0, min(int(seconds * 1e6), 0xFFFFFFFF))
-
-
-def _pickled_bad(bad: list[BadSample]) -> bytes:
-    try:
-        return pickle.dumps(bad)
-    except Exception:  # keys that unpickle, or they would not be here, but do not pickle
-        return pickle.dumps([sample._replace(key=repr(sample.key)) for sample in bad])

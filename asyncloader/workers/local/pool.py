@@ -1,7 +1,7 @@
 """Workers in this process: on threads of their own, or one on the portal's loop (num_workers=0, async datasets).
 
     session ── start, send, replace, end ──> LocalPool ── one LocalWorker with a LocalLine per worker id
-            <── on_ready, on_batch, ... ──── (posted to the loop)
+            <── on_ready, on_outcome, ... ── (posted to the loop)
 
 The same servers as in worker processes; nothing is pickled. A thread cannot be killed: one that hangs is left alone,
 with its line hung up, and ends when what it is at returns.
@@ -29,14 +29,15 @@ from asyncloader.errors import could_not_start
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, Listener, WorkerState
 from asyncloader.workers.child import threads
-from asyncloader.workers.child.overlap_server import OverlapServer
-from asyncloader.workers.child.server import Server
+from asyncloader.workers.child.overlap_loop import OverlapLoop, make_loop
+from asyncloader.workers.child.serial_loop import SerialLoop
 from asyncloader.workers.child.transport import ParentGone
 from asyncloader.workers.local.copies import private_copy
 from asyncloader.workers.local.sizes import batch_bytes
 from asyncloader.workers.local.worker_info import set_worker_info
-from asyncloader.workers.protocol.failure import BadSample, LocalError
-from asyncloader.workers.protocol.messages import EpochSpec, Kind, Record, WorkerSpec
+from asyncloader.workers.protocol.failure import LocalError
+from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.workers.protocol.outcome import Batch, Outcome
 
 _HANDOVER_S = 3.0
 """A worker that takes the place of a hung one on the same loop waits so long for it to close what it has open."""
@@ -47,15 +48,17 @@ class LocalLine:
 
     Args:
         where: For the words of errors; "" on the portal's loop, where there is no worker in the user's eyes.
-        post: Gives an outcome (kind, record, body, bytes) to the parent.
+        post: Gives a message, kind and contents, to the parent.
+        post_outcome: Gives it what has become of a ticket.
     """
 
     is_remote = False
     cpu_clock = staticmethod(thread_time)
 
-    def __init__(self, where: str, post: Callable[[int, Record | None, Any, int], None]) -> None:
+    def __init__(self, where: str, post: Callable[[int, Any], None], post_outcome: Callable[[Outcome], None]) -> None:
         self.where = where
         self._post = post
+        self._post_outcome = post_outcome
         self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_hung_up = False
         self._is_muted = False
@@ -134,17 +137,18 @@ class LocalLine:
         """Hand nothing over from now on."""
         self._is_muted = True
 
-    def send(self, kind: int, record: Record | None = None, body: Any = None) -> None:
-        """Hand an outcome over."""
+    def send(self, kind: int, body: Any = None) -> None:
+        """Hand a message over."""
         if not self._is_muted:
-            self._post(kind, record, body, 0)
+            self._post(kind, body)
 
-    def send_batch(self, record: Record, batch: list[Any], bad: Sequence[BadSample]) -> None:
-        """Hand a batch over."""
-        if bad:
-            self.send(Kind.BAD, record, list(bad))
+    def send_outcome(self, held: list[Outcome]) -> None:
+        """Hand over what has become of a ticket."""
+        outcome = held.pop()
+        if type(outcome) is Batch:
+            outcome = Batch(outcome.record, outcome.data, batch_bytes(outcome.data), outcome.bad, outcome.snapshot)
         if not self._is_muted:
-            self._post(Kind.RESULT, record, batch[0], batch_bytes(batch.pop()))
+            self._post_outcome(outcome)
 
 
 class LocalWorker:
@@ -171,8 +175,9 @@ class LocalWorker:
         self._loop = loop
         self._pool = pool
         self._before = before
-        self._line = LocalLine(f"in DataLoader worker thread {worker_id}" if on_thread else "", self._post)
-        self._server: Server | None = None
+        where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
+        self._line = LocalLine(where, self._post, self._post_outcome)
+        self._answering: SerialLoop | OverlapLoop | None = None
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
         self._on_thread = on_thread
@@ -208,11 +213,11 @@ class LocalWorker:
         if spec.origin is not None:
             spec.origin.adopt()
         try:
-            server = self._make_server(spec, epoch)
-            with server.modes():
-                server.open()
-                server.run()
-                server.close()
+            answering = self._make_loop(spec, epoch)
+            with answering.modes():
+                answering.open()
+                answering.run()
+                answering.close()
         except ParentGone:
             pass
         except BaseException as error:
@@ -227,11 +232,11 @@ class LocalWorker:
             self._before = None
             await asyncio.wait({before._task}, timeout=_HANDOVER_S)
         try:
-            server = self._make_server(spec, epoch)
-            server.open()
-            assert isinstance(server, OverlapServer)
-            await server.serve()
-            server.close()
+            answering = self._make_loop(spec, epoch)
+            answering.open()
+            assert isinstance(answering, OverlapLoop)
+            await answering.serve()
+            answering.close()
         except (ParentGone, asyncio.CancelledError):
             pass
         except BaseException as error:
@@ -239,11 +244,11 @@ class LocalWorker:
         finally:
             self._on_end()
 
-    def _make_server(self, spec: WorkerSpec, epoch: EpochSpec) -> Server:
+    def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop | OverlapLoop:
         if self._on_thread:
             spec = spec.with_dataset(private_copy(spec.dataset))
-        self._server = (OverlapServer if spec.overlaps else Server)(self.worker_id, self._line, epoch, spec)
-        return self._server
+        self._answering = answering = make_loop(self.worker_id, self._line, epoch, spec)
+        return answering
 
     def _report(self, error: BaseException) -> None:
         """Write down what the user's code raised while it was closed, where nobody waits for anything."""
@@ -300,9 +305,13 @@ class LocalWorker:
         """Send it a message."""
         self._line.put(kind, contents)
 
-    def _post(self, kind: int, record: Record | None, body: Any, nbytes: int) -> None:
+    def _post(self, kind: int, body: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+            self._loop.call_soon_threadsafe(self._pool.on_message, self, kind, body)
+
+    def _post_outcome(self, outcome: Outcome) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._pool.on_outcome, self, kind, record, body, nbytes, perf_counter())
+            self._loop.call_soon_threadsafe(self._pool.on_outcome, self, outcome, perf_counter())
 
     # ---------------------------------------------------------------------------------------------------- stacks
 
@@ -312,11 +321,11 @@ class LocalWorker:
         It is asked when somebody has waited too long, and disturbs nothing. The tasks of a loop can only be looked at
         safely from its own thread: on the portal we are there; a loop on a thread answers itself, if it turns.
         """
-        server = self._server
-        if not isinstance(server, OverlapServer):
+        answering = self._answering
+        if not isinstance(answering, OverlapLoop):
             tell(self._thread_stack())
         elif self._task is not None:
-            tell(server.where(seq))
+            tell(answering.where(seq))
         else:
             self._stack_waiters.append(tell)
             if len(self._stack_waiters) == 1:
@@ -410,12 +419,9 @@ class LocalPool:
 
     # ------------------------------------------------------------------------------------------------- receiving
 
-    def on_outcome(
-        self, worker: LocalWorker, kind: int, record: Record | None, body: Any, nbytes: int, arrived_at: float
-    ) -> None:
+    def on_message(self, worker: LocalWorker, kind: int, body: Any) -> None:
         """Take a message from a worker."""
-        listener = self.listener
-        if listener is None or not worker.is_alive or self.processes[worker.worker_id] is not worker:
+        if (listener := self._listener_of(worker)) is None:
             return
         if kind == Kind.READY:
             worker.is_ready = True
@@ -424,19 +430,15 @@ class LocalPool:
             worker.on_awaits(body)
         elif kind == Kind.ENDING:
             worker.put(Kind.CONFIRM, body)
-        elif record is not None and record.epoch == self._epoch.number:
-            if kind == Kind.RESULT:
-                listener.on_batch(worker.worker_id, record, body, nbytes, arrived_at)
-            elif kind == Kind.BAD:
-                listener.on_bad_samples(worker.worker_id, record, body)
-            elif kind == Kind.STATE:
-                listener.on_state(worker.worker_id, record, body)
-            elif kind == Kind.LEFT_OUT:
-                listener.on_left_out(worker.worker_id, record)
-            elif kind == Kind.EXHAUSTED:
-                listener.on_exhausted(worker.worker_id, record)
-            else:
-                listener.on_failure(worker.worker_id, record, body)
+
+    def on_outcome(self, worker: LocalWorker, outcome: Outcome, arrived_at: float) -> None:
+        """Take what has become of a ticket."""
+        if (listener := self._listener_of(worker)) is not None and outcome.record.epoch == self._epoch.number:
+            listener.on_outcome(worker.worker_id, outcome, arrived_at)
+
+    def _listener_of(self, worker: LocalWorker) -> Listener | None:
+        """Return who listens to this worker; None if nobody does any more."""
+        return self.listener if worker.is_alive and self.processes[worker.worker_id] is worker else None
 
     def on_exit(self, worker: LocalWorker, expected: bool) -> None:
         """A worker has ended, or was abandoned."""

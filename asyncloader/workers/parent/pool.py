@@ -1,7 +1,7 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
     session ── start, send, replace, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
-            <── on_ready, on_batch, on_failure, on_exhausted, on_died, ...
+            <── on_ready, on_outcome, on_died, on_closed
 
 A worker id keeps its place when its process is replaced. With persistent workers a pool outlives its sessions; frames
 that belong to an earlier run are dropped here, after their slabs were given back.
@@ -27,7 +27,8 @@ from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import RemoteError
 from asyncloader.workers.protocol.frames import BadFrame
-from asyncloader.workers.protocol.messages import RECORD, EpochSpec, Kind, Record, WorkerSpec, pack_tickets
+from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, pack_tickets
+from asyncloader.workers.protocol.outcome import unpack
 from asyncloader.workers.protocol.pickled_spec import Parcel
 
 
@@ -56,7 +57,6 @@ class Pool:
         self._outstanding = [0] * spec.num_workers
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()
-        self._unreadable: dict[tuple[WorkerProcess, int], Exception] = {}  # by ticket, whose outcome follows
         self._closing = False
 
     def __repr__(self) -> str:
@@ -140,7 +140,6 @@ class Pool:
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch
-        self._unreadable.clear()
         body = pickle.dumps(epoch)
         for worker, process in enumerate(self.processes):
             self._outstanding[worker] = 0
@@ -221,57 +220,13 @@ class Pool:
     def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
         arrived_at = perf_counter()
         worker = process.worker_id
-        if len(body) < RECORD.size:
-            raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, which is too short")
-        record = Record._make(RECORD.unpack_from(body))
-        contents, nbytes, error = self._unpack(process, kind, body[RECORD.size :])
-        listener = self.listener
-        if listener is None or record.epoch != self._epoch.number:
-            return
-        if kind in (Kind.BAD, Kind.STATE):
-            if error is not None:
-                self._unreadable[process, record.seq] = error
-            elif kind == Kind.BAD:
-                listener.on_bad_samples(worker, record, contents)
-            else:
-                listener.on_state(worker, record, contents)
-            return
-        self._outstanding[worker] -= 1
-        if self._unreadable:
-            error = self._unreadable.pop((process, record.seq), error)
-        if error is not None:
-            listener.on_failure(worker, record, error)
-        elif kind == Kind.RESULT:
-            listener.on_batch(worker, record, contents, nbytes, arrived_at)
-        elif kind == Kind.EXHAUSTED:
-            listener.on_exhausted(worker, record)
-        elif kind == Kind.LEFT_OUT:
-            listener.on_left_out(worker, record)
-        elif kind == Kind.REFUSED:
-            listener.on_refused(worker, record, contents)
-        else:
-            listener.on_failure(worker, record, contents)
-
-    def _unpack(self, process: WorkerProcess, kind: int, payload: memoryview) -> tuple[Any, int, Exception | None]:
-        """Return what a worker tells of a ticket, and its bytes; or what the user's classes raise as they are rebuilt.
-
-        That stands for the ticket then: whatever it is, it must not end the loop.
-        """
-        try:
-            if kind == Kind.RESULT:
-                return *self._loans[process].decode(payload), None
-            return pickle.loads(payload) if payload else None, 0, None
-        except Exception as error:
-            return None, 0, error
-        except BaseException as error:
-            stand_in = RuntimeError(f"What a worker sent raised {error!r} while it was unpickled in the main process.")
-            stand_in.__cause__ = error
-            return None, 0, stand_in
+        outcome = unpack(kind, body, self._loans[process].decode)
+        if self.listener is not None and outcome.record.epoch == self._epoch.number:
+            self._outstanding[worker] -= 1
+            self.listener.on_outcome(worker, outcome, arrived_at)
 
     def on_exit(self, process: WorkerProcess, expected: bool) -> None:
         """A process is gone."""
-        for ticket in [ticket for ticket in self._unreadable if ticket[0] is process]:
-            del self._unreadable[ticket]
         if (loans := self._loans.pop(process, None)) is not None:
             loans.reclaim()
         if process in self._leaving:

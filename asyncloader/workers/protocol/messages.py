@@ -1,7 +1,7 @@
 """What crosses the channel: frames of a fixed header and a body.
 
     header: length of the body (u64), kind (u8)
-    body:   pickled (small, control) or, for a result, a fixed record and the payload that the codec made
+    body:   pickled (small, control), or an outcome (see :mod:`asyncloader.workers.protocol.outcome`)
 
     parent -> worker   TICKETS  ([seq, ...], loans), [keys, ...]  a batch each to do, and slabs to do them in
                        LOANS    loans                         answer to an ask
@@ -12,18 +12,13 @@
                        CONFIRM  number of the run             answer to ENDING
     worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
-                       RESULT   record, payload               one batch
-                       FAILURE  record, pickled RemoteError   what was raised instead of a batch
-                       REFUSED  record, pickled RemoteError   of the keys, which did not unpickle: nothing was made
-                       BAD      record, pickled [BadSample]   samples that raised; the outcome of the ticket follows
-                       LEFT_OUT record                        no sample of the batch was good, and so there is none
+                       BATCH, FAILURE, REFUSED, LEFT_OUT,
+                       EXHAUSTED                              what has become of a ticket
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
-                       EXHAUSTED record                       the iterable dataset ended before this ticket
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
                        UNREADABLE [seq, ...]                  keys that do not unpickle all together: wants each alone
                        AWAITS   text                          answer to WHERE
-                       STATE    record, snapshot              of the dataset, or why not; the ticket's outcome follows
 
 Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
 """
@@ -44,7 +39,6 @@ from asyncloader.workers.protocol.origin import Origin
 from asyncloader.workers.protocol.snapshot import Start
 
 HEADER = struct.Struct("<QB7x")
-RECORD = struct.Struct("<QQIIIIIIII")  # 48 bytes, so that the payload behind it stays aligned
 MAX_FRAME_BYTES = 1 << 40
 _LENGTH = struct.Struct("<Q")  # of the first part of a body of TICKETS
 
@@ -61,14 +55,12 @@ class Kind(enum.IntEnum):
     KEYS = 7
     UP = 15
     READY = 16
-    RESULT = 17
+    BATCH = 17
     FAILURE = 18
     EXHAUSTED = 19
     ASK = 20
-    BAD = 21
     LEFT_OUT = 22
     AWAITS = 23
-    STATE = 24
     ENDING = 25
     UNREADABLE = 26
     REFUSED = 27

@@ -1,6 +1,6 @@
 """Answer tickets with many samples in flight, on an asyncio loop.
 
-    Line ── messages ──> OverlapServer ── tickets ──> Overlap ── samples ──> collate ── send_batch ──> Line
+    Line ── messages ──> OverlapLoop ── tickets ──> Overlap ── samples ──> BatchMaker ── outcomes ──> Line
 
 The loop is the worker's own, or that of the thread that the worker shares with others (num_workers=0). It reads the
 line as well, so a new epoch, END, and the question where a batch is are heard at any time.
@@ -9,6 +9,8 @@ line as well, so a new epoch, END, and the question where a batch is are heard a
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
 from contextlib import AsyncExitStack
 from functools import partial
 from time import perf_counter
@@ -17,14 +19,13 @@ from typing import Any
 from asyncloader.protocols import is_resource, members
 from asyncloader.workers.child import loops
 from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.child.fetch import Mender
+from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.child.overlap import Coroutines, Job, Overlap
-from asyncloader.workers.child.server import Server
+from asyncloader.workers.child.serial_loop import Ending, SerialLoop
 from asyncloader.workers.child.stream import Stream, relive
 from asyncloader.workers.child.thread_fetcher import Lanes
-from asyncloader.workers.child.transport import micros
-from asyncloader.workers.protocol.failure import BadSample, Unreadable
-from asyncloader.workers.protocol.messages import Kind, Record
+from asyncloader.workers.child.transport import Line
+from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -36,21 +37,44 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-class OverlapServer(Server):
-    """Answers tickets as their samples come. `open` and `run` as in `Server`; or `serve`, on a loop that runs."""
+def make_loop(worker_id: int, line: Line, epoch: EpochSpec, spec: WorkerSpec | Exception) -> SerialLoop | OverlapLoop:
+    """Return what answers tickets as `spec` wants it."""
+    if isinstance(spec, WorkerSpec) and spec.overlaps:
+        return OverlapLoop(worker_id, line, epoch, spec)
+    return SerialLoop(worker_id, line, epoch, spec)
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+
+class OverlapLoop:
+    """Answers tickets as their samples come. `open` and `run` as in `SerialLoop`; or `serve`, on a loop that runs.
+
+    Args:
+        worker_id: From 0.
+        line: To the parent.
+        epoch: The run over the data that the first tickets belong to.
+        spec: What to work with.
+    """
+
+    def __init__(self, worker_id: int, line: Line, epoch: EpochSpec, spec: WorkerSpec) -> None:
+        self._line = line
+        self._epoch = epoch
+        self._maker = BatchMaker(worker_id, spec, line)
+        self._ending = Ending(line)
         self._loop: asyncio.AbstractEventLoop
         self._over: asyncio.Future[None]  # done when told to end, or when it cannot go on
         self._overlap: Overlap | None = None
+        self._tickets: deque[tuple[int, Any]] = deque()
         self._is_open = False
-        self._waited_s: dict[int, float] = {}  # for each ticket, by an idle worker
+        self._ended = False  # before the tickets that come from now on
+        self._idle_since = perf_counter()
         self._collating: set[asyncio.Task[None]] = set()
 
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Give the calling thread the modes of the one that iterates."""
+        return self._maker.modes()
+
     def open(self) -> None:
-        """Seed and run ``worker_init_fn``. The rest needs the loop."""
-        self._enter()
+        """Become a worker. The rest needs the loop."""
+        self._maker.enter(self._epoch)
 
     def run(self) -> None:
         """Answer tickets until END, on a loop of its own."""
@@ -75,7 +99,7 @@ class OverlapServer(Server):
                 resources.push_async_callback(self._drop)
                 if not self._over.done():
                     self._is_open = True
-                    self._begin_epoch()
+                    self._begin()
                     self._line.send(Kind.READY)
                     self._feed()
                 await self._over
@@ -86,7 +110,7 @@ class OverlapServer(Server):
 
     async def _open_resources(self, resources: AsyncExitStack) -> None:
         """Enter the dataset, and what is inside torch's wrappers. Being told to end cancels that."""
-        if self._failure is not None:
+        if self._maker.failure is not None:
             return
         opening = self._loop.create_task(self._enter_all(resources))
         await asyncio.wait({opening, self._over}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,37 +119,38 @@ class OverlapServer(Server):
             await asyncio.wait({opening})
         if opening.cancelled():
             return
-        try:
+        with self._maker.opening():
             opening.result()
-        except Exception as error:
-            self._failure = self._line.capture(error)
 
     async def _enter_all(self, resources: AsyncExitStack) -> None:
-        for member in members(self._spec.dataset):
+        dataset = self._maker.spec.dataset
+        for member in members(dataset):
             if is_resource(member):
                 await resources.enter_async_context(member)
         place.enter(self._epoch.key, 0)
-        await relive(self._spec.dataset, self._past)
+        await relive(dataset, self._maker.past)
 
-    def _make_fetcher(self, dataset: Any) -> None:
-        spec = self._spec
+    def _begin(self) -> None:
+        self._maker.begin(self._epoch, self._open_overlap)
+        self._ending.begin(self._epoch.number)
+        self._ended = False
+
+    def _open_overlap(self, dataset: Any) -> None:
+        spec, keeper = self._maker.spec, self._maker.keeper
         closing: asyncio.Task[None] | None = None
         if self._overlap is not None:
             self._overlap.drop()  # nothing of it may be finished from now on
             closing = self._loop.create_task(self._overlap.aclose())
-        self._waited_s.clear()
         for task in self._collating:
             task.cancel()
-        keeper = self._make_keeper(dataset)
         common = (self._epoch.key, spec.auto_collation, spec.concurrency, spec.on_error != "raise", self._on_finished)
         if spec.is_iterable:
             told = self._on_exhausted, self._line.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
+        elif spec.is_async:
+            self._overlap = Coroutines(dataset, *common)
         else:
-            self._overlap = Coroutines(dataset, *common) if spec.is_async else self._make_lanes(dataset, common)
-
-    def _make_lanes(self, dataset: Any, common: tuple[Any, ...]) -> Lanes:
-        return Lanes(dataset, self._spec.num_workers, self._spec.origin, *common)
+            self._overlap = Lanes(dataset, spec.num_workers, spec.origin, *common)
 
     # -------------------------------------------------------------------------------------------------- serving
 
@@ -144,11 +169,11 @@ class OverlapServer(Server):
             self._tickets.clear()
             self._epoch = contents
             if self._is_open:
-                self._begin_epoch()
+                self._begin()
         elif kind == Kind.WHERE:
-            self._line.send(Kind.AWAITS, body=self.where(contents))
+            self._line.send(Kind.AWAITS, self.where(contents))
         elif kind == Kind.CONFIRM:
-            self._confirm(contents)
+            self._ending.confirm(contents)
         elif kind == Kind.END and not self._over.done():
             self._over.set_result(None)
 
@@ -176,17 +201,14 @@ class OverlapServer(Server):
         """Hand tickets on, once the dataset is open."""
         while self._is_open and self._tickets:
             seq, keys = self._tickets.popleft()
-            if type(keys) is Unreadable:
-                self._line.send(Kind.REFUSED, self._record(seq, perf_counter()), keys.failure)
-            elif self._failure is not None or self._overlap is None:
-                self._line.send(Kind.FAILURE, self._record(seq, perf_counter()), self._failure)
-            elif not self._ended:
-                self._waited_s[seq] = perf_counter() - self._idle_since if self._overlap.is_idle else 0.0
-                self._overlap.add(seq, keys)
+            if (refused := self._maker.refused(seq, keys)) is not None:
+                self._line.send_outcome([refused])
+            elif self._overlap is not None and not self._ended:
+                self._overlap.add(seq, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)
 
     def _on_exhausted(self, seq: int) -> None:
         self._ended = True
-        self._at_end(partial(self._tell_exhausted, self._overlap, seq))
+        self._ending.tell(partial(self._tell_exhausted, self._overlap, seq))
 
     def _tell_exhausted(self, overlap: Overlap | None, seq: int, task: asyncio.Task[None] | None = None) -> None:
         """Tell so after batches that are still being collated: whoever is told forgets what else is in flight."""
@@ -195,101 +217,48 @@ class OverlapServer(Server):
         if self._collating:
             next(iter(self._collating)).add_done_callback(partial(self._tell_exhausted, overlap, seq))
         else:
-            self._tell_exhausted_now(self._record(seq, perf_counter()))
+            self._line.send_outcome([self._maker.exhausted(seq)])
 
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples; at the end of the data, if that is so."""
         if job.is_last and job.fatal is None:
-            self._at_end(partial(self._make_batch, job))
+            self._ending.tell(partial(self._make_batch, job))
         else:
             self._make_batch(job)
 
     def _make_batch(self, job: Job) -> None:
         """Make a batch of the samples. What goes wrong with it must not reach the task that calls."""
-        fetched = self._idle_since = perf_counter()
+        job.fetched = self._idle_since = perf_counter()
         try:
-            if self._keeper is not None and not self._spec.is_iterable:
-                job.snapshot = self._keeper.take()  # a stream takes it itself, when the samples have been read
             if job.fatal is not None and self._line.ends(job.fatal):
                 self._stop(job.fatal)
-            elif (error := self._error(job)) is not None:
-                self._fail(self._times(job, fetched), error, ())
-            else:
-                self._collate(job, fetched)
-        except BaseException as error:
-            self._stop(error)
-
-    def _error(self, job: Job) -> BaseException | None:
-        """Return what one of the samples raised, if that costs the batch. The job does not refer to it any more."""
-        error = job.fatal
-        if error is None and job.errors:
-            costly = self._spec.on_error == "raise"
-            errors = (job.errors[position] for position in sorted(job.errors))
-            error = next((raised for raised in errors if costly or not isinstance(raised, Exception)), None)
-        if error is not None:
-            job.fatal = None
-            job.errors.clear()
-        return error
-
-    def _collate(self, job: Job, fetched: float) -> None:
-        bad: list[BadSample] = []
-        place.enter(self._epoch.key, job.seq)
-        try:
-            samples = self._mended(job, bad) if job.errors else job.samples
-            job.samples = []  # what a sample lies in is free again with the batch
-            if not self._spec.auto_collation:
-                (samples,) = samples
-            batch = [self._line.collate(self._spec.collate_fn, samples)]
-            del samples
-            if hasattr(type(batch[0]), "__await__"):
-                task = self._loop.create_task(self._await_batch(job, fetched, batch, bad))
+                return
+            held = [self._maker.gathered(job)]
+            if hasattr(type(held[0]), "__await__"):
+                task = self._loop.create_task(self._await_batch(job, held))
                 self._collating.add(task)
                 task.add_done_callback(self._collating.discard)
             else:
-                self._line.send_batch(self._times(job, fetched), batch, bad)
+                self._line.send_outcome(held)
         except BaseException as error:
-            if self._line.ends(error):
-                raise
-            self._fail(self._times(job, fetched), error, bad)
+            self._stop(error)
 
-    def _mended(self, job: Job, bad: list[BadSample]) -> list[Any]:
-        mender = Mender(self._spec.on_error, self._line.where)
-        for position in range(job.count):
-            error = job.errors.get(position)
-            if isinstance(error, Exception):
-                key = None if self._spec.is_iterable else job.keys[position] if self._spec.auto_collation else job.keys
-                mender.failed(position, key, error)
-            else:
-                mender.good(position, job.samples[position])
-        job.errors.clear()
-        bad += mender.bad
-        return mender.mended()
-
-    async def _await_batch(self, job: Job, fetched: float, batch: list[Any], bad: list[BadSample]) -> None:
+    async def _await_batch(self, job: Job, held: list[Any]) -> None:
         """Await an async collate_fn, beside everything else."""
         try:
             try:
-                made = [await batch.pop()]
-                self._line.send_batch(self._times(job, fetched), made, bad)
+                held.append(self._maker.batch(job, await held.pop()))
             except BaseException as error:
                 task = asyncio.current_task()
                 is_cancelled = task is not None and task.cancelling()  # by us: nobody waits for this batch any more
                 if is_cancelled or self._line.ends(error):
                     raise
-                self._fail(self._times(job, fetched), error, bad)
+                held.append(self._maker.failed(job, error))
+            self._line.send_outcome(held)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self._stop(error)
-
-    def _times(self, job: Job, fetched: float) -> Record:
-        self._stalls.look()
-        record = self._record(job.seq, job.begun_at, fetched, job.count)
-        record = record._replace(wait_us=micros(self._waited_s.pop(job.seq, 0.0)))
-        if job.snapshot is not None:
-            self._line.send(Kind.STATE, record, job.snapshot)
-            job.snapshot = None
-        return record
 
     # --------------------------------------------------------------------------------------------------- ending
 
@@ -302,3 +271,8 @@ class OverlapServer(Server):
             await asyncio.wait(tuple(self._collating))
         if self._overlap is not None:
             await self._overlap.aclose()
+
+    def close(self) -> None:
+        """Let the dataset, its iterator and what they hold run their own cleanup."""
+        self._line.leave()
+        self._maker.close()

@@ -1,0 +1,411 @@
+"""Make batches: keys in, one `Outcome` out. No process, thread, loop or channel is known here.
+
+    keys ── fetch ──> samples ── without bad ones, as `on_error` says ── collate ──> Batch
+              │                    └ none is good ──> LeftOut               │
+              ├ the end of the data ──> Exhausted                           │
+              └ raised ─────────────────────────────────────────────────────┴──> Failure
+
+Whoever has the tickets drives it: one after the other (`make`), or with samples of many tickets in flight, which are
+gathered elsewhere (`gathered`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+
+from asyncloader.hashing import mix
+from asyncloader.observe.record import Record
+from asyncloader.observe.stalls import Stalls
+from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child.fetch import ErrorPolicy, Fetcher, IterableFetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.child.seeding import BatchSeeder
+from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable
+from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
+from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
+from asyncloader.workers.protocol.snapshot import Keeper, Start
+
+
+class Host(Protocol):
+    """What is different where batches are made.
+
+    Attributes:
+        where: For the words of errors: "in DataLoader worker process 3".
+        is_remote: Outcomes go to another process.
+    """
+
+    where: str
+    is_remote: bool
+
+    @property
+    def cpu_clock(self) -> Callable[[], float]:
+        """Tells the CPU seconds of the worker."""
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether the worker cannot go on after this exception; else it stands for the batch."""
+
+    def capture(self, error: BaseException) -> Any:
+        """Make of an exception what a `Failure` holds."""
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Make a batch, in memory that suits the host."""
+
+
+class Work:
+    """A ticket in work.
+
+    Attributes:
+        seq: Number of the ticket.
+        waited_s: How long an idle worker had waited for it.
+        began: When its first sample was asked for; on `time.perf_counter`, seconds.
+        fetched: When its samples were there; 0.0 if they never were.
+        count: How many samples there are.
+        bad: Those that raised, and were left out or replaced.
+        snapshot: State of the dataset when the last sample had been read, or None.
+    """
+
+    __slots__ = ("bad", "began", "count", "fetched", "seq", "snapshot", "waited_s")
+
+    def __init__(self, seq: int, waited_s: float = 0.0, count: int = 0) -> None:
+        self.seq = seq
+        self.waited_s = waited_s
+        self.began = perf_counter()
+        self.fetched = 0.0
+        self.count = count
+        self.bad: Sequence[BadSample] = ()
+        self.snapshot: Any = None
+
+
+class Gathered(Work):
+    """A ticket whose samples are gathered one by one.
+
+    Attributes:
+        keys: As the sampler gave them.
+        samples: By position; what is missing or bad is None.
+        errors: What samples raised, by position.
+        fatal: What was raised that no batch can be made after.
+    """
+
+    __slots__ = ("errors", "fatal", "keys", "samples")
+
+    def __init__(self, seq: int, keys: Any, count: int, waited_s: float = 0.0) -> None:
+        super().__init__(seq, waited_s, count)
+        self.keys = keys
+        self.samples: list[Any] = [None] * count
+        self.errors: dict[int, BaseException] = {}
+        self.fatal: BaseException | None = None
+
+
+class BatchMaker:
+    """Makes the batches of one worker. For one thread at a time.
+
+    Args:
+        worker_id: From 0.
+        spec: What to work with; or why there is nothing: then that stands for every batch.
+        host: Where it is.
+        run: Runs a coroutine to its end, for samples that turn out to be awaitables.
+        aside: Entered while batches are made again for nobody.
+
+    Attributes:
+        failure: What stands for every batch from now on, or None.
+        keeper: Keeps the state of the dataset in this run, if it has one.
+    """
+
+    spec: WorkerSpec
+
+    def __init__(
+        self,
+        worker_id: int,
+        spec: WorkerSpec | Exception,
+        host: Host,
+        run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
+        aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.failure: Any = None
+        self.keeper: Keeper | None = None
+        self._id = worker_id
+        self._host = host
+        self._run = run
+        self._aside = aside
+        self._fetch: Fetcher | None = None
+        self._seed: BatchSeeder | None = None
+        self._epoch: EpochSpec
+        self._cpu_s = host.cpu_clock()
+        self._stalls = Stalls()
+        if isinstance(spec, WorkerSpec):
+            self.spec = spec
+        else:
+            self.failure = host.capture(spec)
+
+    # -------------------------------------------------------------------------------------------------- opening
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing after what `make` returned last."""
+        return getattr(self._fetch, "ended", False)
+
+    @property
+    def past(self) -> Sequence[Start]:
+        """Runs that the worker whose place this one takes had been through."""
+        return self._start.past
+
+    @property
+    def _start(self) -> Start:
+        return (self._epoch.starts or {}).get(self._id, Start())
+
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Give the calling thread the modes of the one that iterates."""
+        modes = self.spec.modes if self.failure is None else None
+        return contextlib.nullcontext() if modes is None else modes.active()
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Have what is raised inside stand for every batch."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self._host.capture(error)
+
+    def enter(self, epoch: EpochSpec) -> None:
+        """Become a worker: seed, run ``worker_init_fn``."""
+        self._epoch = epoch
+        if self.failure is not None:
+            return
+        spec = self.spec
+        if (snapshot := self._start.snapshot) is not None:
+            # Streams of random numbers begin anew with the process; those from the beginning of the run were used.
+            spec = replace(spec, base_seed=mix(spec.base_seed, crc32(repr(snapshot).encode())) >> 2)
+        with self.opening():
+            self._host.enter(self._id, spec, partial(self._reseed_pipe, spec.dataset))
+            if spec.worker_init_fn is not None:
+                spec.worker_init_fn(self._id)
+
+    def begin(self, epoch: EpochSpec, open_source: Callable[[Any], None] | None = None) -> None:
+        """Begin a run: bring the dataset into the state that it begins with, and open what samples come from.
+
+        Args:
+            epoch: The run.
+            open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered elsewhere.
+        """
+        self._epoch = epoch
+        if self.failure is not None:
+            return
+        spec, outside = self.spec, place.current.set(place.Place(epoch.key, 0))
+        with self.opening():
+            dataset = self._reseed_pipe(spec.dataset)
+            self.keeper = None
+            if epoch.starts is not None:
+                start = epoch.starts[self._id]
+                self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
+            (open_source or self.open_fetcher)(dataset)
+            self._seed = BatchSeeder(epoch.key) if spec.seed_each_batch else None
+        place.current.reset(outside)
+
+    def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
+        """Make what `make` gets samples from; of this iterator, if there is one already."""
+        spec, keeper = self.spec, self.keeper
+        self._fetch = make_fetcher(
+            dataset,
+            is_iterable=spec.is_iterable,
+            auto_collation=spec.auto_collation,
+            drop_last=spec.drop_last,
+            run=self._run,
+            on_error=spec.on_error,
+            where=self._host.where,
+            iterator=iterator,
+        )
+        if keeper is not None and isinstance(self._fetch, IterableFetcher):
+            self._fetch.ended = keeper.attach(self._fetch.iterator)
+        elif keeper is not None and keeper.made:
+            with self._aside():
+                self._catch_up(keeper)
+
+    def _reseed_pipe(self, dataset: Any) -> Any:
+        if self._epoch.shared_seed is None:  # not an IterDataPipe
+            return dataset
+        from torch.utils.data.graph_settings import apply_random_seed
+
+        shared_rng = torch.Generator()
+        shared_rng.manual_seed(self._epoch.shared_seed)
+        return apply_random_seed(dataset, shared_rng)
+
+    def close(self) -> None:
+        """Let go of the dataset and its iterator."""
+        self._fetch = self.keeper = None
+        if hasattr(self, "spec"):
+            del self.spec
+
+    # --------------------------------------------------------------------------------------- one after the other
+
+    def make(self, seq: int, keys: Any, waited_s: float = 0.0) -> Outcome:
+        """Make a batch. What is raised stands for it, but for what the worker cannot go on after."""
+        if (refused := self.refused(seq, keys)) is not None:
+            return refused
+        work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
+        assert fetch is not None
+        outside = place.current.set(place.Place(self._epoch.key, seq))
+        try:
+            if keeper is not None and (gap := keeper.gap()):
+                with self._aside():
+                    self._leave_out(gap, seq, keys)
+            if self._seed is not None:
+                self._seed(seq)
+            samples = fetch(keys)
+            if keeper is not None:
+                work.snapshot = keeper.take(ended=self.has_ended)
+            work.bad = fetch.bad
+            work.fetched = perf_counter()
+            work.count = len(samples) if self.spec.auto_collation and hasattr(samples, "__len__") else 1
+            data = self._host.collate(self.spec.collate_fn, samples)
+            return Batch(self._record(work), data, 0, work.bad, work.snapshot)
+        except BaseException as error:
+            if self._host.ends(error):
+                raise
+            work.bad = fetch.bad
+            return self.failed(work, error)
+        finally:
+            place.current.reset(outside)
+
+    def _catch_up(self, keeper: Keeper) -> None:
+        """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
+        for made in keeper.made:
+            if self.spec.seed_each_batch:
+                BatchSeeder(made.key)(made.seq)
+            place.enter(made.key, made.seq)
+            self._make_and_drop(made.keys)
+
+    def _leave_out(self, count: int, seq: int, keys: Any) -> None:
+        """Read over the batches of a stream that come before this one, and were made already."""
+        for _ in range(count):
+            place.enter(self._epoch.key, seq)
+            if not self._make_and_drop(keys):
+                return
+
+    def _make_and_drop(self, keys: Any) -> bool:
+        """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
+        assert self._fetch is not None
+        try:
+            self._fetch(keys)
+        except EndOfData:
+            return False
+        except Exception:  # it was raised in its time
+            pass
+        return True
+
+    # ---------------------------------------------------------------------------------------- samples of many at once
+
+    def gathered(self, work: Gathered) -> Any:
+        """Return the outcome of a ticket whose samples are here; or, of an async collate_fn, what is to be awaited.
+
+        `batch` makes an outcome of the data then, or `failed` of what was raised.
+        """
+        place.enter(self._epoch.key, work.seq)
+        try:
+            if self.keeper is not None and not self.spec.is_iterable:
+                work.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
+            if (error := self._costly(work)) is not None:
+                return self.failed(work, error)
+            data = self._host.collate(self.spec.collate_fn, self._samples_of(work))
+            return data if hasattr(type(data), "__await__") else self.batch(work, data)
+        except BaseException as error:
+            if self._host.ends(error):
+                raise
+            return self.failed(work, error)
+
+    def _costly(self, work: Gathered) -> BaseException | None:
+        """Return what one of the samples raised, if that costs the batch. The work does not refer to it any more."""
+        error = work.fatal
+        if error is None and work.errors:
+            any_costs = self.spec.on_error == "raise"
+            errors = (work.errors[position] for position in sorted(work.errors))
+            error = next((raised for raised in errors if any_costs or not isinstance(raised, Exception)), None)
+        if error is not None:
+            work.fatal = None
+            work.errors.clear()
+        return error
+
+    def _samples_of(self, work: Gathered) -> Any:
+        """Take the samples out of the work, without bad ones."""
+        samples, work.samples = work.samples, []  # what a sample lies in is free again with the batch
+        if work.errors:
+            samples = self._mended(work, samples)
+        return samples if self.spec.auto_collation else samples[0]
+
+    def _mended(self, work: Gathered, samples: list[Any]) -> list[Any]:
+        spec, policy = self.spec, ErrorPolicy(self.spec.on_error, self._host.where)
+        work.bad = policy.bad
+        for position, sample in enumerate(samples):
+            error = work.errors.get(position)
+            if isinstance(error, Exception):
+                key = None if spec.is_iterable else work.keys[position] if spec.auto_collation else work.keys
+                policy.failed(position, key, error)
+            else:
+                policy.good(position, sample)
+        work.errors.clear()
+        return policy.mended()
+
+    # ------------------------------------------------------------------------------------------------- outcomes
+
+    def batch(self, work: Work, data: Any) -> Outcome:
+        """Return the batch of a ticket."""
+        return Batch(self._record(work), data, 0, work.bad, work.snapshot)
+
+    def failed(self, work: Work, error: BaseException) -> Outcome:
+        """Return what becomes of a ticket for which this was raised."""
+        if isinstance(error, EndOfData):
+            return self._exhausted(work)
+        if isinstance(error, NoGoodSample):
+            if self.spec.on_error == "skip":
+                return LeftOut(self._record(work), work.bad, work.snapshot)
+            error = error.first
+        return Failure(self._record(work), self._host.capture(error), work.bad, work.snapshot)
+
+    def refused(self, seq: int, keys: Any) -> Outcome | None:
+        """Return what becomes of a ticket that nothing can be made of: of such keys, or as nothing could be opened."""
+        if type(keys) is Unreadable:
+            return Refused(self._record(Work(seq)), keys.failure)
+        return None if self.failure is None else Failure(self._record(Work(seq)), self.failure)
+
+    def exhausted(self, seq: int) -> Outcome:
+        """Return what becomes of a ticket after the end of the data."""
+        return self._exhausted(Work(seq))
+
+    def _exhausted(self, work: Work) -> Outcome:
+        # The state that the next run begins with, if the dataset is here then.
+        snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.outlasts_run else None
+        return Exhausted(self._record(work), (), snapshot)
+
+    def _record(self, work: Work) -> Record:
+        """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the one before."""
+        self._stalls.look()
+        now = perf_counter()
+        fetched = work.fetched or now
+        cpu_before, self._cpu_s = self._cpu_s, self._host.cpu_clock()
+        return Record(
+            seq=work.seq,
+            began_us=int(work.began * 1e6),
+            epoch=self._epoch.number,
+            wait_us=micros(work.waited_s),
+            fetch_us=micros(fetched - work.began),
+            collate_us=micros(now - fetched),
+            encode_us=0,
+            cpu_us=micros(self._cpu_s - cpu_before),
+            stalled_us=micros(self._stalls.take()),
+            samples=work.count,
+        )
+
+
+def micros(seconds: float) -> int:
+    """Return a time as a record holds it."""
+    return max(0, min(int(seconds * 1e6), 0xFFFFFFFF))

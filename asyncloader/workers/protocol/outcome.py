@@ -1,0 +1,162 @@
+"""What has become of a ticket, and the one frame in which that crosses the channel.
+
+    Batch      its data
+    Failure    what was raised in place of them
+    Refused    its keys did not come out of their pickle
+    LeftOut    none of its samples was good, and so there is no batch
+    Exhausted  the iterable dataset ended before it
+
+    body of a frame:  record, length of the extras │ extras │ payload
+                                                       │        └ of a batch as the codec made it; a pickled error
+                                                       └ pickled: bad samples, snapshot; mostly nothing
+
+Each has the `Record` of its ticket; the bad samples that a batch was made without; and the state of the dataset after
+it, where one was taken (a `Frozen`, or `Untold`: why it could not be taken).
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from asyncloader.observe.record import Record
+from asyncloader.workers.protocol.failure import BadSample
+from asyncloader.workers.protocol.frames import BadFrame, Buffer
+from asyncloader.workers.protocol.messages import Kind
+
+_HEAD = struct.Struct("<QQIIIIIIIIQ")  # a record, and how many bytes of extras follow
+
+NO_RECORD = Record(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+"""Of an outcome that no worker has come to."""
+
+
+class Batch(NamedTuple):
+    """A batch. ``nbytes`` is less than 0 if its size is unknown."""
+
+    record: Record
+    data: Any
+    nbytes: int = 0
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
+
+
+class Failure(NamedTuple):
+    """What was raised in place of a batch: on its way a `RemoteError` or a `LocalError`, then the exception itself."""
+
+    record: Record
+    error: Any
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
+
+
+class Refused(NamedTuple):
+    """The keys of the ticket did not unpickle, as a `RemoteError` says: nothing was made."""
+
+    record: Record
+    error: Any
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
+
+
+class LeftOut(NamedTuple):
+    """There is no batch, and nothing is raised in its place."""
+
+    record: Record
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
+
+
+class Exhausted(NamedTuple):
+    """The iterable dataset ended before this ticket. ``snapshot`` is the state that the next run begins with."""
+
+    record: Record
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
+
+
+Outcome: TypeAlias = Batch | Failure | Refused | LeftOut | Exhausted
+
+_KINDS = {
+    Batch: Kind.BATCH,
+    Failure: Kind.FAILURE,
+    Refused: Kind.REFUSED,
+    LeftOut: Kind.LEFT_OUT,
+    Exhausted: Kind.EXHAUSTED,
+}
+
+
+def pack(outcome: Outcome, payload: Sequence[Buffer] = ()) -> tuple[int, list[Buffer]]:
+    """Return the kind and the body of a frame.
+
+    Args:
+        outcome: What is told.
+        payload: The encoded data of a `Batch`.
+    """
+    extras = b""
+    if outcome.bad or outcome.snapshot is not None:
+        extras = _pickled(list(outcome.bad), outcome.snapshot)
+    parts: list[Buffer] = [_HEAD.pack(*outcome.record, len(extras)), extras, *payload]
+    if type(outcome) is Failure or type(outcome) is Refused:
+        parts.append(pickle.dumps(outcome.error))
+    return _KINDS[type(outcome)], parts
+
+
+def _pickled(bad: list[BadSample], snapshot: Any) -> bytes:
+    try:
+        return pickle.dumps((bad, snapshot))
+    except Exception:  # keys that unpickle, or they would not be here, but do not pickle
+        return pickle.dumps(([sample._replace(key=repr(sample.key)) for sample in bad], snapshot))
+
+
+def unpack(kind: int, body: memoryview, decode: Callable[[memoryview], tuple[Any, int]]) -> Outcome:
+    """Read a frame. What the user's classes raise as they are rebuilt is a `Failure`: whatever it is.
+
+    Args:
+        kind: Of the frame.
+        body: Of the frame.
+        decode: Makes the data of a batch, and their size, of a payload.
+
+    Raises:
+        BadFrame: these bytes are no outcome.
+    """
+    if len(body) < _HEAD.size:
+        raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, which is too short")
+    *fields, extras_bytes = _HEAD.unpack_from(body)
+    record = Record._make(fields)
+    begin = _HEAD.size + extras_bytes
+    if begin > len(body):
+        raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, {extras_bytes} of them extras")
+    bad: Sequence[BadSample] = ()
+    data, nbytes, snapshot, unreadable = None, 0, None, None
+    try:
+        if kind == Kind.BATCH:  # whatever the extras are: the slabs that it names have to be known
+            data, nbytes = decode(body[begin:])
+        elif kind in (Kind.FAILURE, Kind.REFUSED):
+            data = pickle.loads(body[begin:])
+    except BaseException as error:
+        unreadable = _readable(error)
+    try:
+        if extras_bytes:
+            bad, snapshot = pickle.loads(body[_HEAD.size : begin])
+    except BaseException as error:
+        unreadable = _readable(error)
+    if unreadable is not None:
+        return Failure(record, unreadable, bad, snapshot)
+    if kind == Kind.BATCH:
+        return Batch(record, data, nbytes, bad, snapshot)
+    if kind == Kind.FAILURE:
+        return Failure(record, data, bad, snapshot)
+    if kind == Kind.REFUSED:
+        return Refused(record, data)
+    return (LeftOut if kind == Kind.LEFT_OUT else Exhausted)(record, bad, snapshot)
+
+
+def _readable(error: BaseException) -> Exception:
+    """Return what stands for a ticket that could not be read: it must not end the loop."""
+    if isinstance(error, Exception):
+        return error
+    other = RuntimeError(f"What a worker sent raised {error!r} while it was unpickled in the main process.")
+    other.__cause__ = error
+    return other
