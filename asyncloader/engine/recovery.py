@@ -124,6 +124,7 @@ class Recovery:
             if self._is_replaced:
                 session.apply([Replace(worker)])
             else:
+                self._explain = partial(explain_death, session.pool.processes[worker])
                 session.apply(session.run.scheduler.died(worker, replaceable=False))
 
     # ------------------------------------------------------------------------------------------------------ deaths
