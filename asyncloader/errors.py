@@ -232,4 +232,9 @@ def _cause(number: int) -> str:
         )
     if number in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
         return "A native library that the dataset uses crashed."
-    return "Another process sent it."
+    if number != signal.SIGTERM:
+        return "Another process sent it."
+    return (
+        "Another process sent it; or the worker closed its connections to the main process (does something close "
+        "descriptors that it did not open?), and was ended for that."
+    )

@@ -154,6 +154,8 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
                 if progress.samples <= to_skip:
                     continue
                 yield sample if self.decode is None else await threads.run(self.decode, sample)  # type: ignore[misc]
+        if self._progress is progress and not get_worker_info():
+            self._progress = None  # without workers the next state is one between two epochs
 
     def state_dict(self) -> dict[str, int]:
         """Tell how far this worker's share of the epoch has been read."""

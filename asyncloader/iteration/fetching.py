@@ -74,6 +74,11 @@ class Maker:
         return self._collate_fn(samples)
 
 
+def is_of_a_sample(error: BaseException) -> bool:
+    """Whether a SystemExit was raised by an awaited sample, on the loop, and not by a signal handler in this thread."""
+    return getattr(error, "asyncloader_of_a_sample", False) is True
+
+
 class TimedFetcher:
     """A fetcher with a clock: how long it took for the samples, and how long to collate them.
 
@@ -126,7 +131,9 @@ class TimedFetcher:
             batch = self.fetch(keys)
         except EndOfData:
             return Item(Exhausted(NO_RECORD))
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_of_a_sample(error)):
+                raise
             return Item(Failure(NO_RECORD, error, tuple(self._fetch.bad)), worker=0, keys=self.keys)
         bad = self._fetch.bad
         if bad:

@@ -28,7 +28,7 @@ from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.error_limit import ErrorLimit
-from asyncloader.iteration.fetching import FetchThread, Maker, TimedFetcher, fetch_threads
+from asyncloader.iteration.fetching import FetchThread, Maker, TimedFetcher, fetch_threads, is_of_a_sample
 from asyncloader.iteration.plan import Done
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.iteration.run_start import RunStart
@@ -63,7 +63,13 @@ def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
     except BaseException:
         coroutine.close()
         raise
-    return asyncio.run_coroutine_threadsafe(coroutine, get_portal().loop).result()
+    future = asyncio.run_coroutine_threadsafe(coroutine, get_portal().loop)
+    try:
+        return future.result()
+    except SystemExit as error:
+        if future.done() and not future.cancelled() and future.exception() is error:
+            error.asyncloader_of_a_sample = True  # type: ignore[attr-defined]
+        raise
 
 
 class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
@@ -165,8 +171,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         except Exception:
             taken.clear()  # the traceback refers to it
             raise
-        except BaseException:
-            self._put_back(taken)
+        except BaseException as error:
+            if is_of_a_sample(error):
+                taken.clear()
+            else:
+                self._put_back(taken)
             raise
 
     def _take(self, taken: list[_Taken]) -> Item:
