@@ -21,7 +21,7 @@ from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.observe.meter import Meter, Passage
 from asyncloader.workers.child import sample_context as place
 from asyncloader.workers.child import threads
-from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample
+from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample, fetch_and_drop
 from asyncloader.workers.protocol.failure import EndOfData, stand_in
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut
@@ -169,7 +169,7 @@ class TimedFetcher:
             for made in keeper.made:
                 outside = place.current.set(place.Place(made.key, made.seq))
                 try:
-                    self._make_and_drop(made.keys)
+                    fetch_and_drop(self._fetch, made.keys)
                 finally:
                     place.current.reset(outside)
 
@@ -179,18 +179,8 @@ class TimedFetcher:
         if gap := keeper.gap():
             with self._generators.left_alone():
                 for _ in range(gap):
-                    if not self._make_and_drop(keys):
+                    if not fetch_and_drop(self._fetch, keys):
                         return
-
-    def _make_and_drop(self, keys: Any) -> bool:
-        """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
-        try:
-            self._fetch(keys)
-        except EndOfData:
-            return False
-        except Exception:  # it was raised in its time
-            pass
-        return True
 
     def attach(self, fetch: Fetcher | None) -> None:
         """Have the state kept of the iterator that the samples come from, if they do."""

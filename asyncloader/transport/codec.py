@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import numpy as np
-import torch
 
 from asyncloader.transport.loans import Loan, WorkerSlabs
 from asyncloader.transport.tensors import INLINE_MAX, Array, Reducers
@@ -311,12 +310,3 @@ def bytes_of(array: Array) -> Array:
     if array.flags.fnc:
         array = array.T
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Reduce a tensor for a pickler with a `buffer_callback`; NotImplemented if it should be pickled as ever."""
-    try:
-        reducer = Reducers(lambda _, array: pickle.PickleBuffer(bytes_of(array)))[type(tensor)]  # type: ignore[arg-type]
-    except KeyError:
-        return NotImplemented
-    return reducer(tensor)

@@ -26,7 +26,14 @@ from asyncloader.hashing import mix
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
 from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.child.fetch import ErrorPolicy, Fetcher, IterableFetcher, NoGoodSample, make_fetcher
+from asyncloader.workers.child.fetch import (
+    ErrorPolicy,
+    Fetcher,
+    IterableFetcher,
+    NoGoodSample,
+    fetch_and_drop,
+    make_fetcher,
+)
 from asyncloader.workers.child.seeding import BatchSeeder
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
@@ -283,25 +290,14 @@ class BatchMaker:
             if self.spec.seed_each_batch:
                 BatchSeeder(made.key)(made.seq)
             place.enter(made.key, made.seq)
-            self._make_and_drop(made.keys)
+            fetch_and_drop(self._fetch, made.keys)
 
     def _leave_out(self, count: int, seq: int, keys: Any) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
         for _ in range(count):
             place.enter(self._epoch.key, seq)
-            if not self._make_and_drop(keys):
+            if not fetch_and_drop(self._fetch, keys):
                 return
-
-    def _make_and_drop(self, keys: Any) -> bool:
-        """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
-        assert self._fetch is not None
-        try:
-            self._fetch(keys)
-        except EndOfData:
-            return False
-        except Exception:  # it was raised in its time
-            pass
-        return True
 
     # ---------------------------------------------------------------------------------------- samples of many at once
 

@@ -277,6 +277,18 @@ async def settle(sample: Any) -> Any:
     return sample
 
 
+def fetch_and_drop(fetch: Callable[[Any], Any] | None, keys: Any) -> bool:
+    """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
+    assert fetch is not None
+    try:
+        fetch(keys)
+    except EndOfData:
+        return False
+    except Exception:  # it was raised in its time
+        pass
+    return True
+
+
 def make_fetcher(
     dataset: Any,
     *,
