@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,20 @@ async def test_a_batch_that_hung_is_run_again(face: str, tmp_path: Path, caplog:
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2
     assert all("in hang" in warning and "It is killed and replaced" in warning for warning in warnings)
+
+
+async def test_closing_waits_until_the_killed_are_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the executor's thread comes to it."""
+    is_alive = BaseProcess.is_alive
+
+    def look_late(process: BaseProcess) -> bool:
+        if process.pid in pids(tmp_path):
+            threading.Event().wait(0.5)
+        return is_alive(process)
+
+    monkeypatch.setattr(BaseProcess, "is_alive", look_late)
+    await epoch(Hanging(24, tmp_path, {5}), timeout=TIMEOUT_S, on_timeout="retry")
+    assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
 
 
 async def test_a_batch_that_hung_is_left_out(tmp_path: Path) -> None:

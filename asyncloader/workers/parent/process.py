@@ -266,7 +266,7 @@ class WorkerProcess:
             status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # reaped already, or a child of the fork server
             popen = self._process._popen  # type: ignore[attr-defined]
-            if popen.method == "forkserver" and self._has_manager_ended():
+            if popen.method == "forkserver" and self.is_reaped:
                 return self._process.exitcode
             code: int | None = popen.returncode
             return code
@@ -358,10 +358,11 @@ class WorkerProcess:
             return False
         if (manager := self._manager()) is not None:
             manager.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return self._has_manager_ended()
+        return self.is_reaped
 
-    def _has_manager_ended(self) -> bool:
-        """Whether the executor's thread has ended."""
+    @property
+    def is_reaped(self) -> bool:
+        """Whether the executor's thread, which waits for the process, has ended."""
         return (manager := self._manager()) is None or not manager.is_alive()
 
     # -------------------------------------------------------------------------------------------------- stacks
