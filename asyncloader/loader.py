@@ -119,7 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         prefetch_factor: Batches that each worker has in advance; 2 by default.
         persistent_workers: Keep the workers, their datasets and their memory for the next run.
         pin_memory_device: As in torch: deprecated and ignored.
-        in_order: Deliver batches in the order of the sampler; else as they come.
+        in_order: Deliver batches in the order of the sampler; otherwise as they come.
         concurrency: Samples that one worker fetches at once.
         scheduling: "static" gives batch i to worker i % num_workers, as torch; "dynamic" to the worker with the least
             to do.

@@ -1,6 +1,6 @@
 """Helpers that you call in the tests of your own datasets, samplers and loaders.
 
-`assert_resumable`: a run can be gone on with from the state after every batch; `assert_resumable_async`: the same with
+`assert_resumable`: a run can be resumed from the state after every batch; `assert_resumable_async`: the same with
 ``async for``.
 """
 
@@ -36,7 +36,7 @@ def assert_resumable(
         make_loader: Makes the loader, each time a new one with a new dataset, over a few batches.
         resume_with: Makes the loaders that go on, by default `make_loader`: with another number of workers, say.
         restore_generators: Set Python's, numpy's and torch's global generators to what they were when a state was
-            taken, as a trainer's checkpoint does. Else they are somewhere else.
+            taken, as a trainer's checkpoint does. Otherwise they are somewhere else.
 
     Raises:
         AssertionError: with the state that was gone on from, and the batch that differs.

@@ -213,7 +213,7 @@ class _AsyncCachedDataset(CachedDataset[T_co]):
 
 
 class _Threads(Openable[Threads]):
-    """A thread for what may have to wait for a disk, while the dataset is open; else there is nobody who minds."""
+    """A thread for what may have to wait for a disk, while the dataset is open; otherwise there is nobody who minds."""
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         opened = self._opened.get(asyncio.get_running_loop())

@@ -41,8 +41,8 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
     as there are on all.
 
     The order depends on ``seed``, the epoch, and the numbers of ranks and workers. Call :meth:`set_epoch` before each
-    epoch, as with torch's DistributedSampler; else all are alike. Persistent workers, whose copies of the dataset that
-    does not reach any more, count on by themselves from the epoch that was set when they started.
+    epoch, as with torch's DistributedSampler; otherwise all are alike. Persistent workers, whose copies of the dataset
+    that does not reach any more, count on by themselves from the epoch that was set when they started.
 
     Args:
         shards: Paths and urls: ``file``, ``http``, ``https``, and those of object stores (``s3``, ``gs``, ``az``).
@@ -53,7 +53,7 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         shuffle_buffer: How many samples wait, not decoded, for one of them to be drawn at random; 0 keeps their order.
         seed: Of both.
         rank, world_size: Which part of the data this process gets; by default as torch.distributed says if it is
-            initialised when an epoch starts, else everything.
+            initialised when an epoch starts, otherwise everything.
         headers: For HTTP.
         config, client_options, credential_provider: For object stores, as
             :class:`~asyncloader.datasets.ObjectStoreDataset` takes them.
@@ -139,7 +139,7 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         self._epoch, self._to_skip = epoch, 0
 
     def __aiter__(self) -> AsyncGenerator[T_co, None]:
-        # All this now, and not when the first sample is taken: of an epoch that was over none is.
+        # Set the state eagerly: a finished epoch yields no sample, so a lazy body would never run.
         self._progress = _Progress(self._epoch)
         to_skip, self._to_skip = self._to_skip, 0
         if get_worker_info():  # which has a copy of its own

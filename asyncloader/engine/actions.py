@@ -46,7 +46,7 @@ class Replace(NamedTuple):
 class Fail(NamedTuple):
     """These tickets are given up because their worker died or hung; the session makes one error of it.
 
-    ``at_once`` hands the error over before what is in order, and the tickets are void already; else it takes the
+    ``at_once`` hands the error over before what is in order, and the tickets are void already; otherwise it takes the
     place of the first ticket, through :meth:`Scheduler.ready`; with ``leave_out`` the place stays empty.
     """
 

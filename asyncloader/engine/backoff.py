@@ -22,7 +22,7 @@ _LONGEST_REST_S = 1.0
 """From then on a worker waits for its next process: at first this long, each time twice as long, at most so long."""
 
 
-class Rests:
+class Backoff:
     """Keeps the workers that wait for their next process. On the loop thread.
 
     Args:
@@ -38,7 +38,7 @@ class Rests:
         self._losses = 0  # since the last outcome of any worker
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
-    def calm(self) -> None:
+    def reset(self) -> None:
         """A worker has come to an outcome."""
         self._losses = 0
 

@@ -71,7 +71,8 @@ def wait_for_users() -> None:
 
 def is_left_behind() -> bool:
     """Whether the caller is a daemon thread, which the interpreter leaves behind."""
-    thread = threading.current_thread()  # that of a worker was forked from a daemon thread, and is its main thread
+    # In a forked worker the main thread still carries the daemon flag of the thread that forked it.
+    thread = threading.current_thread()
     return thread.daemon and thread is not threading.main_thread()
 
 

@@ -3,7 +3,7 @@
     loop thread ── put ──> ready (deque) ── take ──> consumer: a thread, or a task on any loop
                 └─ wake ─> waiters (deque of locks and futures)
 
-A consumer takes without waiting if there is something. Else it leaves a waiter, looks once more, and waits. The
+A consumer takes without waiting if there is something. Otherwise it leaves a waiter, looks once more, and waits. The
 interleavings with a `put` in the loop thread:
 
   1. The consumer finds nothing. 2. The loop appends, finds no waiter. 3. The consumer leaves its waiter, looks again,

@@ -38,7 +38,7 @@ _DESCRIPTORS = 12
 """More than a loop needs."""
 
 
-class Resident(Protocol):
+class Closeable(Protocol):
     """What lives on the portal and must end with it."""
 
     def close_soon(self, grace_s: float) -> None:
@@ -54,7 +54,7 @@ class Portal:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = _new_event_loop()
-        self.residents: set[Resident] = set()  # touched by the loop thread only
+        self.sessions: set[Closeable] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
         self._is_closed = False
         self._thread = threads.start(self._run, "asyncloader")
@@ -112,8 +112,8 @@ class Portal:
         exits.wait_for_users()
         deadline = time.monotonic() + exits.EXIT_GRACE_S + 1.0
         try:
-            for resident in self.call(self._close_residents).result(exits.EXIT_GRACE_S):
-                resident.wait_closed(max(0.0, deadline - time.monotonic()))
+            for session in self.call(self._close_sessions).result(exits.EXIT_GRACE_S):
+                session.wait_closed(max(0.0, deadline - time.monotonic()))
         except TimeoutError:  # something of the user's blocks the loop
             threads.interrupt(self._thread)
             kill_all()
@@ -127,17 +127,17 @@ class Portal:
         if self.is_closing:
             exits.stop_daemon()
 
-    def _close_residents(self) -> tuple[Resident, ...]:
+    def _close_sessions(self) -> tuple[Closeable, ...]:
         self.is_closing = True  # what would come to live here from now on would be forgotten
-        residents = tuple(self.residents)
-        for resident in residents:
-            resident.close_soon(exits.EXIT_GRACE_S)
-        return residents
+        sessions = tuple(self.sessions)
+        for session in sessions:
+            session.close_soon(exits.EXIT_GRACE_S)
+        return sessions
 
     def _stop(self) -> None:
         """End the loop. What is left by now, on a machine too busy for the grace, is killed."""
-        for resident in tuple(self.residents):
-            resident.close_soon(0.0)
+        for session in tuple(self.sessions):
+            session.close_soon(0.0)
         self.loop.stop()
 
 

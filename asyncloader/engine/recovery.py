@@ -2,7 +2,7 @@
 
     pool ── died ──> ┌──────────┐ ── died, hung ──> Scheduler ──> Fail ──> fail: an error, or a batch left out
     consumer         │ Recovery │ ── replace, discard ──> pool
-      ── overdue ──> └──────────┘ ── rest ──> Rests ── over ──> replace
+      ── overdue ──> └──────────┘ ── rest ──> Backoff ── over ──> replace
 
 The scheduler decides which tickets are run again and which are given up; here is found out whether another worker can
 take the place, when, and what the error says. On the loop thread.
@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from asyncloader.engine.actions import Action, Fail, Replace, Ticket
-from asyncloader.engine.backoff import Rests, explain_death, explain_failed_starts, explain_no_start
+from asyncloader.engine.backoff import Backoff, explain_death, explain_failed_starts, explain_no_start
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.run import Item, Run, failed
 from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
@@ -54,15 +54,15 @@ class Policy(NamedTuple):
             datasets, whose workers hold a position in the data, unless they can be read again.
         is_stream: The dataset is iterable.
         tells_place: A worker of a stream can be replaced as soon as it has told a state.
-        keeps_first: The dataset tells its state, and this process has it as workers of the first run began with it: so
-            they can be taken through what they had been through.
+        has_initial_state: The dataset provides a state, and the parent still holds the one that the first run's workers
+            started from: so another worker can be taken through what they had been through.
         on_timeout: What to do about a batch that does not come in time.
     """
 
     replaceable: bool
     is_stream: bool = False
     tells_place: bool = False
-    keeps_first: bool = False
+    has_initial_state: bool = False
     on_timeout: OnTimeout = "raise"
 
 
@@ -97,7 +97,7 @@ class Recovery:
         self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
         self._is_replaced = True  # the worker that was lost last
-        self._rests = Rests(session.portal.loop, session.run.scheduler.num_workers, self._end_rest)
+        self._backoff = Backoff(session.portal.loop, session.run.scheduler.num_workers, self._end_rest)
         self._explain: Callable[[list[Ticket]], Exception]  # makes the error for tickets that are given up
 
     # ------------------------------------------------------------------------------------------------- all is well
@@ -106,13 +106,13 @@ class Recovery:
         """A worker has opened the dataset."""
         self._failed_starts = 0
 
-    def calm(self) -> None:
+    def reset(self) -> None:
         """A worker has come to an outcome."""
-        self._rests.calm()
+        self._backoff.reset()
 
     def stop(self) -> set[int]:
         """Replace nobody any more in this run; return who has no process."""
-        missing, self._vacant = self._vacant.union(self._rests.stop()), set()
+        missing, self._vacant = self._vacant.union(self._backoff.stop()), set()
         return missing
 
     def begin(self, missing: set[int]) -> None:
@@ -140,7 +140,7 @@ class Recovery:
         session.lost(worker)
         if worker not in scheduler.active:  # it had come to the end of its data, and only a later run needs another
             self._vacant.add(worker)
-            self.has_lost |= not (self._policy.replaceable or self._policy.keeps_first)
+            self.has_lost |= not (self._policy.replaceable or self._policy.has_initial_state)
             return
         if not process.was_set_up:
             session.give_up(explain_no_start(process))
@@ -150,7 +150,7 @@ class Recovery:
             return
         self._is_replaced = self._can_replace(worker)
         self.has_lost |= not self._is_replaced
-        rests = self._is_replaced and self._rests.begin(worker)
+        rests = self._is_replaced and self._backoff.begin(worker)
         session.apply(scheduler.died(worker, replaceable=self._is_replaced, was_ready=process.is_ready, rests=rests))
 
     def _can_replace(self, worker: int) -> bool:
@@ -159,11 +159,11 @@ class Recovery:
         if policy.replaceable or not policy.tells_place:
             return policy.replaceable
         start = run.tracks[worker].start
-        return start.snapshot is not None or (policy.keeps_first and len(start.past) <= _MOST_PAST)
+        return start.snapshot is not None or (policy.has_initial_state and len(start.past) <= _MOST_PAST)
 
     def past(self, last: Run) -> dict[int, Sequence[Start]]:
         """Return, by worker, what another one would have to be taken through that took its place after this run."""
-        if self._policy.replaceable or not self._policy.keeps_first:
+        if self._policy.replaceable or not self._policy.has_initial_state:
             return {}
         active = last.scheduler.active
         return {worker: track.past(ended=worker not in active) for worker, track in last.tracks.items()}
@@ -221,7 +221,7 @@ class Recovery:
         held = session.run.scheduler.in_flight[ticket.worker]
         if session.pool.processes[ticket.worker] is process and held.get(ticket.seq) is ticket:
             self._replace_hung(process, explain)
-        return None  # else it has come, or somebody else has waited too long for it
+        return None  # otherwise it has come, or somebody else has waited too long for it
 
     def _replace_hung(self, process: Worker, explain: Callable[..., BatchTimeoutError]) -> None:
         session, error = self._session, explain()
@@ -230,5 +230,5 @@ class Recovery:
         self._explain = lambda tickets: explain(tries=tickets[0].tries)
         session.lost(process.worker_id)
         session.pool.discard(process.worker_id)
-        rests = self._rests.begin(process.worker_id)
+        rests = self._backoff.begin(process.worker_id)
         session.apply(session.run.scheduler.hung(process.worker_id, rests=rests))

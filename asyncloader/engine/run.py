@@ -9,7 +9,7 @@ from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import make_tracks
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.meter import Meter, Passage
+from asyncloader.observe.meter import BatchTimes, Meter
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, Outcome
@@ -24,7 +24,7 @@ class Item(NamedTuple):
             data, where batches are made in this process.
         seq: Number of the batch in the plan; -1 beside the order.
         worker: Who has answered the ticket; -1 for nobody.
-        passage: The meter's note of a batch.
+        times: The meter's note of a batch.
         number: Of the batch in the stream of its worker.
         keys: Where they may be needed to make the batch again.
         counts: It is in order, and frees a place in the window.
@@ -33,7 +33,7 @@ class Item(NamedTuple):
     outcome: Outcome
     seq: int = -1
     worker: int = -1
-    passage: Passage | None = None
+    times: BatchTimes | None = None
     number: int = -1
     keys: Any = None
     counts: bool = True

@@ -44,7 +44,7 @@ class Scheduler:
         num_workers: Workers, numbered from 0.
         prefetch_factor: Batches in flight or waiting, for each worker.
         scheduling: "static" sends batch i to worker i % num_workers; "dynamic" to the one with least to do.
-        in_order: Deliver by sequence number; else as they come.
+        in_order: Deliver by sequence number; otherwise as they come.
         run_ahead_bytes: Read beyond the window while workers would stand idle, as long as what is ahead of the
             consumer is estimated below this many bytes. 0 for never.
         on_crash: What becomes of the ticket that a dead worker was at: "retry", "raise" or "skip".
@@ -382,8 +382,8 @@ class Scheduler:
             lost.sort(key=lambda ticket: ticket.seq)
         actions: list[Action] = [] if worker in self.resting else [Replace(worker)]
         if lost and was_ready:
-            # A worker takes its tickets in order, so only the first one can have killed it. Where it has several in
-            # work and died, there is one here, for more would be suspects; where it hung, the first one is awaited.
+            # Tickets are taken in order, so blame the first. Overlapping tickets of a worker that died are suspects and
+            # never get here; after a hang the first is the awaited one.
             actions += self._blame(lost.pop(0), policy)
         self._put_back(worker, lost)
         return actions + self._assign()

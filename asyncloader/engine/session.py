@@ -29,7 +29,7 @@ from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Item, PlanEnd, Run, failed
 from asyncloader.engine.tracks import Track
 from asyncloader.errors import LoaderClosedError, describe_keys, exiting
-from asyncloader.observe.meter import Passage
+from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.protocol.failure import with_notes
@@ -76,7 +76,7 @@ class Session:
         self._outbox: dict[int, list[tuple[int, Any]]] = {}
         # Workers whose dataset was put in the middle of its data, and has not read on: the next run would begin there.
         self._unmoved: set[int] = set()
-        self._is_put_back = policy.keeps_first
+        self._is_put_back = policy.has_initial_state
         for worker in run.tracks:
             self._note_start(worker)
 
@@ -148,7 +148,7 @@ class Session:
         if self.portal.is_closing:
             self.close_soon(0.0)
             raise exiting()
-        self.portal.residents.add(self)
+        self.portal.sessions.add(self)
         self.pool.listener = self
         self._move(State.OPEN)
         self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
@@ -175,7 +175,7 @@ class Session:
     def on_closed(self) -> None:
         """All workers are gone."""
         self._move(State.CLOSED)
-        self.portal.residents.discard(self)
+        self.portal.sessions.discard(self)
         self._closed.set()
 
     def _move(self, state: State) -> None:
@@ -252,43 +252,43 @@ class Session:
                 run.ends[worker] = outcome.snapshot
             self.apply(scheduler.exhausted(worker, record.seq))
             return
-        self.recovery.calm()
+        self.recovery.reset()
         if type(outcome) is Refused:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
             return
         ticket = scheduler.in_flight[worker][record.seq]
-        passage, nbytes = None, 0
+        times, nbytes = None, 0
         if type(outcome) is Batch:
             nbytes = outcome.nbytes
-            passage = run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0))
+            times = run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0))
         elif kind is LeftOut:
             run.faults.left_out.append(ticket.keys)
         elif type(outcome) is Failure and not isinstance(outcome.error, BaseException):
             keys = None if self._is_stream else ticket.keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        item = Item(outcome, record.seq, worker, passage)
+        item = Item(outcome, record.seq, worker, times)
         if run.tracks:
             item = self._note_place(item, ticket)
-        if self._pinner is None or passage is None:
+        if self._pinner is None or times is None:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
-            self._pin(self._pinner, item, passage)
+            self._pin(self._pinner, item, times)
         self.apply(actions)
 
-    def _pin(self, pinner: Pinner, item: Item, passage: Passage) -> None:
+    def _pin(self, pinner: Pinner, item: Item, times: BatchTimes) -> None:
         """Have the batch copied; what stands for it meanwhile does not refer to it."""
         batch: Any = item.outcome
         emptied = item._replace(outcome=batch._replace(data=None))
-        pinner.pin(batch.data, partial(self._on_pinned, self.run, passage, emptied))
+        pinner.pin(batch.data, partial(self._on_pinned, self.run, times, emptied))
 
     def _on_pinned(
-        self, run: Run, passage: Passage, item: Item, data: Any, error: Exception | None, seconds: float
+        self, run: Run, times: BatchTimes, item: Item, data: Any, error: Exception | None, seconds: float
     ) -> None:
         if run is not self.run or self.state is not State.OPEN:
             return
         batch: Any = item.outcome
-        run.meter.pinned(passage, seconds)
+        run.meter.pinned(times, seconds)
         outcome = batch._replace(data=data)
         if error is not None:
             outcome = Failure(batch.record, error, batch.bad, batch.snapshot)
@@ -368,8 +368,8 @@ class Session:
         self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:
-        if (passage := action.outcome.passage) is not None:
-            passage.ready_at = perf_counter()
+        if (times := action.outcome.times) is not None:
+            times.ready_at = perf_counter()
         self.run.handoff.put(action.outcome)
 
     def _read_on(self, action: Read) -> None:

@@ -123,7 +123,7 @@ class Track:
         """Return the runs that another worker has to be taken through before it begins the one after this.
 
         Args:
-            ended: The worker has come to the end of its data; else it was left before.
+            ended: The worker has come to the end of its data; otherwise it was left before.
         """
         place = self._place
         if self.is_untouched and place.snapshot is None and not ended:

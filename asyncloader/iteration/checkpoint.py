@@ -33,7 +33,7 @@ from typing import Any
 from asyncloader.errors import StateMismatchError
 from asyncloader.iteration.plan import own_state, samplers_within
 from asyncloader.iteration.progress import Progress, SamplerState
-from asyncloader.iteration.rng_snapshot import Draws
+from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.protocols import probe
 from asyncloader.samplers import ElasticSampler
 from asyncloader.settings import Settings
@@ -109,7 +109,7 @@ class Checkpointer:
     Attributes:
         settings: What is iterated over, and how.
         progress: How far it is.
-        draws: The generators that its order is drawn from.
+        rng: The generators that its order is drawn from.
         begun: What they were when the order began to be drawn.
         epoch: Runs of the loader before this one.
         base_seed: Of this run.
@@ -119,7 +119,7 @@ class Checkpointer:
 
     settings: Settings
     progress: Progress
-    draws: Draws
+    rng: RNGSnapshot
     begun: list[Any]
     epoch: int
     base_seed: int
@@ -172,7 +172,7 @@ class Checkpointer:
             _kind(self.settings),
             self.epoch + 1,
             self._describe(),
-            self.draws.as_text(self.draws.capture()),
+            self.rng.as_text(self.rng.capture()),
             base_seed=self.base_seed if self.settings.persistent_workers else None,
             shared_seed=self.shared_seed if self.settings.persistent_workers else None,
             samplers=samplers.state and samplers.state.plain(),
@@ -184,7 +184,7 @@ class Checkpointer:
 
     def _within_the_run(self) -> dict[str, Any]:
         progress = self.progress
-        self._begun_text = self._begun_text or self.draws.as_text(self.begun)
+        self._begun_text = self._begun_text or self.rng.as_text(self.begun)
         position = progress.position
         samplers = progress.sampler_state()
         return _state(
@@ -197,7 +197,7 @@ class Checkpointer:
             base_seed=self.base_seed,
             shared_seed=self.shared_seed,
             inline=self.inline,
-            check=self.draws.check() if position else [],
+            check=self.rng.check() if position else [],
             set_epochs=list(progress.set_epochs),
             bad_count=progress.bad_count,
             samplers=samplers.state and samplers.state.plain(),
@@ -214,20 +214,20 @@ class Checkpointer:
 
 def initial_state(settings: Settings, epoch: int) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
-    draws = Draws(settings.generator, samplers_within(settings.index_sampler))
+    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
     samplers = own_state(settings.index_sampler)
     here = Start() if settings.num_workers else dataset_here(settings.dataset, settings.snapshot_every)
     return _state(
         _kind(settings),
         epoch,
         describe(settings),
-        draws.as_text(draws.capture()),
+        rng.as_text(rng.capture()),
         samplers=samplers and samplers.plain(),
         workers=None if here == Start() else as_plain({0: here}),
     )
 
 
-def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any) -> dict[str, Any]:
+def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -> dict[str, Any]:
     state: dict[str, Any] = {
         "version": VERSION,
         "kind": kind,
@@ -236,7 +236,7 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], draws: str, **more: Any)
         "ahead": [],
         "base_seed": None,
         "shared_seed": None,
-        "draws": draws,
+        "draws": rng,
         "check": [],
         "inline": False,
         "set_epochs": [],

@@ -89,9 +89,9 @@ class Consumer:
             outcome = item.outcome
             if type(outcome) is Failure:
                 run.meter.failed()
-            elif item.passage is not None:
+            elif item.times is not None:
                 used = self._planned - self.taken - run.void_count
-                run.meter.took(asked_at, item.passage, used, len(run.handoff.ready))
+                run.meter.took(asked_at, item.times, used, len(run.handoff.ready))
             if item.seq >= 0:
                 self.progress.done(item.seq)
                 if item.worker >= 0:
@@ -128,7 +128,7 @@ class Consumer:
         if run.ended and not run.handoff.ready:
             self.progress.ends = run.ends
             self.progress.finished = True
-            run.meter.told()
+            run.meter.log_summary()
             raise StopIteration
 
     def has_news(self) -> bool:

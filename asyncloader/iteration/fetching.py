@@ -18,9 +18,8 @@ from typing import Any
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.run import Item
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
-from asyncloader.observe.meter import Meter, Passage
-from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.child import threads
+from asyncloader.observe.meter import BatchTimes, Meter
+from asyncloader.workers.child import sample_context, threads
 from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample, fetch_and_drop
 from asyncloader.workers.protocol.failure import EndOfData, stand_in
 from asyncloader.workers.protocol.modes import Modes
@@ -39,7 +38,7 @@ class Maker:
         first: Number of the first batch.
         fetch: Gets the samples, and catches what they raise.
         collate_fn: Makes a batch of them.
-        leaves_out: A batch without a good sample is left out; else what its first sample raised is raised.
+        leaves_out: A batch without a good sample is left out; otherwise what its first sample raised is raised.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class Maker:
 
     def fetch(self, keys: Any) -> Any:
         """Return the batch, or LEFT_OUT. After an interruption the same batch is made again."""
-        outside = place.current.set(place.Place(self._key, self._seq))
+        outside = sample_context.current.set(sample_context.SampleContext(self._key, self._seq))
         try:
             batch = self._make(keys)
         except Exception:
             self._seq += 1
             raise
         finally:
-            place.current.reset(outside)  # the caller's thread goes on with other things
+            sample_context.current.reset(outside)  # the caller's thread goes on with other things
         self._seq += 1
         return batch
 
@@ -92,7 +91,7 @@ class TimedFetcher:
     """
 
     fetcher: Any  # set once it was made, with our `collate`
-    passage: Passage  # of the last batch
+    times: BatchTimes  # of the last batch
     keys: Any = None  # of the last batch, where they may be needed to make it again
     snapshot: Any = None  # of the dataset, after the last batch
     last_state: Any = None  # of a stream, after its end
@@ -140,7 +139,7 @@ class TimedFetcher:
             bad = tuple(bad)
             if batch is LEFT_OUT:
                 return Item(LeftOut(NO_RECORD, bad, self.snapshot), worker=0, keys=self.keys)
-        return Item(Batch(NO_RECORD, batch, 0, bad, self.snapshot), -1, 0, self.passage, -1, self.keys)
+        return Item(Batch(NO_RECORD, batch, 0, bad, self.snapshot), -1, 0, self.times, -1, self.keys)
 
     def _make(self, keys: Any) -> Any:
         began = time.perf_counter()
@@ -158,7 +157,7 @@ class TimedFetcher:
         if batch is not LEFT_OUT:
             if self._pin is not None:
                 batch = self._pin(batch)
-            self.passage = self._meter.made_here(began, self._collate_s, self._count)
+            self.times = self._meter.made_here(began, self._collate_s, self._count)
         return batch
 
     def _catch_up(self, keeper: Keeper) -> None:
@@ -167,11 +166,11 @@ class TimedFetcher:
             return
         with self._generators.left_alone():
             for made in keeper.made:
-                outside = place.current.set(place.Place(made.key, made.seq))
+                outside = sample_context.current.set(sample_context.SampleContext(made.key, made.seq))
                 try:
                     fetch_and_drop(self._fetch, made.keys)
                 finally:
-                    place.current.reset(outside)
+                    sample_context.current.reset(outside)
 
     def _leave_out(self, keeper: Keeper, keys: Any) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""

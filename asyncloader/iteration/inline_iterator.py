@@ -199,7 +199,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             with self._asking:
                 keys = self._read_sampler()
         except StopIteration:
-            self._meter.told()
+            self._meter.log_summary()
             raise
         mark = self._progress.mark()
         try:
@@ -273,7 +273,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             fetching, me = self._fetching, object()
             try:
                 fetching.wanting.add(me)
-                while fetching is self._fetching:  # else the iterator has begun anew, from a state
+                while fetching is self._fetching:  # otherwise the iterator has begun anew, from a state
                     try:
                         item = self._take_or_request(asked_at, taken)
                     except StopIteration:
@@ -335,7 +335,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """Count a batch that is handed over, left out or raises now."""
         progress, outcome = self._progress, item.outcome
         if type(outcome) is Exhausted:
-            self._meter.told()
+            self._meter.log_summary()
             self._finish()
             return item
         progress.done(progress.position)
@@ -343,8 +343,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             self._answered(outcome.snapshot, item.keys)
         if type(outcome) is Failure:
             self._meter.failed()
-        elif item.passage is not None:
-            self._meter.took(asked_at, item.passage, 0, len(self._fetching.handoff.ready))
+        elif item.times is not None:
+            self._meter.took(asked_at, item.times, 0, len(self._fetching.handoff.ready))
         return item
 
     def _has_news(self) -> bool:
@@ -372,7 +372,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 put(request)  # nothing that an interrupt could follow is called in these three lines before it is done
                 return
         if self._is_at_end:
-            self._meter.told()
+            self._meter.log_summary()
             raise StopIteration
 
     def _read_sampler(self) -> Any:

@@ -62,7 +62,7 @@ class Plan:
         iterator: Its iterator, which torch has made.
         progress: Where is counted what was read; samplers' states are left there.
         pace: When to take these.
-        is_batched: Keys name the samples of a batch; else one sample.
+        is_batched: Keys name the samples of a batch; otherwise one sample.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Plan:
         self._done = frozenset(progress.ahead)
         self._sampler = stateful_sampler(index_sampler)
         iterated = index_sampler.sampler if self._takes_apart else index_sampler
-        self._is_exact = self._sampler is iterated  # else its state does not say where in the epoch it is
+        self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
         self._pace = pace

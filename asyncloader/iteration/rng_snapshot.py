@@ -121,8 +121,8 @@ class _NumpySource:
 class GlobalGenerators:
     """The global generators of this process, which are the trainer's, while the state of a dataset is brought back.
 
-    What is made again from that state draws from them what was drawn before the trainer saved them: so they are left as
-    they were. But not those that the state itself has set.
+    Making batches again from that state draws what was drawn before the trainer saved them, so they are put back
+    afterwards; except those that the state itself has set.
     """
 
     def __init__(self) -> None:
@@ -146,13 +146,13 @@ class GlobalGenerators:
                 source.restore(state)
 
 
-class Draws:
+class RNGSnapshot:
     """The generators that the order of an epoch, and its base seed, are drawn from.
 
     Args:
         generator: The loader's own, or None for torch's global one.
-        samplers: All that the order is made with. Where one is not torch's, nor tells a state, the global generators of
-            Python and numpy count as well.
+        samplers: All that the order is made with. Where one is not torch's, nor provides a state, the global
+            generators of Python and numpy count as well.
     """
 
     def __init__(self, generator: torch.Generator | None, samplers: list[Any]) -> None:

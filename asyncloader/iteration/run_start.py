@@ -22,7 +22,7 @@ import torch
 from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
 from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
 from asyncloader.iteration.progress import Progress, SamplerState
-from asyncloader.iteration.rng_snapshot import Draws
+from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.snapshot import Frozen, Pace, Start, dataset_here, from_plain, is_stateful, unplain
@@ -82,24 +82,24 @@ def begin(
         last: The run before this one, if its workers make this one too.
     """
     index_sampler = settings.index_sampler
-    draws = Draws(settings.generator, samplers_within(index_sampler))
-    before = begun = draws.capture()
+    rng = RNGSnapshot(settings.generator, samplers_within(index_sampler))
+    before = begun = rng.capture()
     left_alone = [False] * len(before)
     states: dict[str, Any] | None = None  # of samplers
     goes_on = state is not None and state["base_seed"] is not None
     if state is not None:
-        left_alone = [now == saved for now, saved in zip_longest(draws.check(), state["check"][: len(before)])]
+        left_alone = [now == saved for now, saved in zip_longest(rng.check(), state["check"][: len(before)])]
         states = unplain(state["samplers"])
         if state["is_over"]:
             _finish_last_run(index_sampler, states, state["drawn"], runs.epochs_when_loaded)
-        begun = draws.from_text(state["draws"])
-        draws.restore(begun)
+        begun = rng.from_text(state["draws"])
+        rng.restore(begun)
     if prepare is not None:
         prepare()
         if goes_on:
-            draws.restore(begun)
+            rng.restore(begun)
         else:
-            begun = draws.capture()
+            begun = rng.capture()
     samplers = _load_samplers(index_sampler, state, states, runs.latest)
     is_dataset_loaded = inline and _load_dataset(settings, state)
 
@@ -111,7 +111,7 @@ def begin(
         if state is None:
             begun, is_seed_first, samplers = before, True, SamplerState(None)
         else:
-            draws.restore(begun)
+            rng.restore(begun)
             if inline:
                 _draw_base_seed(settings)
             drawn = drawn._replace(keys=iter(index_sampler))
@@ -120,7 +120,7 @@ def begin(
         drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
         # The base seed is drawn before the order by one kind of iterators, and not by the other.
         if inline and not is_seed_first:
-            draws.restore(begun)
+            rng.restore(begun)
             drawn = drawn._replace(keys=iter(index_sampler))
         elif is_seed_first and not inline:
             _draw_base_seed(settings)
@@ -144,10 +144,10 @@ def begin(
         progress.sampler_states.append((progress.position - samplers.drawn, samplers.state))
     progress.samplers_before = samplers
     checkpointer = Checkpointer(
-        settings, progress, draws, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first
+        settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first
     )
     runs.begun, runs.latest = epoch + 1, checkpointer
-    return RunStart(plan, checkpointer, key, starts, partial(draws.restore, before, left_alone))
+    return RunStart(plan, checkpointer, key, starts, partial(rng.restore, before, left_alone))
 
 
 def _draw_base_seed(settings: Settings) -> None:

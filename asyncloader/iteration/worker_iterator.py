@@ -66,7 +66,7 @@ class WorkerIterator(BaseIterator[T_co]):
         loader: For torch's constructor, and nothing else.
         settings: What is iterated over, and how.
         runs: Of the loader.
-        wait_for_start: Return when the workers have been started (``iter``); else the first ``anext`` waits for it.
+        wait_for_start: Return when the workers have been started (``iter``); otherwise the first ``anext`` waits.
         state: To begin from.
     """
 
@@ -196,7 +196,7 @@ class WorkerIterator(BaseIterator[T_co]):
             replaceable=tells_place and probe(settings.dataset, "deterministic") is True,
             is_stream=True,
             tells_place=tells_place,
-            keeps_first=is_stateful(settings.dataset) and settings.num_workers > 0,
+            has_initial_state=is_stateful(settings.dataset) and settings.num_workers > 0,
             on_timeout=settings.on_timeout,
         )
 

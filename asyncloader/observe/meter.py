@@ -29,7 +29,7 @@ _MADE: Final = ("queue", "fetch", "collate", "encode", "transfer", "decode", "wo
 _TAKEN: Final = ("waited", "ready", "order")
 
 
-class Passage:
+class BatchTimes:
     """The way of one batch through this process: its number, when it was there, when it was its turn."""
 
     __slots__ = ("made_at", "ready_at", "seq")
@@ -70,7 +70,7 @@ class Meter:
         if trace is not None:
             trace.epoch(epoch)
         self._began = perf_counter()
-        self._is_told = False
+        self._is_logged = False
         # Written by the loop thread.
         self._made = Tally(len(_MADE))
         self._pinned = Tally(1)
@@ -96,7 +96,7 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------- loop thread
 
-    def came(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int) -> Passage:
+    def came(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int) -> BatchTimes:
         """Count a batch that a worker made, and has just been read.
 
         Args:
@@ -124,9 +124,9 @@ class Meter:
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
             self._trace.batch(record.seq, worker, sent_at, began, stages, arrived_at)
-        return Passage(record.seq, now)
+        return BatchTimes(record.seq, now)
 
-    def made_here(self, began: float, collate_s: float, samples: int) -> Passage:
+    def made_here(self, began: float, collate_s: float, samples: int) -> BatchTimes:
         """Count a batch that this process has just made itself."""
         now = perf_counter()
         work = now - began
@@ -135,14 +135,14 @@ class Meter:
         self._samples += samples
         if self._trace is not None:
             self._trace.batch(seq, -1, 0.0, began, (("fetch", work - collate_s), ("collate", collate_s)), 0.0)
-        return Passage(seq, now)
+        return BatchTimes(seq, now)
 
-    def pinned(self, passage: Passage, seconds: float) -> None:
+    def pinned(self, times: BatchTimes, seconds: float) -> None:
         """Count a copy into page-locked memory, which has just been made."""
         self._pinned.add((seconds,))
-        passage.made_at = passage.ready_at = perf_counter()
+        times.made_at = times.ready_at = perf_counter()
         if self._trace is not None:
-            self._trace.pinned(passage.seq, seconds)
+            self._trace.pinned(times.seq, seconds)
 
     def failed(self) -> None:
         """Count an exception that is handed over in place of a batch."""
@@ -150,26 +150,26 @@ class Meter:
 
     # --------------------------------------------------------------------------------------------- consumers
 
-    def took(self, asked_at: float, passage: Passage, used: int, ready: int) -> None:
+    def took(self, asked_at: float, times: BatchTimes, used: int, ready: int) -> None:
         """Count a batch that a consumer takes.
 
         Args:
             asked_at: Since when the consumer waited for it, 0.0 if it did not.
-            passage: Of the batch.
+            times: Of the batch.
             used: Batches being made or waiting.
             ready: Batches that lay ready.
         """
         now = perf_counter()
         waited = now - asked_at if asked_at else 0.0
         if self._taken_count:
-            self._taken.add((waited, now - passage.ready_at, passage.ready_at - passage.made_at))
+            self._taken.add((waited, now - times.ready_at, times.ready_at - times.made_at))
             self._training_s += max(0.0, now - self._last_at - waited)
             self._last_cpu_s = process_time()
         else:
             self._first_at = now
             self._first_cpu_s = self._last_cpu_s = process_time()
         if self._trace is not None:
-            self._trace.taken(passage.seq, self._last_at if self._taken_count else 0.0, asked_at, now, ready)
+            self._trace.taken(times.seq, self._last_at if self._taken_count else 0.0, asked_at, now, ready)
             if self._trace.is_due:
                 self._trace.write()
         self._last_at = now
@@ -177,11 +177,11 @@ class Meter:
         self._used_sum += used
         self._ready_sum += ready
 
-    def told(self) -> None:
+    def log_summary(self) -> None:
         """Say in the log, once, how the run went: everything was taken."""
-        if self._is_told:
+        if self._is_logged:
             return
-        self._is_told = True
+        self._is_logged = True
         self.write_trace()
         if log.isEnabledFor(logging.INFO):
             stats = self.stats()

@@ -253,7 +253,7 @@ def to_html(source: str | os.PathLike[str], target: str | os.PathLike[str] | Non
     source = Path(source)
     target = source.with_suffix(".html") if target is None else Path(target)
     text = _timeline(source)
-    page = files("asyncloader").joinpath("viewer.html").read_text(encoding="utf-8")
+    page = files("asyncloader.observe").joinpath("viewer.html").read_text(encoding="utf-8")
     if target.exists() and not _is_page(target):
         raise FileExistsError(errno.EEXIST, "is there and no page of a timeline: give another name", str(target))
     # The text stands in the page as it is. Each "<" is inside a string, and may be written so; HTML then finds nothing

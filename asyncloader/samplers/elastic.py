@@ -82,7 +82,7 @@ class ElasticSampler(Sampler[int]):
     """Shuffle a dataset of any length and divide it among ranks; go on anywhere, on any number of ranks.
 
     In place of :class:`torch.utils.data.DistributedSampler`, with its arguments. A state that was taken on R ranks is
-    gone on with on any other number: nothing of the epoch is repeated or left out. The state of any one rank serves
+    resumed on any other number: nothing of the epoch is repeated or left out. The state of any one rank serves
     all, provided that all ranks had taken the same number of samples, as they have between two steps. Nothing is
     stored of the order: 10 billion indices take no memory, and going on in the middle takes no time.
 
@@ -92,10 +92,10 @@ class ElasticSampler(Sampler[int]):
         dataset: What to sample from, or its length.
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
-        shuffle: Draw the samples in an order that `seed` and the epoch determine; else in their own order.
+        shuffle: Draw the samples in an order that `seed` and the epoch determine; otherwise in their own order.
         seed: The same on all ranks.
-        drop_last: Where the samples cannot be divided evenly, leave out the last ones; else samples from the beginning
-            of the epoch's order are repeated at its end.
+        drop_last: Where the samples cannot be divided evenly, leave out the last ones; otherwise samples from the
+            beginning of the epoch's order are repeated at its end.
 
     Raises:
         ValueError: if the rank is not one of the ranks.

@@ -98,8 +98,8 @@ class Encoder:
     def release(self) -> None:
         """Say that the worker has dropped the batch encoded last. Call it before the parts are sent.
 
-        A slab can then be lent again as soon as the trainer has dropped the batch; else, or if something in the worker
-        still refers to it, only after a later payload has told that nothing does.
+        A slab can then be lent again as soon as the trainer has dropped the batch; otherwise, or if something in the
+        worker still refers to it, only after a later payload has told that nothing does.
         """
         if self._slabs is None or not self._head:
             return

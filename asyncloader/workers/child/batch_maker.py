@@ -25,7 +25,7 @@ import torch
 from asyncloader.hashing import mix
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
-from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import sample_context
 from asyncloader.workers.child.fetch import (
     ErrorPolicy,
     Fetcher,
@@ -60,7 +60,7 @@ class Host(Protocol):
         """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
 
     def ends(self, error: BaseException) -> bool:
-        """Whether the worker cannot go on after this exception; else it stands for the batch."""
+        """Whether the worker cannot go on after this exception; otherwise it stands for the batch."""
 
     def capture(self, error: BaseException) -> Any:
         """Make of an exception what a `Failure` holds."""
@@ -208,7 +208,7 @@ class BatchMaker:
         self._epoch = epoch
         if self.failure is not None:
             return
-        spec, outside = self.spec, place.current.set(place.Place(epoch.key, 0))
+        spec, outside = self.spec, sample_context.current.set(sample_context.SampleContext(epoch.key, 0))
         with self.opening():
             dataset = self._reseed_pipe(spec.dataset)
             self.keeper = None
@@ -217,7 +217,7 @@ class BatchMaker:
                 self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
             (open_source or self.open_fetcher)(dataset)
             self._seed = BatchSeeder(epoch.key) if spec.seed_each_batch else None
-        place.current.reset(outside)
+        sample_context.current.reset(outside)
 
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
@@ -261,7 +261,7 @@ class BatchMaker:
             return refused
         work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
         assert fetch is not None
-        outside = place.current.set(place.Place(self._epoch.key, seq))
+        outside = sample_context.current.set(sample_context.SampleContext(self._epoch.key, seq))
         try:
             if keeper is not None and (gap := keeper.gap()):
                 with self._aside():
@@ -282,20 +282,20 @@ class BatchMaker:
             work.bad = fetch.bad
             return self.failed(work, error)
         finally:
-            place.current.reset(outside)
+            sample_context.current.reset(outside)
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         for made in keeper.made:
             if self.spec.seed_each_batch:
                 BatchSeeder(made.key)(made.seq)
-            place.enter(made.key, made.seq)
+            sample_context.enter(made.key, made.seq)
             fetch_and_drop(self._fetch, made.keys)
 
     def _leave_out(self, count: int, seq: int, keys: Any) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
         for _ in range(count):
-            place.enter(self._epoch.key, seq)
+            sample_context.enter(self._epoch.key, seq)
             if not fetch_and_drop(self._fetch, keys):
                 return
 
@@ -306,7 +306,7 @@ class BatchMaker:
 
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
-        place.enter(self._epoch.key, work.seq)
+        sample_context.enter(self._epoch.key, work.seq)
         try:
             if self.keeper is not None and not self.spec.is_iterable:
                 work.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read

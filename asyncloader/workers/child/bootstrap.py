@@ -83,7 +83,7 @@ def start(
     Args:
         worker_id: From 0.
         ends: Connections to the parent.
-        source: The work: a WorkerSpec under fork, else a Parcel of one.
+        source: The work: a WorkerSpec under fork, otherwise a PickledSpec of one.
         arena: Handle of the shared memory, or None.
         start_method: How the process was started.
         epoch: The run over the data that the first tickets belong to.
@@ -141,7 +141,7 @@ def _keep_freed_memory() -> None:
 
 
 def _settle_signals() -> None:
-    """Undo what a fork inherits: else a SIGTERM to the worker would run the trainer's own handlers."""
+    """Undo what a fork inherits: otherwise a SIGTERM to the worker would run the trainer's own handlers."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from asyncloader.settings import OnError
-from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import sample_context
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, RemoteError
 
 
@@ -59,14 +59,14 @@ class MapFetcher:
     def __call__(self, keys: Any) -> Any:
         """Return the list of samples; without automatic batching the one sample."""
         dataset = self._dataset
-        here = place.here()
+        here = sample_context.here()
         if not self._auto_collation:
             here.position = 0
             return _settled([dataset[keys]], self._run)[0]
         if getattr(dataset, "__getitems__", None):
             return _settled(dataset.__getitems__(keys), self._run)
         samples = [dataset[key] for here.position, key in enumerate(keys)]
-        here.position = place.BATCH
+        here.position = sample_context.BATCH
         return _settled(samples, self._run)
 
 
@@ -91,7 +91,7 @@ class IterableFetcher:
         """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
         if self.ended:
             raise EndOfData
-        here = place.here()
+        here = sample_context.here()
         if not self._auto_collation:
             here.position = 0
             return _settled([self._next()], self._run)[0]
@@ -102,7 +102,7 @@ class IterableFetcher:
             except StopIteration:
                 self.ended = True
                 break
-        here.position = place.BATCH
+        here.position = sample_context.BATCH
         if not samples or (self._drop_last and len(samples) < len(keys)):
             raise EndOfData
         return _settled(samples, self._run)
@@ -181,14 +181,14 @@ class TolerantMapFetcher(MapFetcher):
             except Exception:
                 pass
         policy = ErrorPolicy(self._on_error, self._where)
-        here = place.here()
+        here = sample_context.here()
         for position, key in enumerate(keys if self._auto_collation else [keys]):
             here.position = position
             try:
                 policy.good(position, _settled([self._dataset[key]], self._run)[0])
             except Exception as error:
                 policy.failed(position, key, error)
-        here.position = place.BATCH
+        here.position = sample_context.BATCH
         self.bad = policy.bad
         samples = policy.mended()
         return samples if self._auto_collation else samples[0]
@@ -224,7 +224,7 @@ class TolerantIterableFetcher(IterableFetcher):
         self.bad = policy.bad
         wanted = len(keys) if self._auto_collation else 1
         position = 0
-        here = place.here()
+        here = sample_context.here()
         while position < wanted and not self.ended:
             here.position = position
             try:
@@ -237,7 +237,7 @@ class TolerantIterableFetcher(IterableFetcher):
                     raise
                 policy.failed(position, None, error)
             position += 1
-        here.position = place.BATCH
+        here.position = sample_context.BATCH
         if not position or (self._auto_collation and self._drop_last and position < wanted):
             raise EndOfData
         samples = policy.mended()

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from torch.utils.data import StackDataset, Subset
 
 from asyncloader.protocols import is_async, members
-from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import sample_context
 from asyncloader.workers.child.batch_maker import Gathered
 from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.stacks import task_stack
@@ -43,7 +43,7 @@ class Job(Gathered):
         missing: How many are not here yet.
         is_last: It has fewer samples than were asked for, for the data have ended.
         is_over: It is finished, or was dropped: what still comes of it is for nobody.
-        tasks: What fetches its samples, by position, or as a whole under `place.BATCH`.
+        tasks: What fetches its samples, by position, or as a whole under `sample_context.BATCH`.
         arrived: Where threads fetch the samples, the positions of those that are here.
     """
 
@@ -84,7 +84,7 @@ class Base:
 
     Args:
         key: Base seed, epoch, rank: for `sample_rng`.
-        auto_collation: The keys of a ticket are a list; else they are the one key of the one sample.
+        auto_collation: The keys of a ticket are a list; otherwise they are the one key of the one sample.
         concurrency: Samples in flight at most.
         tolerant: Go on with the other samples of a job when one raises.
         finished: Gets each job once.
@@ -192,7 +192,7 @@ class Base:
         for position, task in job.tasks.items():
             task.cancel()
             self._cancelled.add(task)
-            task.add_done_callback(partial(self._on_cancelled, job.count if position == place.BATCH else 1))
+            task.add_done_callback(partial(self._on_cancelled, job.count if position == sample_context.BATCH else 1))
 
     def _on_cancelled(self, slots: int, task: asyncio.Task[None]) -> None:
         self._cancelled.discard(task)
@@ -202,7 +202,7 @@ class Base:
         self._fill()
 
 
-class Coroutines(Base):
+class TaskFetcher(Base):
     """Samples of a map-style dataset, each in a task of its own."""
 
     def __init__(self, dataset: Any, *args: Any) -> None:
@@ -231,10 +231,10 @@ class Coroutines(Base):
         """Ask for all samples in one call. It takes as many slots; more than there are, if need be."""
         job.started = job.count
         self._free -= job.count
-        self._spawn(job, place.BATCH, self._get_whole(job))
+        self._spawn(job, sample_context.BATCH, self._get_whole(job))
 
     async def _get(self, job: Job, position: int) -> None:
-        place.enter(self._key, job.seq, position)
+        sample_context.enter(self._key, job.seq, position)
         sample, error = None, None
         try:
             sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
@@ -253,7 +253,7 @@ class Coroutines(Base):
             del job, sample, error  # a traceback refers to this frame
 
     async def _get_whole(self, job: Job) -> None:
-        place.enter(self._key, job.seq)
+        sample_context.enter(self._key, job.seq)
         samples: Any = None
         error: BaseException | None = None
         try:
@@ -274,7 +274,7 @@ class Coroutines(Base):
             del job, samples, error
 
     def _take_whole(self, job: Job, samples: Any, error: BaseException | None) -> None:
-        del job.tasks[place.BATCH]
+        del job.tasks[sample_context.BATCH]
         if error is not None and self._tolerant and isinstance(error, Exception):
             for position in range(job.count):  # one by one, to find out which are good
                 self._spawn(job, position, self._get(job, position))

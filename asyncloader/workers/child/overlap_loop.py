@@ -1,6 +1,6 @@
 """Answer tickets with many samples in flight, on an asyncio loop.
 
-    Line ── messages ──> OverlapLoop ── tickets ──> Overlap ── samples ──> BatchMaker ── outcomes ──> Line
+    WorkerTransport ── messages ──> OverlapLoop ── tickets ──> Overlap ── samples ──> BatchMaker ── outcomes ──>
 
 The loop is the worker's own, or that of the thread that the worker shares with others (num_workers=0). It reads the
 line as well, so a new epoch, END, and the question where a batch is are heard at any time.
@@ -17,14 +17,13 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.protocols import is_resource, members
-from asyncloader.workers.child import loops
-from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import loops, sample_context
 from asyncloader.workers.child.batch_maker import BatchMaker
-from asyncloader.workers.child.overlap import Coroutines, Job, Overlap
+from asyncloader.workers.child.overlap import Job, Overlap, TaskFetcher
 from asyncloader.workers.child.serial_loop import Ending, SerialLoop
 from asyncloader.workers.child.stream import Stream, relive
-from asyncloader.workers.child.thread_fetcher import Lanes
-from asyncloader.workers.child.transport import Line
+from asyncloader.workers.child.thread_fetcher import ThreadFetcher
+from asyncloader.workers.child.transport import WorkerTransport
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 
 
@@ -37,11 +36,13 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def make_loop(worker_id: int, line: Line, epoch: EpochSpec, spec: WorkerSpec | Exception) -> SerialLoop | OverlapLoop:
+def make_loop(
+    worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
+) -> SerialLoop | OverlapLoop:
     """Return what answers tickets as `spec` wants it."""
     if isinstance(spec, WorkerSpec) and spec.overlaps:
-        return OverlapLoop(worker_id, line, epoch, spec)
-    return SerialLoop(worker_id, line, epoch, spec)
+        return OverlapLoop(worker_id, transport, epoch, spec)
+    return SerialLoop(worker_id, transport, epoch, spec)
 
 
 class OverlapLoop:
@@ -49,16 +50,16 @@ class OverlapLoop:
 
     Args:
         worker_id: From 0.
-        line: To the parent.
+        transport: To the parent.
         epoch: The run over the data that the first tickets belong to.
         spec: What to work with.
     """
 
-    def __init__(self, worker_id: int, line: Line, epoch: EpochSpec, spec: WorkerSpec) -> None:
-        self._line = line
+    def __init__(self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec) -> None:
+        self._transport = transport
         self._epoch = epoch
-        self._maker = BatchMaker(worker_id, spec, line)
-        self._ending = Ending(line)
+        self._maker = BatchMaker(worker_id, spec, transport)
+        self._ending = Ending(transport)
         self._loop: asyncio.AbstractEventLoop
         self._over: asyncio.Future[None]  # done when told to end, or when it cannot go on
         self._overlap: Overlap | None = None
@@ -80,19 +81,19 @@ class OverlapLoop:
         """Answer tickets until END, on a loop of its own."""
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             try:
-                if self._line.ends(SystemExit()):
+                if self._transport.ends(SystemExit()):
                     runner.run(self.serve())
                 else:
                     loops.run(runner, self.serve())
             except BaseException:
-                self._line.mute()  # before the runner cancels what is left
+                self._transport.mute()  # before the runner cancels what is left
                 raise
 
     async def serve(self) -> None:
         """Open what belongs to the loop, answer tickets until END, close."""
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
-        self._line.listen(self._loop, self._on_messages)
+        self._transport.listen(self._loop, self._on_messages)
         try:
             async with AsyncExitStack() as resources:
                 await self._open_resources(resources)
@@ -100,11 +101,11 @@ class OverlapLoop:
                 if not self._over.done():
                     self._is_open = True
                     self._begin()
-                    self._line.send(Kind.READY)
+                    self._transport.send(Kind.READY)
                     self._feed()
                 await self._over
         finally:
-            self._line.unlisten()
+            self._transport.unlisten()
 
     # -------------------------------------------------------------------------------------------------- opening
 
@@ -127,7 +128,7 @@ class OverlapLoop:
         for member in members(dataset):
             if is_resource(member):
                 await resources.enter_async_context(member)
-        place.enter(self._epoch.key, 0)
+        sample_context.enter(self._epoch.key, 0)
         await relive(dataset, self._maker.past)
 
     def _begin(self) -> None:
@@ -145,18 +146,18 @@ class OverlapLoop:
             task.cancel()
         common = (self._epoch.key, spec.auto_collation, spec.concurrency, spec.on_error != "raise", self._on_finished)
         if spec.is_iterable:
-            told = self._on_exhausted, self._line.ends
+            told = self._on_exhausted, self._transport.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
         elif spec.is_async:
-            self._overlap = Coroutines(dataset, *common)
+            self._overlap = TaskFetcher(dataset, *common)
         else:
-            self._overlap = Lanes(dataset, spec.num_workers, spec.origin, *common)
+            self._overlap = ThreadFetcher(dataset, spec.num_workers, spec.origin, *common)
 
     # -------------------------------------------------------------------------------------------------- serving
 
     def _on_messages(self) -> None:
         try:
-            while (message := self._line.receive(wait=False)) is not None:
+            while (message := self._transport.receive(wait=False)) is not None:
                 self._on_message(*message)
         except BaseException as error:
             self._stop(error)
@@ -171,7 +172,7 @@ class OverlapLoop:
             if self._is_open:
                 self._begin()
         elif kind == Kind.WHERE:
-            self._line.send(Kind.AWAITS, self.where(contents))
+            self._transport.send(Kind.AWAITS, self.where(contents))
         elif kind == Kind.CONFIRM:
             self._ending.confirm(contents)
         elif kind == Kind.END and not self._over.done():
@@ -193,7 +194,7 @@ class OverlapLoop:
         """
         if not self._over.done():
             self._over.set_exception(error)
-            self._line.mute()
+            self._transport.mute()
             if self._overlap is not None:
                 self._overlap.drop()
 
@@ -202,7 +203,7 @@ class OverlapLoop:
         while self._is_open and self._tickets:
             seq, keys = self._tickets.popleft()
             if (refused := self._maker.refused(seq, keys)) is not None:
-                self._line.send_outcome([refused])
+                self._transport.send_outcome([refused])
             elif self._overlap is not None and not self._ended:
                 self._overlap.add(seq, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)
 
@@ -217,7 +218,7 @@ class OverlapLoop:
         if self._collating:
             next(iter(self._collating)).add_done_callback(partial(self._tell_exhausted, overlap, seq))
         else:
-            self._line.send_outcome([self._maker.exhausted(seq)])
+            self._transport.send_outcome([self._maker.exhausted(seq)])
 
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples; at the end of the data, if that is so."""
@@ -230,7 +231,7 @@ class OverlapLoop:
         """Make a batch of the samples. What goes wrong with it must not reach the task that calls."""
         job.fetched = self._idle_since = perf_counter()
         try:
-            if job.fatal is not None and self._line.ends(job.fatal):
+            if job.fatal is not None and self._transport.ends(job.fatal):
                 self._stop(job.fatal)
                 return
             held = [self._maker.gathered(job)]
@@ -239,7 +240,7 @@ class OverlapLoop:
                 self._collating.add(task)
                 task.add_done_callback(self._collating.discard)
             else:
-                self._line.send_outcome(held)
+                self._transport.send_outcome(held)
         except BaseException as error:
             self._stop(error)
 
@@ -251,10 +252,10 @@ class OverlapLoop:
             except BaseException as error:
                 task = asyncio.current_task()
                 is_cancelled = task is not None and task.cancelling()  # by us: nobody waits for this batch any more
-                if is_cancelled or self._line.ends(error):
+                if is_cancelled or self._transport.ends(error):
                     raise
                 held.append(self._maker.failed(job, error))
-            self._line.send_outcome(held)
+            self._transport.send_outcome(held)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -274,5 +275,5 @@ class OverlapLoop:
 
     def close(self) -> None:
         """Let the dataset, its iterator and what they hold run their own cleanup."""
-        self._line.leave()
+        self._transport.leave()
         self._maker.close()

@@ -1,7 +1,7 @@
 """Which sample is being fetched, and the random generator that is its own.
 
-There is one `Place` for each batch, whose position is set before each sample; or one for each sample, where several are
-fetched at once.
+There is one `SampleContext` for each batch, whose position is set before each sample; or one for each sample, where
+several are fetched at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BATCH = -1
 """The position of what belongs to no single sample: ``__getitems__``, ``collate_fn``."""
 
 
-class Place:
+class SampleContext:
     """Where in the run the running code is.
 
     Args:
@@ -35,7 +35,7 @@ class Place:
         self._generator: np.random.Generator
 
     def generator(self) -> np.random.Generator:
-        """Return the generator of this place: the same one as long as the position is the same."""
+        """Return the generator of this sample: the same one as long as the position is the same."""
         if self._made_for != self.position:
             # Philox counts blocks of numbers: a position begins 2^192 of them after the last one, so none ever meet.
             counter = np.array([0, 0, 0, self.position & 0xFFFFFFFF], np.uint64)
@@ -45,17 +45,17 @@ class Place:
         return self._generator
 
 
-current: ContextVar[Place] = ContextVar("asyncloader sample")
+current: ContextVar[SampleContext] = ContextVar("asyncloader sample")
 
 
 def enter(key: tuple[int, int, int], seq: int, position: int = BATCH) -> None:
     """Note that what this context does from now on is done for this sample, or batch."""
-    current.set(Place(key, seq, position))
+    current.set(SampleContext(key, seq, position))
 
 
-def here() -> Place:
-    """Return the place of this context; a new one for a fetcher that nobody has told where it is."""
-    return current.get(None) or Place((0, 0, 0), 0)
+def here() -> SampleContext:
+    """Return what is being fetched in this context; a new one for a fetcher that was not told."""
+    return current.get(None) or SampleContext((0, 0, 0), 0)
 
 
 def sample_rng() -> np.random.Generator:
@@ -79,11 +79,11 @@ def sample_rng() -> np.random.Generator:
         ...         image = await self.load(index)
         ...         return image + asyncloader.sample_rng().normal(size=image.shape)
     """
-    place = current.get(None)
-    if place is None:
+    sample = current.get(None)
+    if sample is None:
         raise RuntimeError(
             "sample_rng() was called where no sample is being fetched. It works inside __getitem__, __getitems__, the "
             "iterator of an iterable dataset and collate_fn, called by an asyncloader.DataLoader; in a thread of your "
             "own, call it before and pass the generator on (asyncio.to_thread does so by itself)."
         )
-    return place.generator()
+    return sample.generator()

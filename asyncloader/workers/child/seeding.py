@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import numpy.random  # else every forked worker would import it by itself: 9 to 30 ms before its first batch
+import numpy.random  # otherwise every forked worker would import it by itself: 9 to 30 ms before its first batch
 import torch
 from torch.utils.data._utils.worker import _generate_state
 

@@ -1,6 +1,6 @@
 """Answer tickets one after the other: messages in, outcomes out. In a worker process or a worker thread.
 
-Line ── messages ──> SerialLoop ── a ticket ──> BatchMaker ── an outcome ──> Line
+WorkerTransport ── messages ──> SerialLoop ── a ticket ──> BatchMaker ── an outcome ──>
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import sample_context
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.child.stream import relive
-from asyncloader.workers.child.transport import Line
+from asyncloader.workers.child.transport import WorkerTransport
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.outcome import Exhausted
 
@@ -29,8 +29,8 @@ class Ending:
     Data may seem to end because the worker does: their source was killed with it, or it is being taken down.
     """
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, transport: WorkerTransport) -> None:
+        self._transport = transport
         self._run = -1
         self._is_confirmed = False
         self._untold: list[Callable[[], None]] = []
@@ -47,7 +47,7 @@ class Ending:
             return
         self._untold.append(tell)
         if len(self._untold) == 1:
-            self._line.send(Kind.ENDING, self._run)
+            self._transport.send(Kind.ENDING, self._run)
 
     def confirm(self, run: int) -> None:
         """The parent has answered."""
@@ -63,16 +63,18 @@ class SerialLoop:
 
     Args:
         worker_id: From 0.
-        line: To the parent.
+        transport: To the parent.
         epoch: The run over the data that the first tickets belong to.
         spec: What to work with; or why there is nothing: then that answers every ticket.
     """
 
-    def __init__(self, worker_id: int, line: Line, epoch: EpochSpec, spec: WorkerSpec | Exception) -> None:
-        self._line = line
+    def __init__(
+        self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
+    ) -> None:
+        self._transport = transport
         self._epoch = epoch
-        self._maker = BatchMaker(worker_id, spec, line, self._run_coroutine)
-        self._ending = Ending(line)
+        self._maker = BatchMaker(worker_id, spec, transport, self._run_coroutine)
+        self._ending = Ending(transport)
         self._tickets: deque[tuple[int, Any]] = deque()
         self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
         self._ended = False  # before the tickets that come from now on
@@ -89,10 +91,10 @@ class SerialLoop:
         maker.enter(self._epoch)
         if maker.failure is None and maker.past:
             with maker.opening():
-                place.enter(self._epoch.key, 0)
+                sample_context.enter(self._epoch.key, 0)
                 _run_at_once(relive(maker.spec.dataset, maker.past))
         self._begin()
-        self._line.send(Kind.READY)
+        self._transport.send(Kind.READY)
 
     def _begin(self) -> None:
         self._maker.begin(self._epoch)
@@ -114,7 +116,7 @@ class SerialLoop:
         millisecond, for a look is a system call.
         """
         while not self._tickets or perf_counter() - self._looked_at > _LOOK_EVERY_S:
-            message = self._line.receive(wait=not self._tickets)
+            message = self._transport.receive(wait=not self._tickets)
             self._looked_at = perf_counter()
             if message is None:
                 return True
@@ -135,9 +137,9 @@ class SerialLoop:
         held = [self._maker.make(seq, keys, perf_counter() - self._idle_since)]
         self._ended = type(held[0]) is Exhausted
         if self._ended or self._maker.has_ended:
-            self._ending.tell(partial(self._line.send_outcome, held))
+            self._ending.tell(partial(self._transport.send_outcome, held))
         else:
-            self._line.send_outcome(held)
+            self._transport.send_outcome(held)
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:
@@ -146,7 +148,7 @@ class SerialLoop:
 
     def close(self) -> None:
         """Let the dataset, its iterator and what they hold run their own cleanup."""
-        self._line.leave()
+        self._transport.leave()
         self._maker.close()
         if self._runner is not None:
             self._runner.close()

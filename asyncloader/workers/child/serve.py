@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.child.overlap_loop import make_loop
-from asyncloader.workers.child.transport import ParentGone, ProcessLine
+from asyncloader.workers.child.transport import ParentGone, ProcessTransport
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 
 _KILLED_WITHIN_S = 1.5
@@ -26,7 +26,7 @@ def serve(
     """Stay until told to end; see :func:`asyncloader.workers.child.bootstrap.start`, which calls it."""
     channel = WorkerChannel(channel_end)
     try:
-        loop = make_loop(worker_id, ProcessLine(worker_id, channel, arena), epoch, _opened(source))
+        loop = make_loop(worker_id, ProcessTransport(worker_id, channel, arena), epoch, _opened(source))
         del source
         with loop.modes():
             loop.open()

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import ChainDataset
 
 from asyncloader.protocols import is_async
-from asyncloader.workers.child import sample_context as place
+from asyncloader.workers.child import sample_context
 from asyncloader.workers.child.fetch import is_over, settle
 from asyncloader.workers.child.overlap import Base, Job
 from asyncloader.workers.child.stacks import generator_stack, task_stack
@@ -124,7 +124,7 @@ class Stream(Base):
     async def _leave_out(self, job: Job) -> None:
         """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
         for position in range(job.count):
-            place.enter(self._key, job.seq, position)
+            sample_context.enter(self._key, job.seq, position)
             try:
                 _discard(await self._next(job))
             except _End:
@@ -137,14 +137,14 @@ class Stream(Base):
                     return
 
     def _costs_batch(self, error: BaseException) -> bool:
-        """Whether a batch ends where the iterator raised this; else it goes on with the next sample."""
+        """Whether a batch ends where the iterator raised this; otherwise it goes on with the next sample."""
         return not (self._tolerant and isinstance(error, Exception)) or is_over(self._iterator)
 
     async def _read_sample(self, job: Job) -> None:
         position = job.started
         if not position:
             job.began = perf_counter()
-        place.enter(self._key, job.seq, position)
+        sample_context.enter(self._key, job.seq, position)
         try:
             sample = await self._next(job)
         except _End:
@@ -196,7 +196,7 @@ class Stream(Base):
             job.snapshot = self._keeper.take(ended=self._has_ended)
 
     async def _await(self, job: Job, position: int, sample: Any) -> None:
-        place.enter(self._key, job.seq, position)
+        sample_context.enter(self._key, job.seq, position)
         error: BaseException | None = None
         try:
             sample = await settle(sample)
@@ -214,7 +214,7 @@ class Stream(Base):
         return not self._ends(error)
 
     def _fail(self, job: Job, position: int, error: BaseException) -> None:
-        """The iterator raised. If it can go on, this cost a sample; else, or if none may be bad, the batch."""
+        """The iterator raised. If it can go on, this cost a sample; otherwise, or if none may be bad, the batch."""
         if self._costs_batch(error):
             job.fatal = error
             self._cut(job, position)
@@ -318,6 +318,6 @@ def _discard(sample: Any) -> None:
 
 
 def _close(sample: Any, task: asyncio.Task[None]) -> None:
-    """Close a coroutine that never began, because its task was cancelled before; else Python warns of it."""
+    """Close a coroutine that never began, because its task was cancelled before; otherwise Python warns of it."""
     if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED:
         sample.close()

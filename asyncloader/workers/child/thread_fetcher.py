@@ -30,8 +30,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.machine import usable_cores
-from asyncloader.workers.child import sample_context as place
-from asyncloader.workers.child import threads
+from asyncloader.workers.child import sample_context, threads
 from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.overlap import Base, Job
 from asyncloader.workers.protocol.modes import Modes
@@ -42,7 +41,7 @@ _WAITING = 0.5  # cores: lanes that use less in all are waiting for something
 _COMPUTING = 0.9  # for each core of the worker's share: more is not to be had
 
 
-class Lanes(Base):
+class ThreadFetcher(Base):
     """Samples on threads of their own, started as they are needed."""
 
     def __init__(
@@ -109,7 +108,7 @@ class Lanes(Base):
             return
         while self._waiting:
             job = self._waiting.popleft()
-            positions = range(job.count) if self._whole is None else [place.BATCH]
+            positions = range(job.count) if self._whole is None else [sample_context.BATCH]
             self._to_do.extend((job, position) for position in positions)
             job.started = job.count
         with self._lock:
@@ -192,17 +191,17 @@ class Lanes(Base):
                         return None
 
     def _get(self, job: Job, position: int) -> None:
-        place.enter(self._key, job.seq, position)
+        sample_context.enter(self._key, job.seq, position)
         if position <= 0:
             job.began = perf_counter()
         try:
-            if position == place.BATCH:
+            if position == sample_context.BATCH:
                 self._get_whole(job)
             else:
                 sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
                 job.samples[position] = self._awaited(sample) if hasattr(type(sample), "__await__") else sample
         except BaseException as error:
-            if position == place.BATCH and self._may_go_on(error):
+            if position == sample_context.BATCH and self._may_go_on(error):
                 self._to_do.extendleft((job, single) for single in reversed(range(job.count)))
                 return
             job.errors[max(position, 0)] = error
@@ -211,7 +210,7 @@ class Lanes(Base):
                 return
         # Each step is one operation on a list. Two lanes may both see that the job is complete: it is told twice.
         job.arrived.append(position)
-        if position == place.BATCH or len(job.arrived) == job.count:
+        if position == sample_context.BATCH or len(job.arrived) == job.count:
             self._tell(self._on_complete, job)
 
     def _get_whole(self, job: Job) -> None:

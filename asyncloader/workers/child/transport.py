@@ -3,8 +3,8 @@
     parent ── tickets, epochs, END ──> receive / listen ──> Server
     parent <── outcomes ──────────── send, send_outcome <── SerialLoop, OverlapLoop
 
-`ProcessLine` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in the
-trainer's own process is in :mod:`asyncloader.workers.local.pool`.
+`ProcessTransport` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in
+the trainer's own process is in :mod:`asyncloader.workers.local.pool`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ParentGone(BaseException):
     """The connection has ended: there is nobody to work for."""
 
 
-class Line(Host, Protocol):
+class WorkerTransport(Host, Protocol):
     """What a loop over tickets needs of its connection. For the thread that serves."""
 
     def leave(self) -> None:
@@ -65,8 +65,8 @@ class Line(Host, Protocol):
         """Send nothing from now on: the worker is dying, and what is cancelled on the way says what is not so."""
 
 
-class ProcessLine:
-    """The line of a worker process.
+class ProcessTransport:
+    """The end that a worker process has.
 
     Args:
         worker_id: From 0.

@@ -1,10 +1,10 @@
 """Workers in this process: on threads of their own, or one on the portal's loop (num_workers=0, async datasets).
 
-    session ── start, send, replace, end ──> LocalPool ── one LocalWorker with a LocalLine per worker id
+    session ── start, send, replace, end ──> LocalPool ── one LocalWorker with a LocalTransport per worker id
             <── on_ready, on_outcome, ... ── (posted to the loop)
 
 The same servers as in worker processes; nothing is pickled. A thread cannot be killed: one that hangs is left alone,
-with its line hung up, and ends when what it is at returns.
+hung up, and ends when what it is at returns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HANDOVER_S = 3.0
 """A worker that takes the place of a hung one on the same loop waits so long for it to close what it has open."""
 
 
-class LocalLine:
+class LocalTransport:
     """Both ends of the connection: messages in through a queue, outcomes out as calls on the parent's loop.
 
     Args:
@@ -176,7 +176,7 @@ class LocalWorker:
         self._pool = pool
         self._before = before
         where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
-        self._line = LocalLine(where, self._post, self._post_outcome)
+        self._transport = LocalTransport(where, self._post, self._post_outcome)
         self._answering: SerialLoop | OverlapLoop | None = None
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
@@ -247,7 +247,7 @@ class LocalWorker:
     def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop | OverlapLoop:
         if self._on_thread:
             spec = spec.with_dataset(private_copy(spec.dataset))
-        self._answering = answering = make_loop(self.worker_id, self._line, epoch, spec)
+        self._answering = answering = make_loop(self.worker_id, self._transport, epoch, spec)
         return answering
 
     def _report(self, error: BaseException) -> None:
@@ -263,7 +263,7 @@ class LocalWorker:
         if not self.is_alive:
             return
         self.state = WorkerState.ENDING
-        self._line.put(Kind.END)
+        self._transport.put(Kind.END)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(max(grace_s, 0.0), self.kill)
@@ -272,7 +272,7 @@ class LocalWorker:
         """Hang up, and cancel what can be cancelled."""
         if not self.is_alive:
             return
-        self._line.hang_up()
+        self._transport.hang_up()
         if self._task is not None:
             self._task.cancel()
         self._on_end(is_abandoned=True)
@@ -303,7 +303,7 @@ class LocalWorker:
 
     def put(self, kind: int, contents: Any) -> None:
         """Send it a message."""
-        self._line.put(kind, contents)
+        self._transport.put(kind, contents)
 
     def _post(self, kind: int, body: Any) -> None:
         with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
@@ -330,7 +330,7 @@ class LocalWorker:
             self._stack_waiters.append(tell)
             if len(self._stack_waiters) == 1:
                 self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self.on_awaits, "")
-                self._line.put(Kind.WHERE, seq)
+                self._transport.put(Kind.WHERE, seq)
 
     def on_awaits(self, awaits: str) -> None:
         """The worker's loop has answered where the samples of the ticket are, or did not in time."""
@@ -353,7 +353,7 @@ class LocalPool:
     Args:
         loop: The portal's loop.
         spec: What the workers work with.
-        on_threads: Each on a thread; else there is one, on the loop itself.
+        on_threads: Each on a thread; otherwise there is one, on the loop itself.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spec: WorkerSpec, *, on_threads: bool) -> None:

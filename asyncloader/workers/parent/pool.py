@@ -29,7 +29,7 @@ from asyncloader.workers.protocol.failure import RemoteError
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, pack_tickets
 from asyncloader.workers.protocol.outcome import unpack
-from asyncloader.workers.protocol.pickled_spec import Parcel
+from asyncloader.workers.protocol.pickled_spec import PickledSpec
 
 
 class Pool:
@@ -47,7 +47,7 @@ class Pool:
         self._loop = loop
         self._context = context
         self._spec = spec
-        self._source: WorkerSpec | Parcel[WorkerSpec] = spec
+        self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
         self._slabs.call_later = loop.call_later
         self._slabs.watch = partial(_watch, loop)
@@ -75,7 +75,7 @@ class Pool:
         if method == "fork":
             return
         try:
-            self._source = Parcel(self._spec)
+            self._source = PickledSpec(self._spec)
         except Exception:
             warn(
                 "Got pickle error when attempting to start a worker Process. This might be because the worker Process "
@@ -239,7 +239,7 @@ class Pool:
 
     def _maybe_closed(self) -> None:
         if self._closing and not any(process.is_alive for process in self._everyone()):
-            if isinstance(self._source, Parcel):
+            if isinstance(self._source, PickledSpec):
                 self._source.close()
             listener, self.listener = self.listener, None
             if listener is not None:

@@ -110,7 +110,7 @@ class WorkerSpec:
         concurrency: Samples that one worker fetches at once.
         snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
         outlasts_run: The worker, and its dataset, are there for the next run too.
-        is_async: The dataset is async; else its samples are fetched on threads where there are several at once.
+        is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
         modes: Of the thread that iterates; None where the worker is not to have them.
         origin: What else workers take over from that thread.
     """

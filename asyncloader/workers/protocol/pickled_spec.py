@@ -32,7 +32,7 @@ T = TypeVar("T")
 _ALIGNMENT = 64
 
 
-class Parcel(Generic[T]):
+class PickledSpec(Generic[T]):
     """One pickled object in a memory file. Made and closed by the parent, opened by workers.
 
     An object that can only be pickled while a process is launched (it holds a lock, queue or shared value of
@@ -73,7 +73,7 @@ class Parcel(Generic[T]):
 
 
 class _Opener:
-    """The parcel as a worker gets it."""
+    """Carry the spec as a worker gets it."""
 
     def __init__(self, fd: Any, sizes: list[int]) -> None:
         self._fd = fd
@@ -93,7 +93,7 @@ class _Opener:
 
 
 class _Late:
-    """A parcel that was pickled at launch."""
+    """Carry what was pickled at launch."""
 
     def __init__(self, data: bytes, buffers: list[bytes]) -> None:
         self._data = data
@@ -194,7 +194,7 @@ def _reduce_tensor(tensor: torch.Tensor, is_launching: bool) -> Any:
 
 
 def _pickle(content: Any, reducers: Table | None = None) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """Pickle by reference where a worker can import what is referred to, else by value."""
+    """Pickle by reference where a worker can import what is referred to, otherwise by value."""
     if _main_is_importable():
         # The process that is being launched notes down what descriptors it is to be given, and takes none twice.
         noted: list[int] = getattr(get_spawning_popen(), "_fds", [])

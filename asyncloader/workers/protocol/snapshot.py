@@ -34,7 +34,7 @@ _MOST_SINCE = 1000
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether it can tell its state and take it back, without being told anything.
+    """Whether it provides its state and takes it back, without arguments.
 
     A module's state is its weights, which are not a place in the data. Some datasets' ``state_dict`` takes arguments
     that only their own loader knows.
@@ -71,7 +71,7 @@ def says_all(state: Any) -> bool:
 
 
 def plain(state: Any) -> Any:
-    """Write a user's state down as JSON where that says all of it; else return a copy of it."""
+    """Write a user's state down as JSON where that says all of it; otherwise return a copy of it."""
     if state is None:
         return None
     try:

@@ -28,7 +28,7 @@ KEY = (11, 0, 0)
 @pytest.fixture(autouse=True)
 def _nowhere() -> Iterator[None]:
     """Leave the context of the test run as it was."""
-    outside = sample_context.current.set(sample_context.Place(KEY, 0))
+    outside = sample_context.current.set(sample_context.SampleContext(KEY, 0))
     yield
     sample_context.current.reset(outside)
 
