@@ -155,6 +155,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     _is_accelerate_prepared = _AskedByAccelerate()
     worker_init_fn: Any = _ReadByRay()
+    _newest: Callable[[], Any]
 
     def __init__(
         self,
@@ -210,20 +211,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.concurrency = concurrency
-        self.scheduling = scheduling
-        self.seeding = seeding
-        self.run_ahead_bytes = run_ahead_bytes
-        self.on_error = on_error
-        self.max_errors = max_errors
-        self.on_timeout = on_timeout
-        self.on_crash = on_crash
-        self.max_retries = max_retries
-        self.worker_backend = worker_backend
-        self.trace = trace
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self._newest: Callable[[], Any] = _nothing
-        self._runs = Runs()
+        self.concurrency, self.run_ahead_bytes, self.worker_backend = concurrency, run_ahead_bytes, worker_backend
+        self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
+        self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
+        self.scheduling, self.seeding, self.snapshot_every_n_steps = scheduling, seeding, snapshot_every_n_steps
+        self._newest, self._runs = _nothing, Runs()
         self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -77,6 +77,12 @@ class Progress:
         self._in_order = in_order
         self._tracks = make_tracks(workers, key, overlaps=overlaps)
 
+    def begin_after(self, samplers: SamplerState) -> None:
+        """Note where samplers were before the run."""
+        if samplers.state is not None and not samplers.is_over:
+            self.sampler_states.append((self.position - samplers.drawn, samplers.state))
+        self.samplers_before = samplers
+
     def answered(self, worker: int, snapshot: Any, number: int = -1, keys: Any = None) -> None:
         """What is done with came from this worker, and is this batch of its stream; its dataset was in this state."""
         if self.workers is not None:

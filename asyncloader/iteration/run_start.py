@@ -85,11 +85,10 @@ def begin(
     rng = RNGSnapshot(settings.generator, samplers_within(index_sampler))
     before = begun = rng.capture()
     left_alone = [False] * len(before)
-    states: dict[str, Any] | None = None  # of samplers
+    states = None if state is None else unplain(state["samplers"])
     goes_on = state is not None and state["base_seed"] is not None
     if state is not None:
         left_alone = [now == saved for now, saved in zip_longest(rng.check(), state["check"][: len(before)])]
-        states = unplain(state["samplers"])
         if state["is_over"]:
             _finish_last_run(index_sampler, states, state["drawn"], runs.epochs_when_loaded)
         begun = rng.from_text(state["draws"])
@@ -102,52 +101,92 @@ def begin(
             begun = rng.capture()
     samplers = _load_samplers(index_sampler, state, states, runs.latest)
     is_dataset_loaded = inline and _load_dataset(settings, state)
-
-    drawn = iterate()
-
-    is_seed_first = inline
-    if drawn.num_yielded or is_drawn_from(drawn.keys):
-        # A patch of torch's constructor has advanced the sampler: the run begins there, unless a state says where.
-        if state is None:
-            begun, is_seed_first, samplers = before, True, SamplerState(None)
-        else:
-            rng.restore(begun)
-            if inline:
-                _draw_base_seed(settings)
-            drawn = drawn._replace(keys=iter(index_sampler))
+    order = _Order(iterate(), begun, inline, samplers)
+    if order.drawn.num_yielded or is_drawn_from(order.drawn.keys):
+        order = _past_patches(order, settings, state, rng, before, inline=inline)
     if state is not None and goes_on:
-        is_seed_first = state["inline"]
-        drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
-        # The base seed is drawn before the order by one kind of iterators, and not by the other.
-        if inline and not is_seed_first:
-            rng.restore(begun)
-            drawn = drawn._replace(keys=iter(index_sampler))
-        elif is_seed_first and not inline:
-            _draw_base_seed(settings)
+        order = _as_drawn_before(order, settings, state, rng, inline=inline)
+    drawn, begun, is_seed_first, samplers = order
     epoch = runs.begun if state is None else state["epoch"]
-    starts = _starts(settings, None if is_dataset_loaded else state)
     key = (drawn.base_seed, epoch, drawn.rank)
-    progress = Progress(
-        state["position"] if state is not None else drawn.num_yielded,
-        set(state["ahead"]) if state is not None else None,
-        in_order=settings.in_order,
-        workers=_known(settings, starts, last),
-        next_worker=state["next_worker"] if state is not None else None,
-        bad_count=state.get("bad_count", 0) if state is not None else 0,
-        key=None if settings.is_iterable else key,
-        overlaps=settings.overlaps,
-    )
+    starts = _starts(settings, None if is_dataset_loaded else state)
+    progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
+    progress.begin_after(samplers)
     plan = Plan(index_sampler, drawn.keys, progress, Pace(), is_batched=settings.auto_collation)
     if state is not None and progress.position and not settings.is_iterable:
         plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
-    if samplers.state is not None and not samplers.is_over:
-        progress.sampler_states.append((progress.position - samplers.drawn, samplers.state))
-    progress.samplers_before = samplers
     checkpointer = Checkpointer(
         settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first
     )
     runs.begun, runs.latest = epoch + 1, checkpointer
     return RunStart(plan, checkpointer, key, starts, partial(rng.restore, before, left_alone))
+
+
+class _Order(NamedTuple):
+    """The order of a run.
+
+    Attributes:
+        drawn: What was drawn for it.
+        begun: The generators before that.
+        is_seed_first: The base seed was drawn before the order, as one kind of iterators does it.
+        samplers: Where samplers were.
+    """
+
+    drawn: Drawn
+    begun: list[Any]
+    is_seed_first: bool
+    samplers: SamplerState
+
+
+def _past_patches(
+    order: _Order,
+    settings: Settings,
+    state: dict[str, Any] | None,
+    rng: RNGSnapshot,
+    before: list[Any],
+    *,
+    inline: bool,
+) -> _Order:
+    """Begin where a patch of torch's constructor has advanced the sampler to, unless a state says where."""
+    if state is None:
+        return _Order(order.drawn, before, True, SamplerState(None))
+    rng.restore(order.begun)
+    if inline:
+        _draw_base_seed(settings)
+    return order._replace(drawn=order.drawn._replace(keys=iter(settings.index_sampler)))
+
+
+def _as_drawn_before(
+    order: _Order, settings: Settings, state: dict[str, Any], rng: RNGSnapshot, *, inline: bool
+) -> _Order:
+    """Draw seeds and order as the run that is resumed did, which may have been of the other kind of iterators."""
+    drawn = order.drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
+    if inline and not state["inline"]:
+        rng.restore(order.begun)
+        drawn = drawn._replace(keys=iter(settings.index_sampler))
+    elif state["inline"] and not inline:
+        _draw_base_seed(settings)
+    return order._replace(drawn=drawn, is_seed_first=state["inline"])
+
+
+def _progress(
+    settings: Settings,
+    state: dict[str, Any] | None,
+    drawn: Drawn,
+    key: tuple[int, int, int],
+    workers: dict[int, Start] | None,
+) -> Progress:
+    """Return how far the run is before its first batch."""
+    return Progress(
+        state["position"] if state is not None else drawn.num_yielded,
+        set(state["ahead"]) if state is not None else None,
+        in_order=settings.in_order,
+        workers=workers,
+        next_worker=state["next_worker"] if state is not None else None,
+        bad_count=state.get("bad_count", 0) if state is not None else 0,
+        key=None if settings.is_iterable else key,
+        overlaps=settings.overlaps,
+    )
 
 
 def _draw_base_seed(settings: Settings) -> None:

@@ -41,8 +41,7 @@ from asyncloader.protocols import probe
 from asyncloader.settings import Settings
 from asyncloader.workers.backend import Backend
 from asyncloader.workers.local.pool import LocalPool
-from asyncloader.workers.parent.handle import WorkerHandle
-from asyncloader.workers.parent.pool import Pool
+from asyncloader.workers.parent.pool import Pool, WorkerHandle
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec

@@ -4,7 +4,7 @@
     parent <── outcomes ──────────── send, send_outcome <── SerialLoop, OverlapLoop
 
 `ProcessTransport` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in
-the trainer's own process is in :mod:`asyncloader.workers.local.pool`.
+the trainer's own process is in :mod:`asyncloader.workers.local.transport`.
 """
 
 from __future__ import annotations

@@ -249,6 +249,38 @@ class Pool:
         return (*self.processes, *self._leaving)
 
 
+class WorkerHandle:
+    """A worker as code written for torch's iterator finds it in ``_workers``: like a process of multiprocessing."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.name = f"asyncloader worker {process.worker_id}"
+        self.daemon = True
+
+    def __repr__(self) -> str:
+        return repr(self._process)
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.exitcode
+
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process is gone, ``timeout`` seconds at most."""
+        self._process.wait_dead(timeout)
+
+    def terminate(self) -> None:
+        """Kill the process with SIGKILL."""
+        self._process.kill_soon()
+
+    kill = terminate
+
+
 def _pickled(keys: Any) -> bytes | RemoteError:
     try:
         return pickle.dumps(keys, 5)

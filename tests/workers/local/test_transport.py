@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.workers.local.sizes import UNKNOWN, batch_bytes
+from asyncloader.workers.local.transport import UNKNOWN, batch_bytes
 
 NBYTES = 1 << 20
 

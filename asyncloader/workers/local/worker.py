@@ -1,0 +1,278 @@
+"""One worker in this process: a thread, or a task on the portal's loop (num_workers=0, async datasets).
+
+    NEW ── start ──> RUNNING ── end ──> ENDING ── it has ended, or was abandoned ──> DEAD
+                        └────────── it has ended by itself, or was abandoned ─────────^
+
+A thread cannot be killed: one that hangs is left alone, hung up, and ends when what it is at returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
+
+from asyncloader.errors import could_not_start
+from asyncloader.workers.backend import STACK_TIMEOUT_S, WorkerState
+from asyncloader.workers.child import threads
+from asyncloader.workers.child.overlap_loop import OverlapLoop, make_loop
+from asyncloader.workers.child.serial_loop import SerialLoop
+from asyncloader.workers.child.transport import ParentGone
+from asyncloader.workers.local.transport import LocalTransport
+from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.workers.protocol.outcome import Outcome
+
+_HANDOVER_S = 3.0
+"""A worker that takes the place of a hung one on the same loop waits so long for it to close what it has open."""
+
+
+class Owner(Protocol):
+    """Whom a worker in this process reports to, on the loop thread."""
+
+    def on_message(self, worker: LocalWorker, kind: int, body: Any) -> None:
+        """Take a message."""
+
+    def on_outcome(self, worker: LocalWorker, outcome: Outcome, arrived_at: float) -> None:
+        """Take what has become of a ticket."""
+
+    def on_exit(self, worker: LocalWorker, expected: bool) -> None:
+        """It has ended, or was abandoned."""
+
+
+class LocalWorker:
+    """A worker in this process. Belongs to the loop thread, but for what `WorkerProcess` too allows to others.
+
+    Args:
+        worker_id: From 0.
+        loop: The portal's.
+        owner: Is told what the worker makes, and of its end.
+        on_thread: It has a thread of its own; otherwise it works on the loop.
+        before: The worker whose place it takes.
+    """
+
+    is_telling = True
+    was_set_up = True
+
+    def __init__(
+        self,
+        worker_id: int,
+        loop: asyncio.AbstractEventLoop,
+        owner: Owner,
+        on_thread: bool,
+        before: LocalWorker | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.state = WorkerState.NEW
+        self.pid = os.getpid()
+        self.exitcode: int | None = None
+        self.output = bytearray()
+        self.is_ready = False
+        self.started_at = 0.0
+        self._loop = loop
+        self._owner = owner
+        self._before = before
+        where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
+        self._transport = LocalTransport(where, self._post, self._post_outcome)
+        self._answering: SerialLoop | OverlapLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._on_thread = on_thread
+        self._timer: asyncio.TimerHandle | None = None
+        self._dead = threading.Event()
+        self._stack_waiters: list[Callable[[str], None]] = []
+        self._quiet_timer: asyncio.TimerHandle
+
+    def __repr__(self) -> str:
+        return f"<LocalWorker {self.worker_id} {self.state.name}>"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is at work, or ending."""
+        return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
+
+    # -------------------------------------------------------------------------------------------------- lifecycle
+
+    def start(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        """Start the thread, or the task."""
+        if self._on_thread:
+            name = f"asyncloader worker {self.worker_id}"
+            try:
+                self._thread = threads.start(partial(self._run, spec, epoch), name)
+            except RuntimeError as error:
+                raise could_not_start(OSError(11, str(error))) from error
+        else:
+            self._task = self._loop.create_task(self._serve(spec, epoch))
+        self.state = WorkerState.RUNNING
+        self.started_at = time.monotonic()
+
+    def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        if spec.origin is not None:
+            spec.origin.adopt()
+        try:
+            answering = self._make_loop(spec, epoch)
+            with answering.modes():
+                answering.open()
+                answering.run()
+                answering.close()
+        except ParentGone:
+            pass
+        except BaseException as error:
+            self._report(error)
+        finally:
+            with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+                self._loop.call_soon_threadsafe(self._on_end)
+
+    async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        """Work on the portal's loop, where another worker may still be closing what the same dataset has open."""
+        if (before := self._before) is not None and before._task is not None:
+            self._before = None
+            await asyncio.wait({before._task}, timeout=_HANDOVER_S)
+        try:
+            answering = self._make_loop(spec, epoch)
+            answering.open()
+            assert isinstance(answering, OverlapLoop)
+            await answering.serve()
+            answering.close()
+        except (ParentGone, asyncio.CancelledError):
+            pass
+        except BaseException as error:
+            self._report(error)
+        finally:
+            self._on_end()
+
+    def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop | OverlapLoop:
+        if self._on_thread:
+            spec = spec.with_dataset(private_copy(spec.dataset))
+        self._answering = answering = make_loop(self.worker_id, self._transport, epoch, spec)
+        return answering
+
+    def _report(self, error: BaseException) -> None:
+        """Write down what the user's code raised while it was closed, where nobody waits for anything."""
+        if threads.is_ending:
+            return
+        context = {"message": f"A DataLoader worker ended with an exception ({self!r})", "exception": error}
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
+
+    def end(self, grace_s: float) -> None:
+        """Tell the worker to finish; abandon it after ``grace_s`` seconds."""
+        if not self.is_alive:
+            return
+        self.state = WorkerState.ENDING
+        self._transport.put(Kind.END)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(grace_s, 0.0), self.kill)
+
+    def kill(self) -> None:
+        """Hang up, and cancel what can be cancelled."""
+        if not self.is_alive:
+            return
+        self._transport.hang_up()
+        if self._task is not None:
+            self._task.cancel()
+        self._on_end(is_abandoned=True)
+
+    def _on_end(self, *, is_abandoned: bool = False) -> None:
+        if self.state is WorkerState.DEAD:
+            return
+        expected = is_abandoned or self.state is WorkerState.ENDING
+        self.state = WorkerState.DEAD
+        self.on_awaits("")
+        if self._timer is not None:
+            self._timer.cancel()
+        if is_abandoned:
+            self._thread = None
+        self._dead.set()
+        self._owner.on_exit(self, expected)
+
+    def wait_dead(self, timeout_s: float | None) -> bool:
+        """Wait until it has ended, or was abandoned. Not on the loop thread."""
+        began = time.monotonic()
+        if not self._dead.wait(timeout_s):
+            return False
+        if (thread := self._thread) is not None:
+            thread.join(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began)))
+        return True
+
+    # --------------------------------------------------------------------------------------------------- messages
+
+    def put(self, kind: int, contents: Any) -> None:
+        """Send it a message."""
+        self._transport.put(kind, contents)
+
+    def _post(self, kind: int, body: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+            self._loop.call_soon_threadsafe(self._owner.on_message, self, kind, body)
+
+    def _post_outcome(self, outcome: Outcome) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._owner.on_outcome, self, outcome, perf_counter())
+
+    # ---------------------------------------------------------------------------------------------------- stacks
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Tell where the thread is, and at which awaits the samples of the ticket are.
+
+        It is asked when somebody has waited too long, and disturbs nothing. The tasks of a loop can only be looked at
+        safely from its own thread: on the portal we are there; a loop on a thread answers itself, if it turns.
+        """
+        answering = self._answering
+        if not isinstance(answering, OverlapLoop):
+            tell(self._thread_stack())
+        elif self._task is not None:
+            tell(answering.where(seq))
+        else:
+            self._stack_waiters.append(tell)
+            if len(self._stack_waiters) == 1:
+                self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self.on_awaits, "")
+                self._transport.put(Kind.WHERE, seq)
+
+    def on_awaits(self, awaits: str) -> None:
+        """The worker's loop has answered where the samples of the ticket are, or did not in time."""
+        waiters, self._stack_waiters = self._stack_waiters, []
+        if waiters:
+            self._quiet_timer.cancel()
+            text = awaits + self._thread_stack()
+            for tell in waiters:
+                tell(text)
+
+    def _thread_stack(self) -> str:
+        thread = self._thread
+        frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+        return f"The thread is at:\n{''.join(traceback.format_stack(frame))}" if frame is not None else ""
+
+
+def private_copy(dataset: Any) -> Any:
+    """Copy the dataset, and those inside torch's wrappers, but share what they hold.
+
+    So what one worker sets on it (a session that belongs to its loop, a file that is opened at first use, what
+    ``worker_init_fn`` changes) is not seen by others, and the data themselves are there once. What cannot be copied is
+    shared.
+    """
+    try:
+        copied = copy.copy(dataset)
+    except Exception:
+        return dataset
+    if isinstance(copied, Subset):
+        copied.dataset = private_copy(copied.dataset)
+    elif isinstance(copied, StackDataset):
+        inner = copied.datasets
+        if isinstance(inner, dict):
+            copied.datasets = {name: private_copy(member) for name, member in inner.items()}
+        else:
+            copied.datasets = tuple(map(private_copy, inner))
+    elif isinstance(copied, (ConcatDataset, ChainDataset)) and isinstance(copied.datasets, (list, tuple)):
+        copied.datasets = [private_copy(member) for member in copied.datasets]
+    return copied

@@ -1,0 +1,64 @@
+"""What a worker thread has of the dataset: a copy of its own, of what holds the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+
+from asyncloader.workers.local.worker import private_copy
+
+
+class Rows(Dataset[int]):
+    def __init__(self) -> None:
+        self.rows = [1, 2, 3]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> int:
+        return self.rows[index]
+
+
+class Lines(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.rows = [1, 2]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows)
+
+
+WRAPPED = {
+    "bare": (Rows, lambda dataset: dataset),
+    "subset": (lambda: Subset(Rows(), [0, 2]), lambda dataset: dataset.dataset),
+    "subset of a subset": (lambda: Subset(Subset(Rows(), [0]), [0]), lambda dataset: dataset.dataset.dataset),
+    "concatenated": (lambda: ConcatDataset([Rows(), Rows()]), lambda dataset: dataset.datasets[1]),
+    "stacked": (lambda: StackDataset(Rows(), Rows()), lambda dataset: dataset.datasets[1]),
+    "stacked by name": (lambda: StackDataset(a=Rows(), b=Rows()), lambda dataset: dataset.datasets["b"]),
+    "chained": (lambda: ChainDataset([Lines(), Lines()]), lambda dataset: dataset.datasets[1]),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_a_worker_sets_is_its_own_and_the_data_are_shared(kind: str) -> None:
+    """However deep it lies in torch's wrappers, which stay what they are."""
+    make, within = WRAPPED[kind]
+    dataset: Any = make()
+    copied = private_copy(dataset)
+    assert type(copied) is type(dataset)
+    within(copied).session = object()
+    assert not hasattr(within(dataset), "session")
+    assert within(copied).rows is within(dataset).rows
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    """A dataset may refuse."""
+
+    class Refusing(Rows):
+        def __copy__(self) -> Any:
+            raise TypeError
+
+    dataset = Refusing()
+    assert private_copy(dataset) is dataset
