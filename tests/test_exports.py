@@ -54,6 +54,7 @@ def test_public_names_of_the_datasets() -> None:
         "SharedDict",
         "SharedList",
         "TarShards",
+        "TokenBlocks",
     ]
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
     script = """

@@ -6,6 +6,7 @@
     FsspecDataset                 what else fsspec has a file system for            asyncloader[fsspec]
     SQLDataset                    rows of PostgreSQL by key                         asyncloader[sql]
     TarShards                     tar files in WebDataset's layout, one by one
+    TokenBlocks                   blocks of tokens: nanoGPT's .bin, Megatron's .bin and .idx
     SharedList, SharedDict        rows in memory once for all workers
     ArrayDataset                  rows of arrays, in memory or mapped
     CachedDataset                 samples of a slow dataset, made once and kept
@@ -26,6 +27,7 @@ from asyncloader.datasets.shards import TarShards
 from asyncloader.datasets.shared import SharedList
 from asyncloader.datasets.shared_dict import SharedDict
 from asyncloader.datasets.sql import SQLDataset
+from asyncloader.datasets.tokens import TokenBlocks
 
 __all__ = [
     "ArrayDataset",
@@ -42,4 +44,5 @@ __all__ = [
     "SharedDict",
     "SharedList",
     "TarShards",
+    "TokenBlocks",
 ]

@@ -16,10 +16,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch.distributed
 from torch.utils.data import get_worker_info
 
-from asyncloader.datasets.extras import require
 from asyncloader.datasets.opened import Openable, Threads
 from asyncloader.datasets.retry import Retries
-from asyncloader.datasets.streams import Sources, kind_of
+from asyncloader.datasets.streams import Access, Sources
 from asyncloader.datasets.tar import RawSample, read_samples
 from asyncloader.errors import ConfigurationError
 
@@ -113,22 +112,21 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
             rank is not None and world_size is not None and not 0 <= rank < world_size
         ):
             raise ConfigurationError(f"rank {rank} of world_size {world_size} is none; give both, or none of them")
-        for client, extra, kind in (("aiohttp", "http", "http"), ("obstore", "objects", "store")):
-            if any(kind_of(shard) == kind for shard in self.shards):
-                require(client, extra, "TarShards")
+        self.access = Access.to(
+            self.shards,
+            "TarShards",
+            retries,
+            headers,
+            config=config,
+            client_options=client_options,
+            credential_provider=credential_provider,
+        )
         self.decode = decode
         self.shuffle_shards = shuffle_shards
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.headers = dict(headers or {})
-        self.store_options = {
-            "config": config,
-            "client_options": client_options,
-            "credential_provider": credential_provider,
-        }
-        self.retries = retries or Retries()
         self.decode_threads = decode_threads
         self._epoch = 0
         self._progress: _Progress | None = None
@@ -212,8 +210,7 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
                         number += 1
 
     async def _open(self) -> tuple[Sources, Threads]:
-        sources = Sources(self.retries, self.headers, self.store_options)
-        return sources, Threads(self.decode_threads if self.decode else 0, "decode")
+        return Sources(self.access), Threads(self.decode_threads if self.decode else 0, "decode")
 
     async def _close(self, client: tuple[Sources, Threads]) -> None:
         sources, threads = client

@@ -1,6 +1,7 @@
-"""Large files read from beginning to end, from wherever they lie; where a connection breaks, the next one goes on.
+"""Large files from wherever they lie: read from beginning to end, or some bytes of them.
 
 Sources.read(url) ─> chunks in order   (offset n is here, connection lost) ─> asks for the bytes from n on
+Sources.version(url) ─> size, tag      Sources.read_range(url, start, stop, version) ─> bytes of that version
 """
 
 from __future__ import annotations
@@ -8,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
+from asyncloader.datasets.extras import require
 from asyncloader.datasets.http_client import Client, check, failures_told_apart, is_at_end, range_header
 from asyncloader.datasets.objects import open_store, raise_told_apart
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
 
 if TYPE_CHECKING:
+    import aiohttp
     from obstore.store import ObjectStore
 
 CHUNK_BYTES = 1 << 20
@@ -30,7 +33,7 @@ def kind_of(url: str) -> str:
     return scheme if scheme == "file" else "http" if scheme in ("http", "https") else "store"
 
 
-def _path(url: str) -> str:
+def path_of(url: str) -> str:
     """Return the path that a url leads to. In a path of a file, and in an object's name, # and ? mean nothing."""
     if "://" not in url or kind_of(url) == "store":
         return url
@@ -42,19 +45,67 @@ def _quoted(url: str) -> str:
     return url.replace("#", "%23").replace("?", "%3F")
 
 
-class Sources:
-    """Clients for all kinds of urls, each made when it is first needed. Belongs to one loop.
+class Access(NamedTuple):
+    """How files are reached.
 
-    Args:
+    Attributes:
         retries: For each chunk by itself: a file may take as long as it likes, as long as it goes on.
         headers: For HTTP.
         store_options: For object stores, as :func:`~asyncloader.datasets.objects.open_store` takes them.
     """
 
-    def __init__(self, retries: Retries, headers: Mapping[str, str], store_options: Mapping[str, Any]) -> None:
-        self._retries = retries
-        self._headers = headers
-        self._store_options = store_options
+    retries: Retries
+    headers: dict[str, str]
+    store_options: dict[str, Any]
+
+    @classmethod
+    def to(
+        cls,
+        urls: Iterable[str],
+        user: str,
+        retries: Retries | None,
+        headers: Mapping[str, str] | None,
+        **store_options: Any,
+    ) -> Access:
+        """Put the arguments of a dataset together.
+
+        Raises:
+            ImportError: The client for one of the urls is not installed; `user` is the class that needs it.
+        """
+        kinds = set(map(kind_of, urls))
+        for client, extra, kind in (("aiohttp", "http", "http"), ("obstore", "objects", "store")):
+            if kind in kinds:
+                require(client, extra, user)
+        return cls(retries or Retries(), dict(headers or {}), store_options)
+
+
+class Version(NamedTuple):
+    """What tells a file from what it was, or may become.
+
+    Attributes:
+        size: In bytes.
+        tag: Of a local file the time of its last change; else the tag that a server gives it, "" if it gives none.
+    """
+
+    size: int
+    tag: str
+
+    @classmethod
+    def of_file(cls, file: int | str) -> Version:
+        """Return that of a local file.
+
+        Raises:
+            OSError: It is not there.
+        """
+        status = os.stat(file)
+        return cls(status.st_size, str(status.st_mtime_ns))
+
+
+class Sources:
+    """Clients for all kinds of urls, each made when it is first needed. Belongs to one loop."""
+
+    def __init__(self, access: Access) -> None:
+        self._retries, self._headers, self._store_options = access
         self._threads = Threads(1, "shards")
         self._http_client: Client | None = None
         self._stores: dict[str, ObjectStore] = {}
@@ -68,11 +119,27 @@ class Sources:
     async def read(self, url: str) -> AsyncGenerator[bytes, None]:
         """Yield the content of a file, decompressed if its name ends with .gz or .tgz."""
         chunks = self._read(url)
-        if _path(url).endswith((".gz", ".tgz")):
+        if path_of(url).endswith((".gz", ".tgz")):
             chunks = gunzip(chunks, url)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
+
+    async def version(self, url: str) -> Version:
+        """Return which version of a file is there."""
+        return await self._retries.run(partial(self._version, url), url)
+
+    async def read_range(self, url: str, start: int, stop: int, version: Version) -> bytes:
+        """Return the bytes from `start` up to, and not including, `stop`.
+
+        Raises:
+            FetchError: They did not come, or the file is not of this version any more.
+        """
+        if start == stop:
+            return b""
+        attempt = {"file": self._range_of_file, "http": self._range_over_http, "store": self._range_in_store}
+        what = f"{url}, bytes {start} to {stop}"
+        return await self._retries.run(partial(attempt[kind_of(url)], url, start, stop, version), what)
 
     async def _read(self, url: str) -> AsyncGenerator[bytes, None]:
         stream = _Stream(self, url)
@@ -88,7 +155,7 @@ class Sources:
 
     async def _file(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
         while True:
-            chunk, now = await self._threads.run(_read_part, _path(url), offset)
+            chunk, now = await self._threads.run(_read_part, path_of(url), offset)
             if tag not in (None, now):
                 raise FetchError(f"{url}: was changed while it was read")
             if not chunk:
@@ -97,14 +164,13 @@ class Sources:
             offset, tag = offset + len(chunk), now
 
     async def _http(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
-        if self._http_client is None:
-            self._http_client = Client(self._headers)
+        client = self._client()
         while True:
             headers = range_header(offset) if offset else {}
             if is_same := tag is not None and tag.startswith('"'):  # servers do not compare weak ones
                 headers["If-Match"] = str(tag)
             with failures_told_apart():
-                async with self._http_client.get(url, headers) as answer:
+                async with client.get(url, headers) as answer:
                     if offset and is_at_end(answer, offset, is_same=is_same):
                         return
                     part = check(answer, url, offset or None)
@@ -123,14 +189,12 @@ class Sources:
     async def _store(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
         import obstore
 
-        folder, _, name = url.rpartition("/")
-        if folder not in self._stores:
-            self._stores[folder] = open_store(_quoted(folder) + "/", self._store_options)
+        store, name = self._store_of(url)
         options: Any = {"range": {"offset": offset}} if offset else {}
         if tag is not None:
             options["if_match"] = tag
         try:
-            answer = await obstore.get_async(self._stores[folder], name, options=options)
+            answer = await obstore.get_async(store, name, options=options)
             tag, size = answer.meta["e_tag"], answer.meta["size"]
             async for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
                 offset += len(chunk)
@@ -139,6 +203,70 @@ class Sources:
                     return
         except Exception as error:
             raise_told_apart(error, url)
+
+    async def _version(self, url: str) -> Version:
+        if kind_of(url) == "file":
+            return await self._threads.run(Version.of_file, path_of(url))
+        if kind_of(url) == "store":
+            import obstore
+
+            store, name = self._store_of(url)
+            try:
+                meta = await obstore.head_async(store, name)
+            except Exception as error:
+                raise_told_apart(error, url)
+            return Version(meta["size"], meta["e_tag"] or "")
+        # Of a byte, not with HEAD: the answer shows at once whether the server gives ranges.
+        with failures_told_apart():
+            async with self._client().get(url, range_header(0, 1)) as answer:
+                if is_at_end(answer, 0, is_same=False):
+                    return Version(0, tag_of(answer))
+                part = check(answer, url, 0, 1)
+                if part is None or part.total is None:
+                    raise FetchError(f"{url}: the server does not say how long it is")
+                return Version(part.total, tag_of(answer))
+
+    async def _range_of_file(self, url: str, start: int, stop: int, version: Version) -> bytes:
+        return await self._threads.run(read_range, path_of(url), start, stop, version)
+
+    async def _range_over_http(self, url: str, start: int, stop: int, version: Version) -> bytes:
+        with failures_told_apart():
+            async with self._client().get(url, range_header(start, stop)) as answer:
+                part = check(answer, url, start, stop)
+                if tag_of(answer) != version.tag or part is None or part.total not in (None, version.size):
+                    raise_changed(url)
+                data = await answer.read()
+        if len(data) != stop - start:
+            raise TransientError(f"{len(data)} bytes came of {stop - start}")
+        return data
+
+    async def _range_in_store(self, url: str, start: int, stop: int, version: Version) -> bytes:
+        import obstore
+
+        store, name = self._store_of(url)
+        try:
+            answer = await obstore.get_async(store, name, options={"range": (start, stop)})
+            if (answer.meta["size"], answer.meta["e_tag"] or "") != version:
+                raise_changed(url)
+            data = bytes(await answer.bytes_async())
+        except FetchError:
+            raise
+        except Exception as error:
+            raise_told_apart(error, f"{url}, bytes {start} to {stop}")
+        if len(data) != stop - start:
+            raise TransientError(f"{len(data)} bytes came of {stop - start}")
+        return data
+
+    def _client(self) -> Client:
+        if self._http_client is None:
+            self._http_client = Client(self._headers)
+        return self._http_client
+
+    def _store_of(self, url: str) -> tuple[ObjectStore, str]:
+        folder, _, name = url.rpartition("/")
+        if folder not in self._stores:
+            self._stores[folder] = open_store(_quoted(folder) + "/", self._store_options)
+        return self._stores[folder], name
 
 
 class _Stream:
@@ -169,6 +297,27 @@ class _Stream:
         running, self._running = self._running, None
         if running is not None:
             await running.aclose()
+
+
+def tag_of(answer: aiohttp.ClientResponse) -> str:
+    """Return the tag of the version that an answer has bytes of."""
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+
+
+def raise_changed(url: str) -> NoReturn:
+    """Say that a file is another one now."""
+    raise FetchError(f"{url}: was changed since this dataset was made (its size or time is another one); make it anew")
+
+
+def read_range(path: str, start: int, stop: int, version: Version) -> bytes:
+    """Read some bytes of a local file, which must still be of this version."""
+    with open(path, "rb", buffering=0) as file:
+        if Version.of_file(file.fileno()) != version:
+            raise_changed(path)
+        data = os.pread(file.fileno(), stop - start, start)
+    if len(data) != stop - start:
+        raise FetchError(f"{path}: ends at byte {start + len(data)}, before byte {stop}")
+    return data
 
 
 def _read_part(path: str, offset: int) -> tuple[bytes, str]:

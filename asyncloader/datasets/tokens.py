@@ -1,0 +1,382 @@
+"""Blocks of tokens out of flat files: nanoGPT's .bin, Megatron's .bin with .idx, mapped or read by ranges.
+
+numbers of blocks ──> Layout: which file, from which token to which ──> views of the mapping ──> stacked into a batch
+                                                                   └──> range reads, neighbours in one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch.utils.data import Dataset
+
+from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
+from asyncloader.datasets.megatron import read_index
+from asyncloader.datasets.opened import Openable
+from asyncloader.datasets.retry import Retries
+from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
+from asyncloader.errors import ConfigurationError
+
+_GAP_BYTES = 1 << 14
+"""Ranges of one file that are no farther apart are read in one: a request costs more than so many bytes."""
+
+
+class TokenBlocks(Dataset[torch.Tensor]):
+    """Serve blocks of tokens out of files that hold nothing but tokens.
+
+    nanoGPT's ``.bin`` files are given with their ``dtype``; Megatron's are a ``.bin`` and an ``.idx``, which knows the
+    dtype and where documents begin. Local files are mapped: their pages are in memory once for all workers, and a
+    worker stacks the blocks of a batch straight from them into the batch. With paths on HTTP or in an object store the
+    dataset is async, and the blocks of a batch are read by ranges, neighbours together.
+
+    A sample is a tensor of ``block_size`` tokens in the dtype of the file: a batch of uint16 takes a quarter of the
+    memory, and of the time to the GPU, that int64 would. Convert it there (``batch.long()``), or have it converted with
+    ``as_dtype``. For inputs and targets of length T take ``block_size=T + 1, stride=T``.
+
+    Samples of a batch are views of the file, and refuse to be changed in place; clone what a ``collate_fn`` changes.
+    Batches and ``dataset[i]`` are copies.
+
+    Args:
+        paths: One ``.bin`` or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``).
+        block_size: Tokens in a block.
+        dtype: Of the tokens of flat files, such as ``"uint16"``; None reads the ``.idx`` beside each ``.bin``.
+        stride: Tokens from the beginning of one block to that of the next; by default ``block_size``: each token once.
+            1 makes every window a sample.
+        by_document: Cut each document into blocks by itself; the last one of a document may be shorter. Otherwise
+            blocks run across documents, and what is left of a file behind its last whole block is left out.
+        pad: The token with which short blocks are filled up; None leaves them short, for a sampler or ``collate_fn``
+            that packs them (``lengths`` says how long they are).
+        header_bytes: At the beginning of each flat file, to be passed over (1,024 in llm.c's).
+        as_dtype: What samples are converted to, such as ``torch.int64``; None takes them as they are.
+        headers, config, client_options, credential_provider, retries: As :class:`~asyncloader.datasets.TarShards` takes
+            them.
+
+    Attributes:
+        dtype: Of the files, as numpy has it.
+        tokens: How many there are in all files, whether in a block or not.
+        lengths: How many tokens each sample has, before padding: an array of int32, made when it is asked for.
+
+    Raises:
+        ConfigurationError: There is no file or no block in them; a file is truncated, or is not the one that its
+            ``.idx`` tells of; dtypes differ; an argument is of no use.
+        FileNotFoundError: A file is not there.
+        ImportError: The client for a url is not installed (``asyncloader[http]``, ``asyncloader[objects]``).
+
+    A sample raises :class:`FetchError` if its file was changed since the dataset was made.
+
+    Example:
+        >>> import tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "train.bin")
+        >>> np.arange(10, dtype=np.uint16).tofile(path)
+        >>> dataset = TokenBlocks(path, 4, dtype="uint16", stride=3)
+        >>> [block.tolist() for block in map(dataset.__getitem__, range(len(dataset)))]
+        [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+    """
+
+    def __new__(cls, paths: Any = (), *args: Any, **kwargs: Any) -> Self:
+        """Make one that is async for files that are not local."""
+        if cls is TokenBlocks and any(kind_of(path) != "file" for path in _listed(paths)):
+            return cast(Self, super().__new__(_RemoteTokenBlocks))
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        block_size: int,
+        *,
+        dtype: DTypeLike | None = None,
+        stride: int | None = None,
+        by_document: bool = False,
+        pad: int | None = None,
+        header_bytes: int = 0,
+        as_dtype: torch.dtype | None = None,
+        headers: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        client_options: Mapping[str, Any] | None = None,
+        credential_provider: Any = None,
+        retries: Retries | None = None,
+    ) -> None:
+        self.paths = _listed(paths)
+        self.block_size = block_size
+        self.stride = block_size if stride is None else stride
+        self.by_document = by_document
+        self.pad = pad
+        self.header_bytes = header_bytes
+        self.as_dtype = as_dtype
+        _check(self, dtype)
+        self.access = Access.to(
+            self.paths,
+            "TokenBlocks",
+            retries,
+            headers,
+            config=config,
+            client_options=client_options,
+            credential_provider=credential_provider,
+        )
+        self._versions = versions_of(self.paths, self.access)
+        if dtype is None:
+            self.dtype, starts = self._from_indices()
+        else:
+            self.dtype, starts = np.dtype(dtype).newbyteorder("<"), self._from_sizes(np.dtype(dtype))
+        self._torch_dtype = torch.from_numpy(np.empty(0, self.dtype)).dtype
+        _check_pad(self)
+        self._layout = Layout.of(starts, block_size, self.stride, by_document)
+        self.tokens = int(self._layout.files[-1])
+        if not len(self):
+            raise ConfigurationError(
+                f"there is no block of {block_size:,} tokens in {self.tokens:,} tokens of {len(self.paths)} "
+                f"{'file' if len(self.paths) == 1 else 'files'}, the first of which is {self.paths[0]}"
+            )
+        self._mapped: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return int(self._layout.firsts[-1])
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """How many tokens each sample has, before padding."""
+        _, begins, ends = self._layout.find(np.arange(len(self)))
+        return (ends - begins).astype(np.int32)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return a block, as a copy that may be written to."""
+        return self.__getitems__([index])[0].clone()
+
+    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return the blocks of a batch, as views that may not be written to."""
+        return self._finished([self._file(file)[begin:end] for file, begin, end in self._places(indices)])
+
+    def _places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return for each block its file, and its first token and the one behind its last in that file.
+
+        Raises:
+            IndexError: There is no such block.
+        """
+        numbers = np.asarray(indices, np.int64)
+        if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
+            raise IndexError(f"there is no block {strays[0]}: there are {len(self):,}")
+        files, begins, ends = self._layout.find(np.where(numbers < 0, numbers + len(self), numbers))
+        return list(zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True))
+
+    def _finished(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.pad is not None:
+            blocks = [block if len(block) == self.block_size else self._padded(block) for block in blocks]
+        return blocks if self.as_dtype is None else [block.to(self.as_dtype) for block in blocks]
+
+    def _padded(self, block: torch.Tensor) -> torch.Tensor:
+        whole = torch.from_numpy(np.full(self.block_size, self.pad, self.dtype))
+        whole[: len(block)] = block
+        return whole
+
+    def _file(self, number: int) -> torch.Tensor:
+        """Return all tokens of a file, mapped when they are first asked for in this process."""
+        if (tokens := self._mapped.get(number)) is None:
+            path, version = path_of(self.paths[number]), self._versions[number]
+            tokens = self._mapped[number] = _map(path, version, self.header_bytes, self.dtype)
+        return tokens
+
+    # ------------------------------------------------------------------------------------------ what is in the files
+
+    def _from_sizes(self, dtype: np.dtype[Any]) -> list[NDArray[np.int64]]:
+        """Return for each flat file where its one piece begins and ends."""
+        starts = []
+        for path, version in zip(self.paths, self._versions, strict=True):
+            count, rest = divmod(version.size - self.header_bytes, dtype.itemsize)
+            if rest or count < 0:
+                raise ConfigurationError(
+                    f"{path}: truncated, or of another dtype: {version.size:,} bytes, of which {self.header_bytes} are "
+                    f"a header, are no whole number of {dtype}; {rest} are left over at byte {version.size - rest:,}"
+                )
+            starts.append(np.array([0, count], np.int64))
+        return starts
+
+    def _from_indices(self) -> tuple[np.dtype[Any], list[NDArray[np.int64]]]:
+        """Return the dtype that all indices name, and for each file where its documents begin."""
+        names = [os.path.splitext(path)[0] + ".idx" for path in self.paths]
+        contents = _contents(names, self.access)
+        found = [
+            read_index(data, name, version.size)
+            for data, name, version in zip(contents, names, self._versions, strict=True)
+        ]
+        dtypes = {documents.dtype: name for documents, name in zip(found, names, strict=True)}
+        if len(dtypes) > 1:
+            told = ", ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
+            raise ConfigurationError(f"the tokens of one dataset are of one dtype, but got {told}")
+        return found[0].dtype, [documents.starts for documents in found]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": {}}
+
+
+class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
+    """The same of files that are not local, or not all."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Openable.__init__(self)
+        TokenBlocks.__init__(self, *args, **kwargs)
+
+    async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        """Return a block."""
+        (block,) = await self.__getitems__([index])
+        return block
+
+    async def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
+        """Return the blocks of a batch; those that lie beside each other are read in one."""
+        places = self._places(indices)
+        reads, which = _merged(places, _GAP_BYTES // self.dtype.itemsize)
+        contents = await asyncio.gather(*(self._read(*read) for read in reads))
+        starts = [begin for _, begin, _ in reads]
+        return self._finished(
+            [
+                contents[read][begin - starts[read] : end - starts[read]]
+                for read, (_, begin, end) in zip(which, places, strict=True)
+            ]
+        )
+
+    async def _read(self, file: int, begin: int, end: int) -> torch.Tensor:
+        size = self.dtype.itemsize
+        start, stop = self.header_bytes + begin * size, self.header_bytes + end * size
+        data = await self._client.read_range(self.paths[file], start, stop, self._versions[file])
+        return torch.frombuffer(bytearray(data), dtype=self._torch_dtype)
+
+    async def _open(self) -> Sources:
+        return Sources(self.access)
+
+    async def _close(self, client: Sources) -> None:
+        await client.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**TokenBlocks.__getstate__(self), **Openable.__getstate__(self), "_mapped": {}}
+
+
+class Layout(NamedTuple):
+    """Which block is where. Blocks are cut out of pieces: files, or documents.
+
+    Attributes:
+        firsts: The number of the first block of each piece, and behind the last one how many blocks there are.
+        starts: Where each piece begins, in tokens, all files in a row, and where the last one ends.
+        files: Where each file begins, and where the last one ends.
+        block_size: Tokens in a block.
+        stride: From block to block.
+    """
+
+    firsts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    files: NDArray[np.int64]
+    block_size: int
+    stride: int
+
+    @classmethod
+    def of(cls, starts: Sequence[NDArray[np.int64]], block_size: int, stride: int, by_document: bool) -> Layout:
+        """Cut files into blocks.
+
+        Args:
+            starts: For each file where its documents begin, and where the last one ends.
+            block_size: Tokens in a block.
+            stride: From block to block.
+            by_document: Whether documents are pieces, of which nothing is left out; otherwise files are.
+        """
+        files = np.cumsum([0, *(of_file[-1] for of_file in starts)])
+        pieces = files
+        if by_document:
+            moved = [of_file[:-1] + offset for of_file, offset in zip(starts, files[:-1], strict=True)]
+            pieces = np.concatenate([*moved, files[-1:]])
+        lengths = np.diff(pieces)
+        if by_document:
+            again = max(0, block_size - stride)  # of a block, what the next one has too
+            counts = np.maximum(-((again - lengths) // stride), 1) * (lengths > 0)
+        else:
+            counts = np.maximum((lengths - block_size) // stride + 1, 0)
+        return cls(np.concatenate([[0], np.cumsum(counts)]), pieces, files, block_size, stride)
+
+    def find(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return for each block its file, and in that its first token and the one behind its last."""
+        pieces = np.searchsorted(self.firsts, numbers, side="right") - 1
+        begins = self.starts[pieces] + (numbers - self.firsts[pieces]) * self.stride
+        ends = np.minimum(begins + self.block_size, self.starts[pieces + 1])
+        files = np.searchsorted(self.files, begins, side="right") - 1
+        return files, begins - self.files[files], ends - self.files[files]
+
+
+def _merged(places: Sequence[tuple[int, int, int]], gap: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Return the ranges to read, and for each place which of them it is in."""
+    reads: list[tuple[int, int, int]] = []
+    which = [0] * len(places)
+    for at in sorted(range(len(places)), key=places.__getitem__):
+        file, begin, end = places[at]
+        if reads and reads[-1][0] == file and begin <= reads[-1][2] + gap:
+            reads[-1] = (file, reads[-1][1], max(reads[-1][2], end))
+        else:
+            reads.append((file, begin, end))
+        which[at] = len(reads) - 1
+    return reads, which
+
+
+def _map(path: str, version: Version, header_bytes: int, dtype: np.dtype[Any]) -> torch.Tensor:
+    """Map a file, whose bytes then refuse to be written to.
+
+    It is an "inference tensor", of which an operation in place raises outside of torch.inference_mode; over read-only
+    memory it would be a segmentation fault. torch's mapping holds no descriptor of the file, which numpy's does.
+    """
+    if Version.of_file(path) != version:
+        raise_changed(path)
+    data = torch.from_file(path, shared=False, size=version.size, dtype=torch.uint8).numpy()
+    with torch.inference_mode():
+        return torch.from_numpy(data[header_bytes:].view(dtype))
+
+
+def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+
+
+def _contents(names: Sequence[str], access: Access) -> list[bytes]:
+    try:
+        found = {name: Path(path_of(name)).read_bytes() for name in names if kind_of(name) == "file"}
+        if away := [name for name in names if name not in found]:
+            found.update(zip(away, run_apart(_read_whole, away, access), strict=True))
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{error.filename}: is not there; for flat files, without it, say dtype") from error
+    return [found[name] for name in names]
+
+
+async def _read_whole(names: Sequence[str], access: Access) -> list[bytes]:
+    async with opened(access) as sources:
+
+        async def one(name: str) -> bytes:
+            version = await sources.version(name)
+            return await sources.read_range(name, 0, version.size, version)
+
+        return await for_each(one, names)
+
+
+def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
+    if not dataset.paths:
+        raise ConfigurationError("there are no files")
+    for name, least in (("block_size", 1), ("stride", 1), ("header_bytes", 0)):
+        value = getattr(dataset, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name} must be a whole number from {least} on, but got {value!r}")
+    if dtype is None:
+        if dataset.header_bytes:
+            raise ConfigurationError("header_bytes is for flat files, whose dtype is given")
+    elif dataset.by_document:
+        raise ConfigurationError("where documents begin is told by an .idx, whose dtype is not given besides")
+    elif np.dtype(dtype).kind not in "iu":
+        raise ConfigurationError(f"tokens are whole numbers, which {np.dtype(dtype)} is not")
+    elif dataset.header_bytes % np.dtype(dtype).itemsize:
+        raise ConfigurationError(f"header_bytes={dataset.header_bytes} is no whole number of {np.dtype(dtype)}")
+    if dataset.pad is not None and not dataset.by_document:
+        raise ConfigurationError("pad is for short blocks, of which there are none unless by_document=True")
+
+
+def _check_pad(dataset: TokenBlocks) -> None:
+    pad, bounds = dataset.pad, np.iinfo(dataset.dtype)
+    if pad is not None and not bounds.min <= pad <= bounds.max:
+        raise ConfigurationError(f"pad={pad} is no {dataset.dtype}")

@@ -1,0 +1,264 @@
+"""TokenBlocks: flat files and Megatron's, mapped and by ranges; every token where it belongs, bad files named."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.datasets import FetchError, Retries, TokenBlocks
+from asyncloader.datasets.tokens import Layout, _merged
+from tests.services.fault_server import FaultServer
+from tests.services.s3 import KEYS, put
+
+BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+DOCUMENTS = [7, 0, 1, 12, 3]  # tokens in each
+
+
+def index_bytes(lengths: Sequence[int], dtype: str, **changed: Any) -> bytes:
+    """What Megatron writes beside documents of so many tokens, each of one sequence."""
+    size = np.dtype(dtype).itemsize
+    pointers = np.cumsum([0, *lengths])[:-1] * size
+    head = {"magic": b"MMIDIDX\0\0", "version": 1, "code": CODES[dtype], **changed}
+    return (
+        struct.pack("<9sQBQQ", head["magic"], head["version"], head["code"], len(lengths), len(lengths) + 1)
+        + np.array(lengths, "<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.array(changed.get("documents", range(len(lengths) + 1)), "<i8").tobytes()
+    )
+
+
+def tokens(first: int, count: int, dtype: str) -> bytes:
+    return np.arange(first, first + count, dtype=dtype).tobytes()
+
+
+CONTENT = {
+    "0.bin": tokens(0, 23, "uint16"),
+    "0.idx": index_bytes(DOCUMENTS, "uint16"),
+    "1.bin": tokens(23, 5, "uint16"),
+    "1.idx": index_bytes([5], "uint16"),
+    "empty.bin": b"",
+    "empty.idx": index_bytes([], "uint16"),
+}
+FILES = ["0.bin", "empty.bin", "1.bin"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, data in CONTENT.items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path
+
+
+@pytest.fixture
+def paths(folder: Path) -> list[Path]:
+    return [folder / name for name in FILES]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultServer]:
+    with FaultServer(CONTENT) as server:
+        yield server
+
+
+def blocks(dataset: TokenBlocks) -> list[list[int]]:
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+ACROSS = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [23, 24, 25, 26]]
+BY_DOCUMENT = [
+    [0, 1, 2, 3], [4, 5, 6], [7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22],
+    [23, 24, 25, 26], [27],
+]  # fmt: skip
+
+
+def test_blocks_run_across_documents_or_not(paths: list[Path]) -> None:
+    """Flat files and Megatron's; what is left over; overlap; windows; padding; lengths for a sampler that packs."""
+    flat, indexed = TokenBlocks(paths, 4, dtype="uint16"), TokenBlocks(paths, 4)
+    assert blocks(flat) == blocks(indexed) == ACROSS
+    assert (flat.tokens, flat.dtype, indexed.dtype) == (28, np.uint16, np.uint16)
+    by_document = TokenBlocks(paths, 4, by_document=True)
+    assert blocks(by_document) == BY_DOCUMENT
+    assert by_document.lengths.tolist() == [len(block) for block in BY_DOCUMENT]
+    assert by_document[-1].tolist() == [27]
+    padded = TokenBlocks(paths, 4, by_document=True, pad=99, as_dtype=torch.int64)
+    assert blocks(padded) == [[*block, 99, 99, 99, 99][:4] for block in BY_DOCUMENT]
+    assert padded[1].dtype is torch.int64
+    assert blocks(TokenBlocks(paths[0], 5, stride=4)) == [list(range(at, at + 5)) for at in (0, 4, 8, 12, 16)]
+    assert len(TokenBlocks(paths[0], 4, stride=1)) == 20
+    assert blocks(TokenBlocks(paths, 5, stride=4, by_document=True))[:3] == [[0, 1, 2, 3, 4], [4, 5, 6], [7]]
+    assert blocks(TokenBlocks(paths[2], 2, dtype="uint16", header_bytes=4)) == [[25, 26]]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 20), max_size=6), min_size=1, max_size=4),
+    st.integers(1, 7),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_every_layout_has_each_token_where_it_belongs(
+    files: list[list[int]], block_size: int, stride: int, by_document: bool
+) -> None:
+    """What a loop over documents and positions would cut, whatever is empty or short."""
+    starts = [np.cumsum([0, *lengths]).astype(np.int64) for lengths in files]
+    expected = []
+    for number, lengths in enumerate(files):
+        begin = 0
+        for length in lengths if by_document else [sum(lengths)]:
+            for at in range(0, length, stride):
+                is_new = at == 0 or at + max(0, block_size - stride) < length  # has a token that the last one has not
+                if is_new if by_document else at + block_size <= length:
+                    expected.append((number, begin + at, min(begin + at + block_size, begin + length)))
+            begin += length
+    layout = Layout.of(starts, block_size, stride, by_document)
+    assert layout.firsts[-1] == len(expected)
+    found = layout.find(np.arange(len(expected)))
+    assert list(zip(*map(np.ndarray.tolist, found), strict=True)) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_the_same_in_every_loader(loader_class: Any, paths: list[Path], num_workers: int) -> None:
+    """Stacked from the files into the batch; a batch may be written to, and the files are as they were."""
+    dataset = TokenBlocks(paths, 4)
+    for _ in range(2):
+        (batch,) = loader_class(dataset, batch_size=6, num_workers=num_workers)
+        assert batch.tolist() == ACROSS
+        assert batch.dtype is torch.uint16
+        batch.zero_()
+        dataset[0].zero_()
+    assert not batch.is_inference()
+    assert paths[0].read_bytes() == CONTENT["0.bin"]
+
+
+def test_large_batches_come_straight_from_the_mapping(tmp_path: Path) -> None:
+    """What a worker stacks are views of the file, in its dtype; they refuse to be changed in place."""
+    path = tmp_path / "train.bin"
+    path.write_bytes(tokens(0, 1 << 18, "int32"))
+    dataset = TokenBlocks(path, 1024, dtype="int32")
+    first, second = dataset.__getitems__([0, 5])
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert not dataset[0].is_inference()
+    found = torch.cat(list(DataLoader(dataset, batch_size=64, num_workers=2)))
+    with pytest.raises(RuntimeError, match="make a clone"):
+        first.zero_()
+    assert torch.equal(found.flatten(), torch.arange(1 << 18, dtype=torch.int32))
+
+
+def test_it_travels_by_its_paths(paths: list[Path], start_method: str) -> None:
+    """To workers however they are started, and after it was used."""
+    dataset = TokenBlocks(paths, 4)
+    dataset[0]
+    assert len(pickle.dumps(dataset)) < 2000
+    (batch,) = DataLoader(dataset, batch_size=6, num_workers=1, multiprocessing_context=start_method)
+    assert batch.tolist() == ACROSS
+
+
+def test_neighbours_are_read_in_one() -> None:
+    """Ranges that touch, overlap or nearly touch, of one file; each place knows its own."""
+    places = [(0, 8, 12), (1, 0, 4), (0, 0, 4), (0, 4, 8), (0, 30, 34), (0, 2, 6), (0, 15, 16)]
+    reads, which = _merged(places, gap=3)
+    assert reads == [(0, 0, 16), (0, 30, 34), (1, 0, 4)]
+    assert [reads[at][0] == file and reads[at][1] <= begin <= end <= reads[at][2]
+            for at, (file, begin, end) in zip(which, places, strict=True)] == [True] * 7  # fmt: skip
+
+
+@pytest.mark.usefixtures("stream_of_the_portal")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranges_over_http(server: FaultServer, num_workers: int) -> None:
+    """The blocks of a batch in one request; each comes once; what breaks is asked for again."""
+    urls = [server.url(name) for name in FILES]
+    dataset = TokenBlocks(urls, 4, retries=BRISK)
+    before = server.seen()["requests"]
+    (batch,) = DataLoader(dataset, batch_size=6, num_workers=num_workers)
+    assert batch.tolist() == ACROSS
+    assert server.seen()["requests"] - before == 2  # one for each file that has blocks
+    broken = TokenBlocks([server.url("0.bin", fault="cut", times=3)], 4, dtype="uint16", retries=BRISK)
+    loader = DataLoader(broken, batch_size=2, shuffle=True, num_workers=num_workers, drop_last=False)
+    assert Counter(tuple(row) for batch in loader for row in batch.tolist()) == Counter(map(tuple, ACROSS[:5]))
+
+
+async def test_a_file_that_changes_on_its_server_is_an_error(server: FaultServer) -> None:
+    """Its tag is another one than at construction."""
+    dataset = TokenBlocks([server.url("0.bin")], 4, dtype="uint16", retries=BRISK)
+    dataset._versions[0] = dataset._versions[0]._replace(tag='"before"')
+    async with dataset:
+        with pytest.raises(FetchError, match="was changed since this dataset was made"):
+            await dataset[0]  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("threads_of_obstore")
+def test_ranges_in_an_object_store(s3: str) -> None:
+    """By documents, from S3; asked at construction by a process of its own, which this one need not be."""
+    for name, data in CONTENT.items():
+        put(f"{s3}/pictures/tokens/{name}", data)
+    urls = [f"s3://pictures/tokens/{name}" for name in FILES]
+    options: dict[str, Any] = {"config": {"endpoint": s3, "region": "us-east-1", **KEYS}}
+    dataset = TokenBlocks(urls, 4, by_document=True, pad=0, client_options={"allow_http": True}, **options)
+    loader = DataLoader(dataset, batch_size=3, num_workers=1, multiprocessing_context="forkserver")
+    found = [row for batch in loader for row in batch.tolist()]
+    assert found == [[*block, 0, 0, 0][:4] for block in BY_DOCUMENT]
+
+
+def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None:
+    """By its name and the place in it."""
+
+    def refuses(words: str, index: bytes | None = None, name: str = "0.bin", **options: Any) -> None:
+        if index is not None:
+            (folder / "0.idx").write_bytes(index)
+        with pytest.raises(ConfigurationError, match=words):
+            TokenBlocks(folder / name, **{"block_size": 4, **options})
+        (folder / "0.idx").write_bytes(CONTENT["0.idx"])
+
+    whole = CONTENT["0.idx"]
+    refuses(r"0.idx: 20 bytes are too few", whole[:20])
+    refuses(r"0.idx: truncated: ends at byte 100 of the 142", whole[:100])
+    refuses(r"0.idx: no index of Megatron's: begins with b'TNTIDX", b"TNTIDX" + whole[6:])
+    refuses(r"0.idx: version 2 at byte 9", index_bytes(DOCUMENTS, "uint16", version=2))
+    refuses(r"0.idx: dtype 7 at byte 17", index_bytes(DOCUMENTS, "uint16", code=7))
+    refuses(r"0.idx: tells of 23 tokens of 4 bytes, 92 bytes, but the .bin has 46", index_bytes(DOCUMENTS, "int32"))
+    refuses(r"0.idx: tells of 22 tokens", index_bytes([22], "uint16"))
+    refuses(r"0.idx: its documents, from byte 94 on", index_bytes(DOCUMENTS, "uint16", documents=[0, 1, 2, 3, 4, 4]))
+    damaged = bytearray(whole)
+    damaged[34 + 4 * 5 + 8] = 13
+    refuses(r"0.idx: sequence 1 begins at byte 13 of the .bin", bytes(damaged))
+    (folder / "odd.bin").write_bytes(b"12345")
+    refuses(r"odd.bin: truncated, or of another dtype: 5 bytes.* at byte 4", name="odd.bin", dtype="uint16")
+    refuses(r"odd.idx: is not there; for flat files, without it, say dtype", name="odd.bin")
+    refuses("there is no block of 24 tokens in 23 tokens of 1 file", block_size=24)
+    refuses("block_size must be a whole number from 1 on", block_size=0)
+    refuses("stride must be", stride=True)
+    refuses("whole numbers, which float32 is not", dtype="float32")
+    refuses("where documents begin is told by an .idx", dtype="uint16", by_document=True)
+    refuses("pad=70000 is no uint16", pad=70000, by_document=True)
+    refuses("pad is for short blocks", pad=0)
+    refuses("header_bytes is for flat files", header_bytes=2)
+    refuses("header_bytes=3 is no whole number", header_bytes=3, dtype="uint16")
+    (folder / "1.bin").write_bytes(tokens(0, 5, "int32"))
+    (folder / "1.idx").write_bytes(index_bytes([5], "int32"))
+    with pytest.raises(ConfigurationError, match=r"of one dtype, but got uint16 in .*0.idx, int32 in .*1.idx"):
+        TokenBlocks([folder / "0.bin", folder / "1.bin"], 4)
+    with pytest.raises(ConfigurationError, match="there are no files"):
+        TokenBlocks([], 4)
+    with pytest.raises(FileNotFoundError):
+        TokenBlocks(folder / "none.bin", 4, dtype="uint16")
+    with pytest.raises(IndexError, match="no block 5: there are 5"):
+        TokenBlocks(folder / "0.bin", 4)[5]
+
+
+def test_a_file_that_was_changed_is_an_error(paths: list[Path]) -> None:
+    """Before it is mapped, in a worker as well as here."""
+    dataset = TokenBlocks(paths, 4)
+    paths[0].write_bytes(CONTENT["0.bin"] + b"\0\0")
+    with pytest.raises(FetchError, match=r"0.bin: was changed since this dataset was made"):
+        next(iter(DataLoader(dataset, batch_size=2, num_workers=1)))
