@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncloader.datasets.shared import SharedList
     from asyncloader.datasets.shared_dict import SharedDict
+    from asyncloader.engine.portal import shutdown
     from asyncloader.errors import (
         AsyncLoaderError,
         BatchTimeoutError,
@@ -67,6 +68,7 @@ __all__ = [
     "WorkerError",
     "WorkerStartError",
     "sample_rng",
+    "shutdown",
     "tracing",
 ]
 
@@ -81,5 +83,6 @@ _MODULES = {
     "SharedDict": "datasets.shared_dict",
     "SharedList": "datasets.shared",
     "sample_rng": "workers.child.sample_context",
+    "shutdown": "engine.portal",
     "tracing": "observe.trace",
 }

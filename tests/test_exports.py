@@ -32,6 +32,7 @@ def test_public_names() -> None:
         "WorkerError",
         "WorkerStartError",
         "sample_rng",
+        "shutdown",
         "tracing",
     ]
     assert all(hasattr(asyncloader, name) for name in asyncloader.__all__)

@@ -26,7 +26,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from asyncloader.engine import exits
-from asyncloader.errors import LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
+from asyncloader.transport.slab import slab_pool
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.loops import run_forever
 from asyncloader.workers.parent.launching import try_descriptors
@@ -40,6 +41,10 @@ _DESCRIPTORS = 12
 
 class Closeable(Protocol):
     """What lives on the portal and must end with it."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has begun to close."""
 
     def close_soon(self, grace_s: float) -> None:
         """Begin to close: kill what is left after ``grace_s`` seconds. On the loop thread."""
@@ -60,7 +65,7 @@ class Portal:
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
         # a Ctrl-C in here must not leave a half-made portal to be closed.
-        multiprocessing.util.Finalize(None, self.close, exitpriority=100)
+        self._finalize = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -73,12 +78,12 @@ class Portal:
         """Run the function on the loop soon. Takes no lock, so finalizers may call it.
 
         Raises:
-            LoaderClosedError: if the interpreter is exiting and the loop has ended.
+            LoaderClosedError: if the interpreter is exiting and the loop has ended, or it was shut down.
         """
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
-            raise exiting() from error
+            raise (exiting() if self.is_closing else LoaderClosedError("asyncloader.shutdown() was called")) from error
 
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Run the function on the loop and give its result. Not for finalizers."""
@@ -121,6 +126,30 @@ class Portal:
         self._thread.join(1.0)
         if self._thread.is_alive():
             kill_all()
+
+    def end_if_idle(self) -> str:
+        """End the loop and its thread, unless something lives here that is not about to end; return what that is."""
+        deadline = time.monotonic() + exits.EXIT_GRACE_S + 1.0
+        for session in self.call(self._ending_sessions).result():
+            session.wait_closed(max(0.0, deadline - time.monotonic()))
+        if users := self.call(self._end_if_idle).result():
+            return users
+        self._is_closed = True
+        self._finalize.cancel()
+        self._thread.join()
+        return ""
+
+    def _ending_sessions(self) -> list[Closeable]:
+        return [session for session in self.sessions if session.is_ending]
+
+    def _end_if_idle(self) -> str:
+        if self.sessions:
+            return f"{len(self.sessions)} iterators of loaders are alive"
+        if asyncio.all_tasks(self.loop):
+            return "a dataset is being awaited"
+        slab_pool().leave_loop()
+        self.loop.stop()
+        return ""
 
     def stop_daemon(self) -> None:
         """Do not return to a daemon thread, before something is raised because the interpreter is exiting."""
@@ -180,6 +209,27 @@ def get_portal() -> Portal:
         if _portal is None:
             _portal = Portal()
         return _portal
+
+
+def shutdown() -> None:
+    """End the background thread of this process, which all loaders share, and give back memory that is free.
+
+    It starts with the first loader that needs it, and stays for the next one; that is all there is to it, so nobody has
+    to call this. It is for programs that count their threads, or that fork without threads beside them. A loader that
+    needs the thread afterwards starts another one.
+
+    Raises:
+        ConfigurationError: if it is needed: an iterator is not at its end, or has persistent workers. Close iterators
+            first. And if it is called in code that runs on that very thread.
+    """
+    global _portal
+    refuse_to_block_the_loop()
+    with _making:
+        if _portal is None or exits.is_exiting:
+            return
+        if users := _portal.end_if_idle():
+            raise ConfigurationError(f"{users}: close them (loader.close(), iterator.close()) before shutdown()")
+        _portal = None
 
 
 def refuse_to_block_the_loop() -> None:

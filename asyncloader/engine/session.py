@@ -107,6 +107,11 @@ class Session:
             with contextlib.suppress(LoaderClosedError):
                 self.portal.post(self.close_soon, grace_s)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has begun to close."""
+        return self.state is State.CLOSING
+
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait until nothing is left. Not on the loop thread."""
         deadline = time.monotonic() + timeout_s

@@ -16,13 +16,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
+from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
@@ -87,8 +87,6 @@ class SlabPool:
     def __init__(
         self, budget: LimitsMemory | None = None, create_arena: Callable[[int], Arena | None] = arenas.create
     ) -> None:
-        self.wake: Callable[[], None] | None = None  # called when a lease ends, in whatever thread: may take no lock
-        self.call_later: Callable[[float, Callable[[], None]], Any] | None = None  # the loop's, for trimming when idle
         self._budget = budget or Budget()
         self._create_arena = create_arena
         self._arena: Arena | None = None
@@ -108,8 +106,7 @@ class SlabPool:
         self._period_ends = 0.0
         self._can_sweep = True
         self._trim_planned = False
-        self.watch: Callable[[int, Callable[[], None]], None] | None = None  # has the loop tell when a pipe hangs up
-        self.unwatch: Callable[[int], object] | None = None
+        self._loop: AbstractEventLoop | None = None  # sees that what comes free while nobody uses slabs is given back
         self._forking: dict[int, set[int]] = {}  # by thread, between the hooks of a fork: ids of leases ended before
         self._forks: dict[int, _Fork] = {}  # by thread, likewise
         self._forked: set[_Fork] = set()
@@ -126,6 +123,21 @@ class SlabPool:
             if self._arena is not None:
                 self._cold = Extents(self._arena.size)
         return None if self._arena is None else ArenaHandle(self._arena)
+
+    def live_on(self, loop: AbstractEventLoop) -> None:
+        """From now on have this loop give back what comes free, and watch processes that were forked. In any thread."""
+        if loop is not self._loop:
+            self._loop = loop
+            for fork in tuple(self._forked):
+                self._watch(fork)
+
+    def leave_loop(self) -> None:
+        """Give free memory back, and do without a loop. On the loop thread, when there is no worker."""
+        self.trim()
+        if self._loop is not None:
+            for fork in self._forked:
+                self._loop.remove_reader(fork.reading)
+        self._loop, self._trim_planned = None, False
 
     def enlist(self, worker: object) -> None:
         """Count a worker process as one that may have loans, until `retire`."""
@@ -263,8 +275,9 @@ class SlabPool:
         def on_end(ref: Any) -> None:
             if getpid() == owner:
                 append(ref.number)
-                if self.wake is not None:
-                    self.wake()
+                if self.is_idle and self._loop is not None:
+                    with suppress(RuntimeError):  # at interpreter exit the loop is closed
+                        self._loop.call_soon_threadsafe(self.plan_trim)
 
         return on_end
 
@@ -296,8 +309,8 @@ class SlabPool:
     def before_fork(self) -> None:
         """Called in the thread that forks."""
         thread = threading.get_ident()
-        if self._regions and self.watch is not None and thread not in self._starting:
-            with contextlib.suppress(OSError):
+        if self._regions and self._loop is not None and thread not in self._starting:
+            with suppress(OSError):
                 self._forks[thread] = _Fork()
         self._forking[thread] = {id(ref) for ref in list(self._leases.values()) if ref() is None}
 
@@ -322,16 +335,21 @@ class SlabPool:
 
     def _await_end(self, fork: _Fork) -> None:
         os.close(fork.writing)
-        if not fork.regions or self.watch is None:
+        if not fork.regions:
             os.close(fork.reading)
             return
         self._forked.add(fork)
-        self.watch(fork.reading, lambda: self._on_fork_ended(fork))
+        self._watch(fork)
+
+    def _watch(self, fork: _Fork) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # at interpreter exit the loop is closed
+                self._loop.call_soon_threadsafe(self._loop.add_reader, fork.reading, self._on_fork_ended, fork)
 
     def _on_fork_ended(self, fork: _Fork) -> None:
         """Take back what a forked process, which is gone, might have looked at. On the loop thread."""
-        if self.unwatch is not None:
-            self.unwatch(fork.reading)
+        if self._loop is not None:
+            self._loop.remove_reader(fork.reading)
         self._forked.discard(fork)
         os.close(fork.reading)
         for region in fork.regions:
@@ -353,9 +371,9 @@ class SlabPool:
 
     def plan_trim(self, delay_s: float = PERIOD_S) -> None:
         """Give all free memory back after a while, unless there are workers then. On the loop thread."""
-        if self.call_later is not None and not self._trim_planned:
+        if self._loop is not None and not self._trim_planned:
             self._trim_planned = True
-            self.call_later(delay_s, self._trim_if_idle)
+            self._loop.call_later(delay_s, self._trim_if_idle)
 
     def _trim_if_idle(self) -> None:
         self._trim_planned = False
@@ -390,7 +408,7 @@ def _after_fork_in_child() -> None:
     """Leave the reading ends to the trainer; the end for writing stays open, and so it shall."""
     if (pool := _pools.get(os.getppid())) is not None:
         for fork in [*pool._forked, *pool._forks.values()]:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.close(fork.reading)
         pool._forked.clear()
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -372,7 +373,8 @@ def test_surplus_is_given_back_when_demand_falls(pool: SlabPool, monkeypatch: py
 def test_an_idle_pool_gives_everything_back(pool: SlabPool) -> None:
     """Some seconds after the last worker has gone, by the loop's timer, in pieces."""
     planned: list[tuple[float, Callable[[], None]]] = []
-    pool.call_later = lambda delay_s, call: planned.append((delay_s, call))
+    loop = Mock(call_later=lambda delay_s, call: planned.append((delay_s, call)))
+    pool.live_on(loop)
     with worker(pool, large) as made:
         kept = [made.get(number) for number in range(10)]
         del kept
@@ -405,13 +407,44 @@ def test_trim_gives_all_free_memory_back(pool: SlabPool) -> None:
     assert os.fstat(pool._arena._fd).st_blocks == 0  # type: ignore[attr-defined]
 
 
-def test_wake_is_called_at_the_end_of_a_lease(pool: SlabPool) -> None:
-    """So that a loop that sleeps may take regions back."""
-    calls: list[int] = []
-    pool.wake = lambda: calls.append(1)
+def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: SlabPool) -> None:
+    """It would sleep on; but with a worker somebody comes by anyway."""
+    loop = Mock()
     with worker(pool, large) as made:
-        made.get(0)
-    assert calls == [1]
+        pool.live_on(loop)
+        kept = [made.get(0), made.get(1)]
+        kept.pop()
+        loop.call_soon_threadsafe.assert_not_called()
+    pool._trim_planned = False  # that of the worker's end
+    kept.clear()
+    loop.call_soon_threadsafe.assert_called_once_with(pool.plan_trim)
+
+
+def test_without_a_loop_what_is_free_is_given_back_and_the_next_loop_does_the_rest(pool: SlabPool) -> None:
+    """Batches that are kept, and a fork that may look at them, outlive the loop."""
+    first, second = Mock(), Mock()
+    first.call_soon_threadsafe = second.call_soon_threadsafe = lambda call, *args: call(*args)
+    pool.live_on(first)
+    with worker(pool, large) as made:
+        kept = [made.get(0), made.get(1)]
+    pool.before_fork()
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    pool.after_fork()
+    pool.leave_loop()
+    (watched,) = first.add_reader.call_args_list
+    first.remove_reader.assert_called_once_with(watched.args[0])
+    leased = pool.statistics().leased
+    assert pool.statistics().reserved == leased > 0
+    kept.clear()  # nobody to tell
+    pool.live_on(second)
+    assert second.add_reader.call_args_list == [watched]
+    os.waitpid(pid, 0)
+    _, ended, fork = watched.args
+    ended(fork)
+    second.remove_reader.assert_called_once_with(watched.args[0])
+    pool.trim()
+    assert pool.statistics() == (0, 0, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- forks

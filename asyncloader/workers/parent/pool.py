@@ -10,17 +10,15 @@ that belong to an earlier run are dropped here, after their slabs were given bac
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
 from multiprocessing.context import BaseContext
 from time import perf_counter
 from typing import Any
 
 from asyncloader.observe.notices import warn
-from asyncloader.transport.slab import SlabPool, slab_pool
+from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
 from asyncloader.workers.parent.launching import carry_out
@@ -49,10 +47,7 @@ class Pool:
         self._spec = spec
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
-        self._slabs.call_later = loop.call_later
-        self._slabs.watch = partial(_watch, loop)
-        self._slabs.unwatch = loop.remove_reader
-        self._slabs.wake = partial(_trim_if_idle, self._slabs, loop)
+        self._slabs.live_on(loop)
         self._loans: dict[WorkerProcess, WorkerLoans] = {}
         self._outstanding = [0] * spec.num_workers
         self._epoch: EpochSpec
@@ -286,16 +281,3 @@ def _pickled(keys: Any) -> bytes | RemoteError:
         return pickle.dumps(keys, 5)
     except Exception as error:  # it was pickled together with others
         return RemoteError.capture(error, "in the main process")
-
-
-def _trim_if_idle(slabs: SlabPool, loop: asyncio.AbstractEventLoop) -> None:
-    """A lease has ended, in whatever thread: see that its memory is given back although no worker is there any more."""
-    if slabs.is_idle:
-        with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
-            loop.call_soon_threadsafe(slabs.plan_trim)
-
-
-def _watch(loop: asyncio.AbstractEventLoop, fd: int, on_end: Callable[[], None]) -> None:
-    """Have the loop call when a pipe hangs up, from whatever thread."""
-    with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
-        loop.call_soon_threadsafe(loop.add_reader, fd, on_end)

@@ -1,0 +1,127 @@
+"""`shutdown()`: the background thread ends while nobody needs it, and comes back with the next loader."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+import asyncloader
+from asyncloader import AsyncDataset, ConfigurationError, DataLoader
+from asyncloader.engine.portal import get_portal
+from asyncloader.transport.slab import slab_pool
+
+DATA = [torch.full((1 << 16,), float(number)) for number in range(8)]
+
+
+pytestmark = pytest.mark.leaks("the background thread is another one than before")
+
+
+@pytest.fixture(autouse=True)
+def another_thread() -> Iterator[None]:
+    """See that later tests find the thread there, as ever."""
+    yield
+    list(DataLoader(DATA, num_workers=1))
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def shut_down() -> None:
+    asyncloader.shutdown()
+    assert "asyncloader" not in names()
+
+
+@pytest.mark.parametrize("is_left_early", [False, True])
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_after_an_epoch(backend: str, is_left_early: bool) -> None:
+    """Workers that are about to end are waited for: nothing of ours is left, and the next loader works."""
+    descriptors = psutil.Process().num_fds()
+    for _ in range(3):
+        shut_down()
+        assert psutil.Process().num_fds() < descriptors
+        batches = []
+        for batch in DataLoader(DATA, num_workers=2, worker_backend=backend):  # type: ignore[arg-type]
+            batches.append(batch)
+            if is_left_early and len(batches) == 2:
+                break
+        assert [float(batch[0, 0]) for batch in batches] == list(range(len(batches)))
+        del batch, batches
+    assert "asyncloader" in names()
+
+
+def test_twice_and_before_the_first_loader() -> None:
+    """There is nothing to be done then."""
+    shut_down()
+    shut_down()
+
+
+def test_memory_is_given_back() -> None:
+    """What is free, at once; batches that are kept stay as they are, and go with the next loader."""
+    gc.collect()  # of iterators that other tests have left early
+    kept = list(DataLoader(DATA, num_workers=2))[1:3]
+    shut_down()
+    assert slab_pool().statistics().free == 0
+    assert [float(batch[0, 0]) for batch in kept] == [1.0, 2.0]
+    kept.clear()
+    list(DataLoader(DATA, num_workers=2))
+    shut_down()
+    assert slab_pool().statistics() == (0, 0, 0)
+
+
+def test_it_refuses_while_an_iterator_is_alive() -> None:
+    """And harms nothing; closed ones do not count."""
+    loader = DataLoader(DATA, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        iterator = iter(loader)
+        assert float(next(iterator)[0, 0]) == 0.0
+        with pytest.raises(ConfigurationError, match=r"1 iterators of loaders are alive: close them"):
+            asyncloader.shutdown()
+        assert [float(batch[0, 0]) for batch in iterator] == list(range(1, 8))
+    with pytest.raises(ConfigurationError, match=r"close them"):
+        asyncloader.shutdown()
+    loader.close()
+    shut_down()
+
+
+def test_it_refuses_on_the_thread_itself() -> None:
+    """Which would wait for its own end."""
+    error = get_portal().call(asyncloader.shutdown).exception(10)
+    assert isinstance(error, ConfigurationError)
+
+
+class Shutting(AsyncDataset[int]):
+    """Shuts down while it is awaited."""
+
+    def __len__(self) -> int:
+        return 1
+
+    async def __getitem__(self, index: int) -> int:
+        with pytest.raises(ConfigurationError):
+            await asyncio.to_thread(asyncloader.shutdown)
+        return index
+
+
+def test_it_refuses_while_a_dataset_is_awaited_there() -> None:
+    """Without workers samples are awaited on that loop."""
+    assert [batch.tolist() for batch in DataLoader(Shutting())] == [[0]]
+
+
+def test_a_forked_child_has_its_own() -> None:
+    """What it ends is not the parent's."""
+    list(DataLoader(DATA, num_workers=1))
+    pid = os.fork()
+    if pid == 0:
+        asyncloader.shutdown()
+        ok = "asyncloader" not in names() and len(list(DataLoader(range(8), num_workers=1))) == 8  # type: ignore[arg-type]
+        os._exit(0 if ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert "asyncloader" in names()
+    assert get_portal().call(lambda: 7).result(5) == 7
