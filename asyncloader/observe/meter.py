@@ -77,8 +77,8 @@ class Meter:
         self._batches = [0] * num_workers
         self._busy_s = [0.0] * num_workers
         self._idle_s = [0.0] * num_workers
-        self._cpu_us = 0
-        self._stalled_us = 0
+        self._cpu_s = 0.0
+        self._stalled_s = 0.0
         self._samples = 0
         self._bytes = 0
         self._errors = 0
@@ -107,18 +107,17 @@ class Meter:
             nbytes: Its size.
         """
         now = perf_counter()
-        fetch, collate, encode = record.fetch_us * 1e-6, record.collate_us * 1e-6, record.encode_us * 1e-6
+        fetch, collate, encode, began = record.fetch_s, record.collate_s, record.encode_s, record.began
         work = fetch + collate + encode
-        began = record.began_us * 1e-6
         self._made.add(
             (max(0.0, began - sent_at), fetch, collate, encode, max(0.0, now - began - work), now - arrived_at, work)
         )
         if self._batches[worker]:  # its first wait was for the start
-            self._idle_s[worker] += record.wait_us * 1e-6
+            self._idle_s[worker] += record.wait_s
         self._batches[worker] += 1
         self._busy_s[worker] += work
-        self._cpu_us += record.cpu_us
-        self._stalled_us += record.stalled_us
+        self._cpu_s += record.cpu_s
+        self._stalled_s += record.stalled_s
         self._samples += record.samples
         self._bytes += nbytes
         if self._trace is not None:
@@ -225,8 +224,8 @@ class Meter:
                 WorkerStats(worker, self._batches[worker], self._busy_s[worker], self._idle_s[worker])
                 for worker in range(self._num_workers)
             ),
-            worker_cpu_s=self._cpu_us * 1e-6,
-            worker_stalled_s=self._stalled_us * 1e-6,
+            worker_cpu_s=self._cpu_s,
+            worker_stalled_s=self._stalled_s,
             main_cpu_s=self._last_cpu_s - self._first_cpu_s,
             window=self._window,
             window_used=self._used_sum / count if count else 0.0,

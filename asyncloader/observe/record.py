@@ -6,29 +6,25 @@ from typing import NamedTuple
 
 
 class Record(NamedTuple):
-    """What a worker tells about a ticket, beside its outcome. Times in microseconds.
+    """What a worker tells about a ticket, beside its outcome. Times in seconds.
 
-    ``began_us`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``cpu_us`` is
-    what the process used since the ticket before, ``stalled_us`` what it could have used but got no core for.
+    ``began`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``wait_s`` is how
+    long an idle worker had waited for the ticket, ``cpu_s`` what the process used since the one before, ``stalled_s``
+    what it could have used but got no core for.
     """
 
     seq: int
-    began_us: int
     epoch: int
-    wait_us: int
-    fetch_us: int
-    collate_us: int
-    encode_us: int
-    cpu_us: int
-    stalled_us: int
     samples: int
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that the worker had waited for the ticket."""
-        return self.wait_us * 1e-6
+    began: float
+    wait_s: float
+    fetch_s: float
+    collate_s: float
+    cpu_s: float
+    stalled_s: float
+    encode_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
         """Seconds of work that the ticket took in the worker."""
-        return (self.fetch_us + self.collate_us + self.encode_us) * 1e-6
+        return self.fetch_s + self.collate_s + self.encode_s

@@ -13,7 +13,7 @@ import statistics
 from time import perf_counter, thread_time
 
 from asyncloader.observe.meter import Meter
-from asyncloader.workers.protocol.messages import Record
+from asyncloader.observe.record import Record
 from tests.benchmarks.bench import Bench, Target, main
 
 BATCHES = 256
@@ -21,7 +21,7 @@ BATCHES = 256
 
 def measure(bench: Bench) -> None:
     meter = Meter(0, 4, 8)
-    record = Record(1, int(perf_counter() * 1e6), 1, 10, 20, 30, 40, 50, 0, 8)
+    record = Record(1, 1, 8, perf_counter(), 1e-5, 2e-5, 3e-5, 4e-5, 0.0, 5e-5)
     counting, taking = [], []
     for _ in range(50 if bench.quick else 500):
         began = thread_time()

@@ -184,7 +184,7 @@ WORSE_IN_TORCHS_WORKERS = (
 def test_like_torch_in_a_worker(installed: tuple[Encoder, WorkerSlabs], kind: str) -> None:
     """Values, dtypes, strides and errors."""
     batch = BATCHES[kind]()
-    with installed[0].allocating():
+    with installed[0].allocating:
         ours = outcome(default_collate, batch)
     torchs = outcome(in_a_worker_of_torch, batch)
     if kind in WORSE_IN_TORCHS_WORKERS:
@@ -226,7 +226,7 @@ def test_large_results_lie_in_slabs(installed: tuple[Encoder, WorkerSlabs]) -> N
         return slabs.locate(tensor.data_ptr(), tensor.nbytes) is not None
 
     tensors, arrays = [torch.ones(INLINE_MAX)] * 2, [np.ones(INLINE_MAX)] * 2
-    with encoder.allocating():
+    with encoder.allocating:
         assert is_in_slab(tensors)
         assert is_in_slab(arrays)
         assert not is_in_slab([torch.ones(3)] * 2)

@@ -49,7 +49,7 @@ def serve(connection: Connection, handle: ArenaHandle | None, make: Make) -> Non
         if slabs is not None:
             slabs.add(loans)
         try:
-            with encoder.allocating():
+            with encoder.allocating:
                 batch = make(number)
             parts = encoder.encode(batch)
         except Exception as error:

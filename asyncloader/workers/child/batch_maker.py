@@ -389,19 +389,13 @@ class BatchMaker:
         fetched = work.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._host.cpu_clock()
         return Record(
-            seq=work.seq,
-            began_us=int(work.began * 1e6),
-            epoch=self._epoch.number,
-            wait_us=micros(work.waited_s),
-            fetch_us=micros(fetched - work.began),
-            collate_us=micros(now - fetched),
-            encode_us=0,
-            cpu_us=micros(self._cpu_s - cpu_before),
-            stalled_us=micros(self._stalls.take()),
-            samples=work.count,
+            work.seq,
+            self._epoch.number,
+            work.count,
+            work.began,
+            work.waited_s,
+            fetched - work.began,
+            now - fetched,
+            self._cpu_s - cpu_before,
+            self._stalls.take(),
         )
-
-
-def micros(seconds: float) -> int:
-    """Return a time as a record holds it."""
-    return max(0, min(int(seconds * 1e6), 0xFFFFFFFF))

@@ -26,7 +26,7 @@ from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import RemoteError
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, pack_tickets
-from asyncloader.workers.protocol.outcome import unpack
+from asyncloader.workers.protocol.outcome import OUTCOMES, unpack
 from asyncloader.workers.protocol.pickled_spec import PickledSpec
 
 
@@ -181,6 +181,9 @@ class Pool:
         """
         if process in self._leaving:
             return
+        if kind in OUTCOMES:
+            self._on_outcome(process, kind, body)
+            return
         worker = process.worker_id
         if kind in (Kind.ASK, Kind.UNREADABLE):
             self._answer(process, kind, body)
@@ -195,7 +198,7 @@ class Pool:
             if self.listener is not None:
                 self.listener.on_ready(worker)
         else:
-            self._on_outcome(process, kind, body)
+            raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
     def _answer(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
         """Answer a question, which the worker waits for: one that makes no sense is its end."""

@@ -26,9 +26,9 @@ from asyncloader.workers.protocol.failure import BadSample
 from asyncloader.workers.protocol.frames import BadFrame, Buffer
 from asyncloader.workers.protocol.messages import Kind
 
-_HEAD = struct.Struct("<QQIIIIIIIIQ")  # a record, and how many bytes of extras follow
+_HEAD = struct.Struct("<QQQdddddddQ")  # a record, and how many bytes of extras follow
 
-NO_RECORD = Record(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+NO_RECORD = Record(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Of an outcome that no worker has come to."""
 
 
@@ -87,6 +87,12 @@ _KINDS = {
 }
 
 
+OUTCOMES = frozenset(int(kind) for kind in _KINDS.values())
+"""Kinds of frames that are outcomes."""
+
+_BATCH = int(Kind.BATCH)  # to be compared with a million times: members of an enum take five times as long
+
+
 def pack(outcome: Outcome, payload: Sequence[Buffer] = ()) -> tuple[int, list[Buffer]]:
     """Return the kind and the body of a frame.
 
@@ -123,28 +129,28 @@ def unpack(kind: int, body: memoryview, decode: Callable[[memoryview], tuple[Any
     """
     if len(body) < _HEAD.size:
         raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, which is too short")
-    *fields, extras_bytes = _HEAD.unpack_from(body)
-    record = Record._make(fields)
+    fields = _HEAD.unpack_from(body)
+    record, extras_bytes = Record._make(fields[:-1]), fields[-1]
     begin = _HEAD.size + extras_bytes
     if begin > len(body):
         raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, {extras_bytes} of them extras")
     bad: Sequence[BadSample] = ()
     data, nbytes, snapshot, unreadable = None, 0, None, None
     try:
-        if kind == Kind.BATCH:  # whatever the extras are: the slabs that it names have to be known
+        if kind == _BATCH:  # whatever the extras are: the slabs that it names have to be known
             data, nbytes = decode(body[begin:])
         elif kind in (Kind.FAILURE, Kind.REFUSED):
             data = pickle.loads(body[begin:])
     except BaseException as error:
         unreadable = _readable(error)
-    try:
-        if extras_bytes:
+    if extras_bytes:
+        try:
             bad, snapshot = pickle.loads(body[_HEAD.size : begin])
-    except BaseException as error:
-        unreadable = _readable(error)
+        except BaseException as error:
+            unreadable = _readable(error)
     if unreadable is not None:
         return Failure(record, unreadable, bad, snapshot)
-    if kind == Kind.BATCH:
+    if kind == _BATCH:
         return Batch(record, data, nbytes, bad, snapshot)
     if kind == Kind.FAILURE:
         return Failure(record, data, bad, snapshot)

@@ -137,7 +137,7 @@ def test_a_batch() -> None:
     assert isinstance(outcome, Batch)
     assert (outcome.data, outcome.bad, outcome.snapshot) == ([30, 10], (), None)
     record = outcome.record
-    assert (record.seq, record.epoch, record.samples, record.wait_us, record.cpu_us) == (7, 3, 2, 500_000, 1_000_000)
+    assert (record.seq, record.epoch, record.samples, record.wait_s, record.cpu_s) == (7, 3, 2, 0.5, 1.0)
 
 
 def test_a_single_key() -> None:
