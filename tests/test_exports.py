@@ -49,6 +49,7 @@ def test_public_names_of_the_datasets() -> None:
         "FsspecDataset",
         "HTTPDataset",
         "ImageFolder",
+        "IndexedTarShards",
         "ObjectStoreDataset",
         "Retries",
         "SQLDataset",

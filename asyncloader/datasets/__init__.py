@@ -6,6 +6,7 @@
     FsspecDataset                 what else fsspec has a file system for            asyncloader[fsspec]
     SQLDataset                    rows of PostgreSQL by key                         asyncloader[sql]
     TarShards                     tar files in WebDataset's layout, one by one
+    IndexedTarShards              the same by number, in any order
     TokenBlocks                   blocks of tokens: nanoGPT's .bin, Megatron's .bin and .idx
     SharedList, SharedDict        rows in memory once for all workers
     ArrayDataset                  rows of arrays, in memory or mapped
@@ -20,6 +21,7 @@ from asyncloader.datasets.cached import CachedDataset
 from asyncloader.datasets.files import FileDataset, ImageFolder
 from asyncloader.datasets.filesystems import FsspecDataset
 from asyncloader.datasets.http import HTTPDataset
+from asyncloader.datasets.indexed_shards import IndexedTarShards
 from asyncloader.datasets.objects import ObjectStoreDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
@@ -38,6 +40,7 @@ __all__ = [
     "FsspecDataset",
     "HTTPDataset",
     "ImageFolder",
+    "IndexedTarShards",
     "ObjectStoreDataset",
     "Retries",
     "SQLDataset",

@@ -6,10 +6,11 @@ Sources.version(url) ─> size, tag      Sources.read_range(url, start, stop, ve
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import zlib
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
@@ -140,6 +141,19 @@ class Sources:
         attempt = {"file": self._range_of_file, "http": self._range_over_http, "store": self._range_in_store}
         what = f"{url}, bytes {start} to {stop}"
         return await self._retries.run(partial(attempt[kind_of(url)], url, start, stop, version), what)
+
+    async def read_ranges(self, ranges: Sequence[tuple[str, int, int, Version]]) -> list[bytes]:
+        """Return the bytes of several ranges: those of local files read in one job of a thread, others at once."""
+        local = [at for at, (url, *_) in enumerate(ranges) if kind_of(url) == "file"]
+        away = [at for at, (url, *_) in enumerate(ranges) if kind_of(url) != "file"]
+        found: dict[int, bytes] = {}
+        if local:
+            read = await self._threads.run(_read_ranges, [(path_of(ranges[at][0]), *ranges[at][1:]) for at in local])
+            found.update(zip(local, read, strict=True))
+        if away:
+            read = await asyncio.gather(*(self.read_range(*ranges[at]) for at in away))
+            found.update(zip(away, read, strict=True))
+        return [found[at] for at in range(len(ranges))]
 
     async def _read(self, url: str) -> AsyncGenerator[bytes, None]:
         stream = _Stream(self, url)
@@ -318,6 +332,10 @@ def read_range(path: str, start: int, stop: int, version: Version) -> bytes:
     if len(data) != stop - start:
         raise FetchError(f"{path}: ends at byte {start + len(data)}, before byte {stop}")
     return data
+
+
+def _read_ranges(ranges: Sequence[tuple[str, int, int, Version]]) -> list[bytes]:
+    return [read_range(*one) for one in ranges]
 
 
 def _read_part(path: str, offset: int) -> tuple[bytes, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, TypeAlias
 
 from asyncloader.datasets.retry import FetchError
@@ -40,21 +40,53 @@ async def read_samples(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator
     sample: RawSample = {}
     async with contextlib.aclosing(read_members(chunks, url)) as members:
         async for path, data in members:
-            folder, slash, name = path.rpartition("/")
-            stem, dot, extension = name.partition(".")
-            if not stem or not dot:  # hidden files, and such as README
+            key, extension = key_and_extension(path)
+            if not key:
                 continue
-            key = folder + slash + stem
             if sample.get("__key__") != key:
                 if sample:
                     yield sample
                 sample = {"__key__": key, "__url__": url}
-            extension = extension.lower()
             if extension in sample:
                 raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
             sample[extension] = data
     if sample:
         yield sample
+
+
+async def read_spans(stream: Bytes, url: str) -> AsyncGenerator[tuple[int, int], None]:
+    """Yield where the files of each sample of a shard begin and end, headers included, without their content.
+
+    Raises:
+        FetchError: As for `read_samples`.
+    """
+    last, extensions, begins, ends = "", set[str](), 0, 0
+    with _damage_told(url):
+        async with contextlib.aclosing(_members(stream, with_content=False)) as members:
+            async for path, _, begin, end in members:
+                key, extension = key_and_extension(path)
+                if not key:
+                    continue
+                if key != last:
+                    if last:
+                        yield begins, ends
+                    last, begins = key, begin
+                    extensions.clear()
+                if extension in extensions:
+                    raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
+                extensions.add(extension)
+                ends = end
+    if last:
+        yield begins, ends
+
+
+def key_and_extension(path: str) -> tuple[str, str]:
+    """Return the name of the sample that a file belongs to, and what the file is of it; "" and "" if to none."""
+    folder, slash, name = path.rpartition("/")
+    stem, dot, extension = name.partition(".")
+    if not stem or not dot:  # hidden files, and such as README
+        return "", ""
+    return folder + slash + stem, extension.lower()
 
 
 async def read_members(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator[tuple[str, bytes], None]:
@@ -63,20 +95,31 @@ async def read_members(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator
     Raises:
         FetchError: The archive is damaged, or has sparse files in it, whose holes would be any amount of memory.
     """
+    with _damage_told(url):
+        async with contextlib.aclosing(_members(Bytes(chunks))) as members:
+            async for path, data, _, _ in members:
+                yield path, data
+
+
+@contextlib.contextmanager
+def _damage_told(url: str) -> Iterator[None]:
     try:
-        async with contextlib.aclosing(_members(_Bytes(chunks))) as members:
-            async for member in members:
-                yield member
+        yield
     except Damaged as damage:
         raise FetchError(f"{url}: damaged: {damage}") from damage.__cause__
 
 
-class _Bytes:
-    """What a stream of chunks holds, taken as many bytes at a time as are wanted."""
+class Bytes:
+    """What a stream of chunks holds, taken as many bytes at a time as are wanted.
+
+    Attributes:
+        at: How many have been taken.
+    """
 
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
         self._waiting = bytearray()
+        self.at = 0
 
     async def take(self, count: int) -> bytes:
         """Return the next bytes; fewer only at the end."""
@@ -85,6 +128,7 @@ class _Bytes:
         with memoryview(self._waiting) as waiting:
             taken = bytes(waiting[:count])
         del self._waiting[:count]
+        self.at += len(taken)
         return taken
 
     async def content(self, size: int, name: str) -> bytes:
@@ -103,8 +147,10 @@ class _Bytes:
             left -= taken
 
 
-async def _members(stream: _Bytes) -> AsyncGenerator[tuple[str, bytes], None]:
+async def _members(stream: Bytes, with_content: bool = True) -> AsyncGenerator[tuple[str, bytes, int, int], None]:
+    """Yield path and content of each regular file, where its first header begins and where it ends."""
     more: dict[str, str] = {}  # what headers before a file say about it
+    begin = stream.at
     while True:
         header = _header(await stream.take(_BLOCK))
         if header is None:
@@ -117,14 +163,16 @@ async def _members(stream: _Bytes) -> AsyncGenerator[tuple[str, bytes], None]:
         if header.type in _PARTIAL or (header.isreg() and any(key.startswith("GNU.sparse.") for key in more)):
             kind = _PARTIAL.get(header.type, _PARTIAL[tarfile.GNUTYPE_SPARSE])
             raise Damaged(f"{name} is {kind}, which is not read here: pack it as it is")
-        if header.isreg():
-            yield name, await stream.content(size, name)
+        if header.isreg() and with_content:
+            yield name, await stream.content(size, name), begin, stream.at
         elif header.type not in _HEADER_ONLY:
             await stream.skip(size, name)
-        more = {}
+            if header.isreg():
+                yield name, b"", begin, stream.at
+        more, begin = {}, stream.at
 
 
-async def _told(header: tarfile.TarInfo, stream: _Bytes) -> dict[str, str]:
+async def _told(header: tarfile.TarInfo, stream: Bytes) -> dict[str, str]:
     """Read what a header says about the next one."""
     if _size(header.size, header.name) > _MOST_METADATA:
         raise Damaged(f"a header of {header.size:,} bytes")

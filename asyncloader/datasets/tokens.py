@@ -6,7 +6,6 @@ numbers of blocks ──> Layout: which file, from which token to which ──> 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +19,10 @@ from torch.utils.data import Dataset
 from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
 from asyncloader.datasets.megatron import read_index
 from asyncloader.datasets.opened import Openable
+from asyncloader.datasets.ranges import read_places
 from asyncloader.datasets.retry import Retries
 from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
 from asyncloader.errors import ConfigurationError
-
-_GAP_BYTES = 1 << 14
-"""Ranges of one file that are no farther apart are read in one: a request costs more than so many bytes."""
 
 
 class TokenBlocks(Dataset[torch.Tensor]):
@@ -229,22 +226,10 @@ class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
 
     async def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the blocks of a batch; those that lie beside each other are read in one."""
-        places = self._places(indices)
-        reads, which = _merged(places, _GAP_BYTES // self.dtype.itemsize)
-        contents = await asyncio.gather(*(self._read(*read) for read in reads))
-        starts = [begin for _, begin, _ in reads]
-        return self._finished(
-            [
-                contents[read][begin - starts[read] : end - starts[read]]
-                for read, (_, begin, end) in zip(which, places, strict=True)
-            ]
-        )
-
-    async def _read(self, file: int, begin: int, end: int) -> torch.Tensor:
-        size = self.dtype.itemsize
-        start, stop = self.header_bytes + begin * size, self.header_bytes + end * size
-        data = await self._client.read_range(self.paths[file], start, stop, self._versions[file])
-        return torch.frombuffer(bytearray(data), dtype=self._torch_dtype)
+        size, header = self.dtype.itemsize, self.header_bytes
+        places = [(file, header + begin * size, header + end * size) for file, begin, end in self._places(indices)]
+        contents = await read_places(self._client, self.paths, self._versions, places)
+        return self._finished([torch.frombuffer(data, dtype=self._torch_dtype) for data in contents])
 
     async def _open(self) -> Sources:
         return Sources(self.access)
@@ -303,20 +288,6 @@ class Layout(NamedTuple):
         ends = np.minimum(begins + self.block_size, self.starts[pieces + 1])
         files = np.searchsorted(self.files, begins, side="right") - 1
         return files, begins - self.files[files], ends - self.files[files]
-
-
-def _merged(places: Sequence[tuple[int, int, int]], gap: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return the ranges to read, and for each place which of them it is in."""
-    reads: list[tuple[int, int, int]] = []
-    which = [0] * len(places)
-    for at in sorted(range(len(places)), key=places.__getitem__):
-        file, begin, end = places[at]
-        if reads and reads[-1][0] == file and begin <= reads[-1][2] + gap:
-            reads[-1] = (file, reads[-1][1], max(reads[-1][2], end))
-        else:
-            reads.append((file, begin, end))
-        which[at] = len(reads) - 1
-    return reads, which
 
 
 def _map(path: str, version: Version, header_bytes: int, dtype: np.dtype[Any]) -> torch.Tensor:

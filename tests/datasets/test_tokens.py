@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, Retries, TokenBlocks
-from asyncloader.datasets.tokens import Layout, _merged
+from asyncloader.datasets.tokens import Layout
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
@@ -162,15 +162,6 @@ def test_it_travels_by_its_paths(paths: list[Path], start_method: str) -> None:
     assert len(pickle.dumps(dataset)) < 2000
     (batch,) = DataLoader(dataset, batch_size=6, num_workers=1, multiprocessing_context=start_method)
     assert batch.tolist() == ACROSS
-
-
-def test_neighbours_are_read_in_one() -> None:
-    """Ranges that touch, overlap or nearly touch, of one file; each place knows its own."""
-    places = [(0, 8, 12), (1, 0, 4), (0, 0, 4), (0, 4, 8), (0, 30, 34), (0, 2, 6), (0, 15, 16)]
-    reads, which = _merged(places, gap=3)
-    assert reads == [(0, 0, 16), (0, 30, 34), (1, 0, 4)]
-    assert [reads[at][0] == file and reads[at][1] <= begin <= end <= reads[at][2]
-            for at, (file, begin, end) in zip(which, places, strict=True)] == [True] * 7  # fmt: skip
 
 
 @pytest.mark.usefixtures("stream_of_the_portal")

@@ -1,0 +1,40 @@
+"""Pieces of files, those that lie beside each other read in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from asyncloader.datasets.streams import Sources, Version
+
+Place: TypeAlias = tuple[int, int, int]
+"""Number of the file, first byte, and the one behind the last."""
+
+_GAP_BYTES = 1 << 14  # to be read for nothing rather than to ask once more
+
+
+async def read_places(
+    sources: Sources, urls: Sequence[str], versions: Sequence[Version], places: Sequence[Place]
+) -> list[memoryview]:
+    """Return the bytes of each place, which may be written to; those of neighbours are parts of one memory."""
+    reads, which = merged(places)
+    contents = await sources.read_ranges([(urls[file], start, stop, versions[file]) for file, start, stop in reads])
+    memories = [memoryview(bytearray(content)) for content in contents]
+    return [
+        memories[read][start - reads[read][1] : stop - reads[read][1]]
+        for read, (_, start, stop) in zip(which, places, strict=True)
+    ]
+
+
+def merged(places: Sequence[Place], gap: int = _GAP_BYTES) -> tuple[list[Place], list[int]]:
+    """Return the ranges to read, and for each place which of them it is in."""
+    reads: list[Place] = []
+    which = [0] * len(places)
+    for at in sorted(range(len(places)), key=places.__getitem__):
+        file, start, stop = places[at]
+        if reads and reads[-1][0] == file and start <= reads[-1][2] + gap:
+            reads[-1] = (file, reads[-1][1], max(reads[-1][2], stop))
+        else:
+            reads.append((file, start, stop))
+        which[at] = len(reads) - 1
+    return reads, which

@@ -1,0 +1,163 @@
+"""Where the samples of tar shards are: found once, kept in a file for each shard.
+
+    shards ──> versions now ──> index files: of this version? ──> spans
+                                        └ no, or none ──> headers read by ranges ──> spans ──> index file
+
+An index is of one version of its shard, by size and time (or tag); of any other one it is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncloader.datasets.apart import for_each, opened, run_apart
+from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of
+from asyncloader.datasets.tar import Bytes, Damaged, read_spans
+
+_log = logging.getLogger("asyncloader.datasets")
+
+_FORMAT = 1
+_SUFFIX = ".index.npz"
+_AHEAD_BYTES = {"file": 1 << 16, "http": 1 << 20, "store": 1 << 20}
+
+
+def spans_of(
+    shards: Sequence[str], versions: Sequence[Version], folder: Path | None, access: Access
+) -> list[NDArray[np.int64]]:
+    """Return for each shard where its samples begin and end: pairs of bytes, headers included.
+
+    One process of the machine makes what is missing, others wait for it.
+
+    Args:
+        shards: Paths and urls.
+        versions: Of them, now.
+        folder: Where indices are kept; None keeps them beside local shards, and others in the user's cache.
+        access: How shards are reached.
+
+    Raises:
+        FetchError: A shard is damaged, or does not come.
+    """
+    places = [_places(shard, folder) for shard in shards]
+    found = {at: _load(places[at], versions[at]) for at in range(len(shards))}
+    if any(spans is None for spans in found.values()):
+        with _turn(shards):
+            for at in [at for at, spans in found.items() if spans is None]:
+                found[at] = _load(places[at], versions[at])
+            missing = [at for at, spans in found.items() if spans is None]
+            urls = [shards[at] for at in missing]
+            made = run_apart(_make_all, urls, [versions[at] for at in missing], access) if missing else []
+            for at, spans in zip(missing, made, strict=True):
+                found[at] = spans
+                _save(places[at], versions[at], spans)
+    return [spans for spans in found.values() if spans is not None]
+
+
+async def _make_all(urls: Sequence[str], versions: Sequence[Version], access: Access) -> list[NDArray[np.int64]]:
+    async with opened(access) as sources:
+
+        async def make(at: int) -> NDArray[np.int64]:
+            stream = _Skipping(sources, urls[at], versions[at])
+            spans = [span async for span in read_spans(stream, urls[at])]
+            return np.array(spans, np.int64).reshape(-1, 2)
+
+        return await for_each(make, range(len(urls)))
+
+
+class _Skipping(Bytes):
+    """The bytes of a file, of which those that are passed over are not read."""
+
+    def __init__(self, sources: Sources, url: str, version: Version) -> None:
+        self._sources = sources
+        self._url = url
+        self._version = version
+        self._ahead = _AHEAD_BYTES[kind_of(url)]
+        self._start, self._data = 0, b""
+        self.at = 0
+
+    async def take(self, count: int) -> bytes:
+        """Return the next bytes; fewer only at the end."""
+        stop = min(self.at + count, self._version.size)
+        if stop > self._start + len(self._data) or self.at < self._start:
+            upto = min(max(stop, self.at + self._ahead), self._version.size)
+            self._start, self._data = self.at, await self._sources.read_range(self._url, self.at, upto, self._version)
+        taken = self._data[self.at - self._start : stop - self._start]
+        self.at = stop
+        return taken
+
+    async def skip(self, size: int, name: str) -> None:
+        """Pass over the content of a member."""
+        self.at += size + -size % 512
+        if self.at > self._version.size:
+            raise Damaged(f"it ends in the middle of {name}")
+
+
+# --------------------------------------------------------------------------------------------------------- index files
+
+
+def _places(shard: str, folder: Path | None) -> list[Path]:
+    """Return where the index of a shard may be, the best first."""
+    is_local = kind_of(shard) == "file"
+    path = os.path.abspath(path_of(shard)) if is_local else shard
+    name = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32] + _SUFFIX
+    if folder is not None:
+        return [folder / name]
+    return [Path(path + _SUFFIX), _cache() / name] if is_local else [_cache() / name]
+
+
+def _load(places: Sequence[Path], version: Version) -> NDArray[np.int64] | None:
+    for place in places:
+        try:
+            with np.load(place, allow_pickle=False) as file:
+                told, spans = (str(file["format"]), str(file["size"]), str(file["tag"])), file["spans"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            continue
+        if told == (str(_FORMAT), str(version.size), version.tag) and spans.dtype == np.int64:
+            return spans  # type: ignore[no-any-return]
+        _log.info("%s: is of another version of its shard, and made anew", place)
+    return None
+
+
+def _save(places: Sequence[Path], version: Version, spans: NDArray[np.int64]) -> None:
+    """Keep an index in the first place where that is possible."""
+    for place in places:
+        beside = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(beside, "xb") as file:
+                    np.savez(file, format=_FORMAT, size=version.size, tag=version.tag, spans=spans)
+                os.replace(beside, place)
+            finally:
+                beside.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            failure = error
+    _log.warning("An index of a tar shard cannot be kept (%s): it will be made again by the next run.", failure)
+
+
+@contextlib.contextmanager
+def _turn(shards: Sequence[str]) -> Iterator[None]:
+    """Let one process of this user at a time make indices of these shards, where there is a place to agree in."""
+    name = hashlib.sha256("\n".join(shards).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    path = _cache() / f"{name}.lock"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "wb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # The file stays: removed, it could be locked by one process while another one makes it anew.
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "asyncloader", "tar")
