@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
+from asyncloader.epochs import Told, hears, listeners
+from asyncloader.errors import ConfigurationError
 from asyncloader.iteration.checkpoint import check
+from asyncloader.iteration.plan import samplers_within
 from asyncloader.iteration.runs import Runs
 from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.observe.meter import Meter
@@ -313,6 +316,26 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         runs.loaded = None
         self._newest = weakref.ref(iterator)
         return iterator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next: to samplers, batch samplers and the dataset that have a method of this name.
+
+        Each worker's copy of the dataset is told too, before the first sample of the next run, also in persistent
+        workers, which would go on with the epoch that they know. So is a copy after ``dataset.set_epoch(...)``, where
+        the dataset shows what it was told as its attribute ``epoch``. Inside torch's wrappers (Subset, ConcatDataset,
+        ChainDataset, StackDataset) datasets are found. A run that is resumed in its middle is of the epoch that it was.
+
+        Args:
+            epoch: Counted from 0.
+
+        Raises:
+            ConfigurationError: if it is no integer.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise ConfigurationError(f"set_epoch takes the number of an epoch, an integer, but got {epoch!r}")
+        for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
+            thing.set_epoch(epoch)
+        self._runs.told = Told(epoch, self._runs.told.calls + 1)
 
     def stats(self) -> LoaderStats:
         """Return where the time of the newest run over the data went, or has gone so far: see `LoaderStats`.

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader.iteration.plan import samplers_within
 from asyncloader.loader import DataLoader
 
 __all__ = ["assert_resumable", "assert_resumable_async"]
@@ -30,7 +29,8 @@ def assert_resumable(
 
     Runs through two epochs of one loader and takes its state before the first, after every batch and after the first
     epoch. From each of them another loader goes on: the rest of the epoch and the whole epoch after it must be the same
-    batches, bit for bit. States go through JSON, if they can. Samplers with ``set_epoch`` are told the epoch.
+    batches, bit for bit. States go through JSON, if they can. Samplers and datasets with ``set_epoch`` are told the
+    epoch.
 
     Args:
         make_loader: Makes the loader, each time a new one with a new dataset, over a few batches.
@@ -69,13 +69,13 @@ async def _check(make: MakeLoader, make_other: MakeLoader, restore: bool, *, is_
         states.append((when, len(first), loader.state_dict(), _generators()))
 
     save("before the first epoch")
-    _set_epoch(loader, 0)
+    loader.set_epoch(0)
     async for batch in _batches(loader, is_async):
         first.append(batch)
         save(f"after batch {len(first)}")
     save("after the first epoch")
     copies = [repr(state) for _, _, state, _ in states]
-    _set_epoch(loader, 1)
+    loader.set_epoch(1)
     second = [batch async for batch in _batches(loader, is_async)]
     loader.close()
     assert [repr(state) for _, _, state, _ in states] == copies, "a state has changed after it was taken"
@@ -83,16 +83,16 @@ async def _check(make: MakeLoader, make_other: MakeLoader, restore: bool, *, is_
     for number, (when, done, state, generators) in enumerate(states):
         _seed_all(number)
         other = make_other()
-        _set_epoch(other, 0)
+        other.set_epoch(0)
         other.load_state_dict(_through_json(state))
         if restore:
             _restore(generators)
         is_over = number == len(states) - 1
-        _set_epoch(other, int(is_over))
+        other.set_epoch(int(is_over))
         rest = [batch async for batch in _batches(other, is_async)]
         _compare(f"The state {when}: the rest of the epoch", rest, second if is_over else first[done:])
         if not is_over:
-            _set_epoch(other, 1)
+            other.set_epoch(1)
             after = [batch async for batch in _batches(other, is_async)]
             _compare(f"The state {when}: the epoch after", after, second)
         other.close()
@@ -105,12 +105,6 @@ async def _batches(loader: DataLoader[Any], is_async: bool) -> AsyncIterator[Any
     else:
         for batch in loader:
             yield batch
-
-
-def _set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    for sampler in samplers_within(loader._index_sampler):
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
 
 
 def _through_json(state: Any) -> Any:

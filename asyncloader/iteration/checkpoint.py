@@ -5,8 +5,9 @@
      "base_seed": of this run, or None if the next one draws its own,
      "draws": what the random generators were when the order began to be drawn (JSON), "check": what they are now,
      "inline": whether the base seed was drawn after that, "shared_seed": of data pipes,
-     "set_epochs": what `set_epoch` of samplers had been called with, "samplers": the last state of theirs that was
-     taken, "drawn": batches that were drawn since, "is_over": that was in the epoch before, which has ended since,
+     "set_epochs": what `set_epoch` of samplers had been called with, "dataset_epochs": that of datasets,
+     "samplers": the last state of samplers that was taken, "drawn": batches that were drawn since, "is_over": that was
+     in the epoch before, which has ended since,
      "bad_count": samples of the run that have raised, and were left out or replaced,
      "finished": whether it is a state after the end of a run,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
@@ -115,6 +116,7 @@ class Checkpointer:
         base_seed: Of this run.
         shared_seed: Of data pipes.
         inline: The base seed was drawn between `begun` and the first batch.
+        dataset_epochs: What `set_epoch` had told the dataset.
     """
 
     settings: Settings
@@ -125,6 +127,7 @@ class Checkpointer:
     base_seed: int
     shared_seed: int | None
     inline: bool
+    dataset_epochs: list[int | None]
     _begun_text: str = ""
     _described: dict[str, Any] = field(default_factory=dict)
     _has_warned: bool = False
@@ -199,6 +202,7 @@ class Checkpointer:
             inline=self.inline,
             check=self.rng.check() if position else [],
             set_epochs=list(progress.set_epochs),
+            dataset_epochs=list(self.dataset_epochs),
             bad_count=progress.bad_count,
             samplers=samplers.state and samplers.state.plain(),
             drawn=samplers.drawn,
@@ -240,6 +244,7 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "check": [],
         "inline": False,
         "set_epochs": [],
+        "dataset_epochs": [],
         "bad_count": 0,
         "samplers": None,
         "drawn": 0,

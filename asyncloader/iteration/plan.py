@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
+from asyncloader.epochs import epoch_of
 from asyncloader.protocols import probe
 from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.workers.protocol.snapshot import Frozen, Pace, is_stateful
@@ -197,7 +198,7 @@ def may_be_looked_at(index_sampler: Any) -> bool:
 def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Sequence[int | None]) -> None:
     """Load the state of a sampler, before it is iterated over; set epochs as they had been set."""
     for sampler, epoch in zip(samplers_within(index_sampler), epochs, strict=False):
-        if epoch is not None and _epoch(sampler) not in (None, epoch):
+        if epoch is not None and epoch_of(sampler) not in (None, epoch):
             sampler.set_epoch(epoch)
     sampler = stateful_sampler(index_sampler)
     if sampler is not None and states is not None and states["sampler"] is not None:
@@ -218,9 +219,4 @@ def own_state(index_sampler: Any) -> Frozen | None:
 
 def set_epochs(index_sampler: Any) -> list[int | None]:
     """Return what `set_epoch` of samplers, from the outermost on, has been called with."""
-    return [_epoch(sampler) for sampler in samplers_within(index_sampler)]
-
-
-def _epoch(sampler: Any) -> int | None:
-    epoch = probe(sampler, "epoch")
-    return epoch if isinstance(epoch, int) and callable(probe(sampler, "set_epoch")) else None
+    return [epoch_of(sampler) for sampler in samplers_within(index_sampler)]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncloader.epochs import restore, told
 from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
 from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
 from asyncloader.iteration.progress import Progress, SamplerState
@@ -100,6 +101,8 @@ def begin(
         else:
             begun = rng.capture()
     samplers = _load_samplers(index_sampler, state, states, runs.latest)
+    if state is not None:
+        restore(settings.dataset, state.get("dataset_epochs", ()))
     is_dataset_loaded = inline and _load_dataset(settings, state)
     order = _Order(iterate(), begun, inline, samplers)
     if order.drawn.num_yielded or is_drawn_from(order.drawn.keys):
@@ -115,8 +118,9 @@ def begin(
     plan = Plan(index_sampler, drawn.keys, progress, Pace(), is_batched=settings.auto_collation)
     if state is not None and progress.position and not settings.is_iterable:
         plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
+    epochs = [each.number for each in told(settings.dataset, runs.told)]
     checkpointer = Checkpointer(
-        settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first
+        settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
     )
     runs.begun, runs.latest = epoch + 1, checkpointer
     return RunStart(plan, checkpointer, key, starts, partial(rng.restore, before, left_alone))

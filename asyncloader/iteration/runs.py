@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from asyncloader.epochs import Told
 from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state
 from asyncloader.iteration.plan import set_epochs
 from asyncloader.observe.meter import Meter
@@ -22,6 +23,7 @@ class Runs:
         latest: Makes states of the newest one.
         meter: Counts what happens in the newest one.
         loaded: A state that the next one begins from.
+        told: Of an epoch by `set_epoch` of the loader, at last.
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
     """
 
@@ -30,6 +32,7 @@ class Runs:
         self.latest: Checkpointer | None = None
         self.meter: Meter | None = None
         self.loaded: dict[str, Any] | None = None
+        self.told = Told()
         self.epochs_when_loaded: list[int | None] = []
         self._trace: Trace | None = None
 

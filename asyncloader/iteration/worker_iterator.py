@@ -28,6 +28,7 @@ from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Session, State
+from asyncloader.epochs import Told, told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.consumer import Consumer
@@ -163,7 +164,8 @@ class WorkerIterator(BaseIterator[T_co]):
             concurrency=settings.samples_at_once,
             in_process=settings.is_in_process,
         )
-        spec = EpochSpec(next(self._run_numbers), start.key, start.checkpointer.shared_seed, start.starts)
+        checkpointer, epochs = start.checkpointer, self._epochs()
+        spec = EpochSpec(next(self._run_numbers), start.key, checkpointer.shared_seed, start.starts, epochs)
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
         return Run(scheduler, spec, faults, self._meter, **kind)
 
@@ -230,7 +232,12 @@ class WorkerIterator(BaseIterator[T_co]):
             outlasts_run=settings.keeps_dataset,
             modes=self._modes(),
             origin=Origin.of_this_thread(),
+            epochs=self._epochs(),
         )
+
+    def _epochs(self) -> tuple[Told, ...]:
+        """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
+        return told(self._dataset, self._runs.told) if self._settings.num_workers else ()
 
     def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""

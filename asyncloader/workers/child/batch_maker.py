@@ -22,6 +22,7 @@ from zlib import crc32
 
 import torch
 
+from asyncloader.epochs import tell
 from asyncloader.hashing import mix
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
@@ -152,6 +153,7 @@ class BatchMaker:
         self._stalls = Stalls()
         if isinstance(spec, WorkerSpec):
             self.spec = spec
+            self._epochs = spec.epochs  # that its copy of the dataset has been told
         else:
             self.failure = host.capture(spec)
 
@@ -211,6 +213,8 @@ class BatchMaker:
         spec, outside = self.spec, sample_context.current.set(sample_context.SampleContext(epoch.key, 0))
         with self.opening():
             dataset = self._reseed_pipe(spec.dataset)
+            tell(dataset, epoch.epochs, self._epochs)
+            self._epochs = epoch.epochs
             self.keeper = None
             if epoch.starts is not None:
                 start = epoch.starts[self._id]

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from asyncloader.epochs import Told
 from asyncloader.observe.record import Record as Record
 from asyncloader.settings import OnError
 from asyncloader.workers.protocol.modes import Modes
@@ -92,6 +93,7 @@ class EpochSpec(NamedTuple):
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
         key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
         shared_seed: For IterDataPipe.
+        epochs: What the dataset was told by `set_epoch`; nothing where there are no workers.
         starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
             is replaced the session writes down where the next one begins.
     """
@@ -100,6 +102,7 @@ class EpochSpec(NamedTuple):
     key: tuple[int, int, int]
     shared_seed: int | None = None
     starts: dict[int, Start] | None = None
+    epochs: tuple[Told, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class WorkerSpec:
         is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
         modes: Of the thread that iterates; None where the worker is not to have them.
         origin: What else workers take over from that thread.
+        epochs: What the dataset has been told by `set_epoch`.
     """
 
     dataset: Any
@@ -131,6 +135,7 @@ class WorkerSpec:
     outlasts_run: bool = False
     modes: Modes | None = None
     origin: Origin | None = None
+    epochs: tuple[Told, ...] = ()
 
     @property
     def overlaps(self) -> bool:

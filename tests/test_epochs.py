@@ -1,0 +1,287 @@
+"""`set_epoch`: samplers, the dataset and every worker's copy of it hear of an epoch before its first sample."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DistributedSampler, IterableDataset, Subset, get_worker_info
+
+from asyncloader import ConfigurationError, DataLoader, ElasticSampler
+from asyncloader.datasets import TarShards
+
+WAYS = [(0, False), (2, False), (2, True)]
+
+
+class Shown:
+    """Augments by the epoch, and shows it."""
+
+    def __init__(self, length: int = 8) -> None:
+        self.length = length
+        self.epoch = 0
+        self.calls: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.calls = [*self.calls, epoch]  # the copies of worker threads are shallow
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+class Hidden(Shown):
+    """Keeps the epoch to itself."""
+
+    def __init__(self, length: int = 8) -> None:
+        self.length = length
+        self._epoch = 0
+        self.calls = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.calls = [*self.calls, epoch]  # the copies of worker threads are shallow
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self._epoch + index
+
+
+class Stream(IterableDataset[int]):
+    """Shuffles by the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        share = range(8) if info is None else range(info.id, 8, info.num_workers)
+        return iter([100 * self.epoch + index for index in share])
+
+
+class Counting(Hidden):
+    """Counts epochs by itself, in each copy."""
+
+    def __getitem__(self, index: int) -> int:
+        sample = super().__getitem__(index)
+        self._epoch += index in (6, 7)  # the last that either of two workers reads
+        return sample
+
+
+def samples(loader: Any) -> list[int]:
+    """Return what an epoch gives, sorted."""
+    return sorted(int(sample) for batch in loader for sample in batch)
+
+
+def in_epoch(epoch: int, length: int = 8) -> list[int]:
+    """Return what it should give."""
+    return [100 * epoch + index for index in range(length)]
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+@pytest.mark.parametrize("kind", [Shown, Hidden, Stream])
+def test_every_copy_hears_of_it(kind: type[Any], num_workers: int, persistent: bool) -> None:
+    """Fresh workers, persistent ones and none give the same; out of order, and twice the same, too."""
+    loader = DataLoader(kind(), batch_size=2, num_workers=num_workers, persistent_workers=persistent)
+    for epoch in (0, 1, 5, 5, 2):
+        loader.set_epoch(epoch)
+        assert samples(loader) == in_epoch(epoch)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_that_are_not_forked(method: str) -> None:
+    """Their copy is older than the call."""
+    loader = DataLoader(Hidden(), batch_size=2, num_workers=1, persistent_workers=True, multiprocessing_context=method)
+    for epoch in (1, 4):
+        loader.set_epoch(epoch)
+        assert samples(loader) == in_epoch(epoch)
+
+
+async def test_by_async_for() -> None:
+    """The same."""
+    loader = DataLoader(Shown(), batch_size=2, num_workers=2, persistent_workers=True)
+    for epoch in (3, 1):
+        loader.set_epoch(epoch)
+        assert sorted([int(sample) async for batch in loader for sample in batch]) == in_epoch(epoch)
+
+
+def test_a_dataset_that_the_user_tells_himself() -> None:
+    """As Accelerate does, where it shows its epoch."""
+    dataset = Shown()
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, persistent_workers=True)
+    for epoch in (0, 2, 1):
+        dataset.set_epoch(epoch)
+        assert samples(loader) == in_epoch(epoch)
+
+
+def test_inside_of_wrappers() -> None:
+    """torch's own do not pass it on."""
+    first, second = Shown(3), Hidden(5)
+    loader = DataLoader(
+        ConcatDataset([Subset(cast(Any, first), [2, 0]), cast(Any, second)]), num_workers=2, persistent_workers=True
+    )
+    for epoch in (1, 2):
+        loader.set_epoch(epoch)
+        assert samples(loader) == sorted([100 * epoch + 2, 100 * epoch, *in_epoch(epoch, 5)])
+    assert first.calls == second.calls == [1, 2]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_counts_by_itself_is_left_alone(persistent: bool) -> None:
+    """As long as nobody sets anything; then that holds."""
+    loader = DataLoader(Counting(), batch_size=1, num_workers=2, persistent_workers=persistent)
+    found = [samples(loader), samples(loader)]
+    assert found == [in_epoch(0), in_epoch(1 if persistent else 0)]
+    loader.set_epoch(0)
+    assert samples(loader) == in_epoch(0)
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_the_dataset_of_the_trainer_is_told_once(backend: str) -> None:
+    """By the loader, at once; workers tell their copies."""
+    dataset = Hidden()
+    loader = DataLoader(dataset, num_workers=2, worker_backend=cast(Any, backend), persistent_workers=True)
+    for epoch in (1, 2):
+        loader.set_epoch(epoch)
+        assert dataset.calls[-1] == epoch
+        assert samples(loader) == in_epoch(epoch)
+    assert dataset.calls == [1, 2]
+
+
+class CountsCalls(Hidden):
+    """Tells how often its copy was told."""
+
+    def __getitem__(self, index: int) -> int:
+        return len(self.calls)
+
+
+def test_a_fresh_copy_is_not_told_twice() -> None:
+    """It was made after the call: what is not idempotent does not happen again."""
+    loader = DataLoader(CountsCalls(), num_workers=2)
+    loader.set_epoch(1)
+    assert set(samples(loader)) == {1}
+    loader.set_epoch(2)
+    assert set(samples(loader)) == {2}
+
+
+class Fatal(Hidden):
+    """Kills its worker once in epoch 2."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> int:
+        if self._epoch == 2 and index == 5 and not self.mark.exists():
+            self.mark.touch()
+            os._exit(1)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_who_takes_the_place_of_a_dead_worker_hears_of_it(method: str, tmp_path: Path) -> None:
+    """Its copy is that of the first run, where it is not forked."""
+    loader = DataLoader(
+        Fatal(tmp_path / "mark"),
+        batch_size=2,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context=method,
+    )
+    for epoch in (1, 2, 3):
+        loader.set_epoch(epoch)
+        assert samples(loader) == in_epoch(epoch)
+    assert (tmp_path / "mark").exists()
+
+
+def test_samplers_hear_of_it() -> None:
+    """Those of a batch sampler too."""
+    samplers: list[Any] = [
+        DistributedSampler(cast(Any, range(16)), num_replicas=2, rank=0),
+        ElasticSampler(16, num_replicas=2, rank=0),
+    ]
+    for sampler in samplers:
+        batches = torch.utils.data.BatchSampler(sampler, 4, drop_last=False)
+        for loader in (
+            DataLoader(cast(Any, range(16)), sampler=sampler),
+            DataLoader(cast(Any, range(16)), batch_sampler=batches),
+        ):
+            orders = []
+            for epoch in (0, 1, 0):
+                loader.set_epoch(epoch)
+                orders.append([int(sample) for batch in loader for sample in batch])
+            assert orders[0] == orders[2] != orders[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", [Shown, Hidden])
+def test_a_run_that_is_resumed_is_of_the_epoch_that_it_was(kind: type[Any], num_workers: int) -> None:
+    """Without a word of the user's."""
+    loader = DataLoader(kind(), batch_size=2, num_workers=num_workers)
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    state = loader.state_dict()
+    iterator.close()
+    other = DataLoader(kind(), batch_size=2, num_workers=num_workers)
+    other.load_state_dict(state)
+    assert sorted(first + samples(other)) == in_epoch(3)
+
+
+def test_shards_in_persistent_workers(tmp_path: Path) -> None:
+    """They shuffle by the epoch that they are told, as in fresh workers."""
+    shards = [tmp_path / f"{number}.tar" for number in range(2)]
+    for number, path in enumerate(shards):
+        with tarfile.open(path, "w") as tar:
+            for sample in range(8 * number, 8 * number + 8):
+                tar.addfile(tarfile.TarInfo(f"{sample}.txt"))
+    orders = []
+    for persistent in (False, True):
+        dataset = TarShards(shards, decode=key, shuffle_shards=True, shuffle_buffer=16, seed=1)
+        loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=persistent)
+        for epoch in (2, 0, 2):
+            loader.set_epoch(epoch)
+            orders.append([int(number) for batch in loader for number in batch])
+    assert orders[:3] == orders[3:]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def key(sample: dict[str, Any]) -> int:
+    """Return the number of a sample."""
+    return int(sample["__key__"])
+
+
+class Refusing(Shown):
+    """Does not like an epoch, in workers."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if epoch == 2 and get_worker_info() is not None:
+            raise ValueError("no epoch 2")
+
+
+def test_what_a_copy_raises_stands_for_its_batches() -> None:
+    """And the next epoch is none the worse."""
+    loader = DataLoader(Refusing(), batch_size=2, num_workers=1, persistent_workers=True)
+    assert samples(loader) == in_epoch(0)
+    loader.set_epoch(2)
+    with pytest.raises(ValueError, match="no epoch 2"):
+        samples(loader)
+
+
+@pytest.mark.parametrize("epoch", ["1", 1.0, True, None])
+def test_what_is_no_epoch_is_refused(epoch: Any) -> None:
+    """Before anybody is told."""
+    dataset = Shown()
+    with pytest.raises(ConfigurationError, match="an integer, but got"):
+        DataLoader(dataset).set_epoch(epoch)
+    assert dataset.calls == []
