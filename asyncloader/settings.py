@@ -141,10 +141,10 @@ class Settings:
     def seeds_each_batch(self) -> bool:
         """Whether workers seed the global generators for each batch.
 
-        Samples of several batches that are fetched at once share the generators: a seed would be nobody's. And workers
-        in this process would seed those of the trainer.
+        Samples of several batches that are fetched at once share the generators: a seed would be nobody's. And what
+        makes batches in this process would seed those of the trainer.
         """
-        is_alone = self.worker_backend == "process" and not self.overlaps
+        is_alone = not (self.is_in_process or self.overlaps)
         return self.seeding == "batch" and not self.is_iterable and is_alone
 
     @property

@@ -8,11 +8,13 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
+from asyncloader.epochs import Told, told
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.checkpoint import Checkpointer, check
 from asyncloader.iteration.plan import set_epochs
@@ -22,6 +24,9 @@ from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.settings import Settings
+from asyncloader.workers.protocol.messages import WorkerSpec
+from asyncloader.workers.protocol.modes import Modes
+from asyncloader.workers.protocol.origin import Origin
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -79,6 +84,50 @@ class BaseIterator(_BaseDataLoaderIter, Generic[T_co]):
         self._sampler_iter = start.plan
         self._num_yielded = start.checkpointer.progress.position
         return start
+
+    def _worker_spec(self) -> WorkerSpec:
+        """Return what batches are made with."""
+        settings = self._settings
+        return WorkerSpec(
+            dataset=self._dataset,
+            is_iterable=settings.is_iterable,
+            auto_collation=settings.auto_collation,
+            collate_fn=settings.collate_fn,
+            drop_last=settings.drop_last,
+            worker_init_fn=self._init_fn(),
+            num_workers=settings.num_workers,
+            base_seed=int(self._base_seed),
+            seed_each_batch=settings.seeds_each_batch,
+            on_error=settings.on_error,
+            concurrency=settings.samples_at_once,
+            is_async=settings.is_async,
+            snapshot_every=settings.snapshot_every,
+            outlasts_run=settings.keeps_dataset,
+            modes=self._modes(),
+            origin=Origin.of_this_thread() if settings.num_workers else None,
+            epochs=self._epochs(),
+        )
+
+    def _epochs(self) -> tuple[Told, ...]:
+        """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
+        return told(self._dataset, self._runs.told) if self._settings.num_workers else ()
+
+    def _modes(self) -> Modes | None:
+        """Look at torch's modes of the caller, where torch's workers would be forked with them."""
+        settings = self._settings
+        if not settings.num_workers:
+            return None
+        is_forked = settings.worker_backend == "thread" or settings.start_context.get_start_method() == "fork"
+        return Modes.of_this_thread() if is_forked else None
+
+    def _init_fn(self) -> Any:
+        """Return the user's function, with torch's sharding of data pipes before it."""
+        settings = self._settings
+        if not settings.num_workers:
+            return None
+        if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            return settings.worker_init_fn
+        return partial(_sharding_worker_init_fn, settings.worker_init_fn, self._world_size, self._rank)
 
     def stats(self) -> LoaderStats:
         """Return where the time of this run has gone so far. Takes 20 us, in any thread."""

@@ -1,7 +1,7 @@
-"""num_workers=0: what makes batches in this process, with a clock around it, and the thread of ``async for``.
+"""num_workers=0: where batches are made in this process, and the thread of ``async for``.
 
-Maker         as torch's fetchers do; if so asked without the samples that raise
-TimedFetcher  times it, and keeps the state of the dataset
+InlineHost    what is different for a `BatchMaker` here: errors are raised as they are, Ctrl-C is none of a batch
+InlineMaker   has batches made, pinned and counted
 FetchThread   takes keys, hands batches over
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,60 +16,14 @@ from typing import Any
 
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.run import Item
-from asyncloader.iteration.rng_snapshot import GlobalGenerators
-from asyncloader.observe.meter import BatchTimes, Meter
-from asyncloader.workers.child import sample_context, threads
-from asyncloader.workers.child.fetch import Fetcher, IterableFetcher, NoGoodSample, fetch_and_drop
-from asyncloader.workers.protocol.failure import EndOfData, stand_in
+from asyncloader.observe.meter import Meter
+from asyncloader.transport.collate import recycling_collate
+from asyncloader.workers.child import threads
+from asyncloader.workers.child.batch_maker import BatchMaker
+from asyncloader.workers.protocol.failure import stand_in
+from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut
-from asyncloader.workers.protocol.snapshot import Keeper
-
-LEFT_OUT: Any = object()
-"""What a fetcher returns when no sample of a batch was good, and there is none."""
-
-
-class Maker:
-    """Makes batches as torch's fetchers do; if so asked without the samples that raise.
-
-    Args:
-        key: Base seed, epoch, rank: for `sample_rng`.
-        first: Number of the first batch.
-        fetch: Gets the samples, and catches what they raise.
-        collate_fn: Makes a batch of them.
-        leaves_out: A batch without a good sample is left out; otherwise what its first sample raised is raised.
-    """
-
-    def __init__(
-        self, key: tuple[int, int, int], first: int, fetch: Fetcher, collate_fn: Any, leaves_out: bool
-    ) -> None:
-        self._key = key
-        self._fetch = fetch
-        self._collate_fn = collate_fn
-        self._leaves_out = leaves_out
-        self._seq = first
-
-    def fetch(self, keys: Any) -> Any:
-        """Return the batch, or LEFT_OUT. After an interruption the same batch is made again."""
-        outside = sample_context.current.set(sample_context.SampleContext(self._key, self._seq))
-        try:
-            batch = self._make(keys)
-        except Exception:
-            self._seq += 1
-            raise
-        finally:
-            sample_context.current.reset(outside)  # the caller's thread goes on with other things
-        self._seq += 1
-        return batch
-
-    def _make(self, keys: Any) -> Any:
-        try:
-            samples = self._fetch(keys)
-        except NoGoodSample as nothing:
-            if not self._leaves_out:
-                raise nothing.first from None
-            return LEFT_OUT
-        return self._collate_fn(samples)
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure
 
 
 def is_of_a_sample(error: BaseException) -> bool:
@@ -78,141 +31,89 @@ def is_of_a_sample(error: BaseException) -> bool:
     return getattr(error, "asyncloader_of_a_sample", False) is True
 
 
-class TimedFetcher:
-    """A fetcher with a clock: how long it took for the samples, and how long to collate them.
+class InlineHost:
+    """The consumer's process, as what makes batches. Nothing here makes it look like a worker.
 
     Args:
-        meter: Where that is counted.
-        collate_fn: What the fetcher is to collate with, through `collate`.
-        auto_collation: Whether a batch is made of several samples.
-        keeper: Keeps the state of the dataset, if it has one.
-        generators: As they were before that was loaded.
-        pin: Pins a batch; None if it is not to be pinned.
+        collate_fn: Makes a batch of samples.
     """
 
-    fetcher: Any  # set once it was made, with our `collate`
-    times: BatchTimes  # of the last batch
-    keys: Any = None  # of the last batch, where they may be needed to make it again
-    snapshot: Any = None  # of the dataset, after the last batch
-    last_state: Any = None  # of a stream, after its end
+    where = "in the main process"
+    is_remote = False
+    cpu_clock = staticmethod(lambda: 0.0)  # nobody wants to know: stats() has the CPU time of this process
 
-    def __init__(
-        self,
-        meter: Meter,
-        collate_fn: Any,
-        auto_collation: bool,
-        keeper: Keeper | None,
-        generators: GlobalGenerators,
-        pin: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self._collate = recycling_collate(collate_fn)
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Leave the surroundings as they are."""
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether it is an interruption, and no failure of a batch."""
+        return not (isinstance(error, Exception) or is_of_a_sample(error))
+
+    def capture(self, error: BaseException) -> BaseException:
+        """Return what is raised at the consumer: the exception as it is, unless it would end the loop over batches."""
+        return stand_in(error)
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Make a batch, in memory that is used again where torch's default does it."""
+        return self._collate(samples)
+
+
+class InlineMaker:
+    """Makes the batches of one run in this process, for one thread at a time.
+
+    Args:
+        maker: Makes them.
+        meter: Counts them.
+        pin: Pins a batch; None if it is not to be pinned.
+        is_stream: The dataset is iterable: keys are not needed to make a batch again.
+    """
+
+    def __init__(self, maker: BatchMaker, meter: Meter, pin: Callable[[Any], Any] | None, *, is_stream: bool) -> None:
+        self._maker = maker
         self._meter = meter
-        self._keeper = keeper
-        self._generators = generators
         self._pin = pin
-        self._fetch: Any = None
-        self._collate_fn = collate_fn
-        self._auto_collation = auto_collation
-        self._collate_s = 0.0
-        self._count = 0
+        self._is_stream = is_stream
         self._one_at_a_time = threading.Lock()  # `for` in one thread, the thread of `async for`
 
-    def fetch(self, keys: Any) -> Any:
-        """Make the batch of these keys."""
+    def item(self, seq: int, keys: Any) -> Item:
+        """Make a batch, or take what is raised in its place. An interruption passes through; then it can be made anew.
+
+        Args:
+            seq: Number of the batch in the plan.
+            keys: Of the batch.
+        """
         with self._one_at_a_time:
-            try:
-                return self._make(keys)
-            except StopIteration as error:  # it would be taken for the sampler's
-                raise stand_in(error) from error
-
-    def item(self, keys: Any) -> Item:
-        """Make the batch of these keys, or take what is raised in its place. An interruption passes through."""
-        try:
-            batch = self.fetch(keys)
-        except EndOfData:
-            return Item(Exhausted(NO_RECORD))
-        except BaseException as error:
-            if not (isinstance(error, Exception) or is_of_a_sample(error)):
-                raise
-            return Item(Failure(NO_RECORD, error, tuple(self._fetch.bad)), worker=0, keys=self.keys)
-        bad = self._fetch.bad
-        if bad:
-            bad = tuple(bad)
-            if batch is LEFT_OUT:
-                return Item(LeftOut(NO_RECORD, bad, self.snapshot), worker=0, keys=self.keys)
-        return Item(Batch(NO_RECORD, batch, 0, bad, self.snapshot), -1, 0, self.times, -1, self.keys)
-
-    def _make(self, keys: Any) -> Any:
-        began = time.perf_counter()
-        keeper, self.snapshot = self._keeper, None
-        if keeper is not None:
-            self._leave_out(keeper, keys)
-        try:
-            batch = self.fetcher.fetch(keys)
-        except EndOfData:
-            if keeper is not None:
-                self.last_state = keeper.take_last()
-            raise
-        if keeper is not None:
-            self.snapshot = keeper.take(ended=getattr(self._fetch, "ended", False))
-        if batch is not LEFT_OUT:
-            if self._pin is not None:
-                batch = self._pin(batch)
-            self.times = self._meter.made_here(began, self._collate_s, self._count)
-        return batch
-
-    def _catch_up(self, keeper: Keeper) -> None:
-        """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
-        if not keeper.made:
-            return
-        with self._generators.left_alone():
-            for made in keeper.made:
-                outside = sample_context.current.set(sample_context.SampleContext(made.key, made.seq))
+            outcome = self._maker.make(seq, keys)
+            if type(outcome) is Batch and self._pin is not None:
                 try:
-                    fetch_and_drop(self._fetch, made.keys)
-                finally:
-                    sample_context.current.reset(outside)
+                    outcome = outcome._replace(data=self._pin(outcome.data))
+                except Exception as error:
+                    outcome = Failure(outcome.record, error, outcome.bad, outcome.snapshot)
+            times = self._meter.made_here(outcome.record) if type(outcome) is Batch else None
+            if self._is_stream:
+                return Item(outcome, seq, 0, times)
+            return Item(outcome, seq, 0, times, seq, keys)
 
-    def _leave_out(self, keeper: Keeper, keys: Any) -> None:
-        """Read over the batches of a stream that come before this one, and were made already."""
-        self.keys = None if isinstance(self._fetch, IterableFetcher) else keys
-        if gap := keeper.gap():
-            with self._generators.left_alone():
-                for _ in range(gap):
-                    if not fetch_and_drop(self._fetch, keys):
-                        return
-
-    def attach(self, fetch: Fetcher | None) -> None:
-        """Have the state kept of the iterator that the samples come from, if they do."""
-        self._fetch = fetch
-        if self._keeper is not None:
-            ended = self._keeper.attach(getattr(fetch, "iterator", None))
-            self._generators.loaded()
-            if isinstance(fetch, IterableFetcher):
-                fetch.ended = ended
-            else:
-                self._catch_up(self._keeper)
-
-    def collate(self, samples: Any) -> Any:
-        """Make a batch of samples."""
-        began = time.perf_counter()
-        self._count = len(samples) if self._auto_collation and hasattr(samples, "__len__") else 1
-        batch = self._collate_fn(samples)
-        self._collate_s = time.perf_counter() - began
-        return batch
+    def failed(self, seq: int, error: BaseException) -> Item:
+        """Return what stands for a batch that an interruption has ended, where nobody else would tell the consumer."""
+        return Item(Failure(NO_RECORD, error), seq, 0, None, -1 if self._is_stream else seq)
 
 
 class FetchThread:
     """A thread that makes batches from keys, in order, and hands them over.
 
-    Holds the fetcher, not the iterator: so a dropped iterator ends it.
+    Holds the maker, not the iterator: so a dropped iterator ends it.
     """
 
-    def __init__(self, fetcher: TimedFetcher) -> None:
+    def __init__(self, maker: InlineMaker) -> None:
         self.handoff: Handoff[Item] = Handoff()
         self.unserved = 0  # requests less batches taken; changed by consumers, one at a time
         self.wanting: set[object] = set()  # consumers that wait for one
-        self._fetcher = fetcher
-        self.requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()  # keys in a list of their own
+        self._maker = maker
+        self.requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()  # each the number and keys of a batch
         self._thread: threading.Thread | None = None
         fetch_threads.add(self)
 
@@ -237,10 +138,11 @@ class FetchThread:
 
     def _serve(self) -> None:
         while (request := self.requests.get()) is not None:
+            seq = request[0]
             try:
-                item = self._fetcher.item(request.pop())
-            except BaseException as error:  # SystemExit as well: nobody else would tell the consumer
-                item = Item(Failure(NO_RECORD, error), worker=0)
+                item = self._maker.item(seq, request.pop())
+            except BaseException as error:
+                item = self._maker.failed(seq, error)
             self.handoff.put(item)
             del item
         self.requests.put(None)  # for another one, if a Ctrl-C inside `Thread.start` had two of them started

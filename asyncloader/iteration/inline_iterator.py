@@ -28,7 +28,7 @@ from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.error_limit import ErrorLimit
-from asyncloader.iteration.fetching import FetchThread, Maker, TimedFetcher, fetch_threads, is_of_a_sample
+from asyncloader.iteration.fetching import FetchThread, InlineHost, InlineMaker, fetch_threads, is_of_a_sample
 from asyncloader.iteration.plan import Done
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.iteration.run_start import RunStart
@@ -36,11 +36,11 @@ from asyncloader.iteration.runs import Runs
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.settings import Settings
-from asyncloader.transport.collate import recycling_collate
-from asyncloader.workers.child.fetch import make_fetcher
+from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.protocol.failure import stand_in
+from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut
-from asyncloader.workers.protocol.snapshot import Frozen, Keeper
+from asyncloader.workers.protocol.snapshot import Frozen
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -97,7 +97,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._limit = ErrorLimit(self._settings, self._progress, self._faults)
         trace = self._runs.open_trace(self._settings)
         self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, self._faults, trace)
-        self._dataset_fetcher = self._make_fetcher(start)
+        self._dataset_fetcher = self._make_maker(start)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher)
         self._finalizer = weakref.finalize(self, self._fetching.stop)
@@ -110,50 +110,29 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._asking = self._progress.lock  # held to read the sampler, and to change the thread's two numbers
         _iterators.add(self)
 
-    def _make_fetcher(self, start: RunStart) -> TimedFetcher:
-        """Return what makes batches, with a clock around it."""
-        settings = self._settings
-        # torch's own fetcher has begun to iterate, which a dataset may count.
-        iterator = self._dataset_fetcher.dataset_iter if settings.is_iterable else None
-        keeper, generators = None, GlobalGenerators()
-        if (starts := start.starts) is not None:
-            keeper = Keeper(self._dataset, settings.snapshot_every, starts[0])
-            if starts[0].snapshot is not None:
-                iterator = None  # that was made before the dataset was in its state
+    def _make_maker(self, start: RunStart) -> InlineMaker:
+        """Return what makes batches, its dataset where the run begins. What that raises is raised."""
+        settings, generators = self._settings, GlobalGenerators()
+        # torch's own fetcher has begun to iterate, which a dataset may count; but before the dataset was in its state.
+        is_begun = settings.is_iterable and not (start.starts and start.starts[0].snapshot)
+        iterator = self._dataset_fetcher.dataset_iter if is_begun else None
+        host = InlineHost(self._collate_fn)
+        maker = BatchMaker(0, self._worker_spec(), host, _run_on_portal, aside=generators.left_alone)
+
+        def open_source(dataset: Any) -> None:
+            maker.open_fetcher(dataset, iterator)
+            generators.loaded()
+
+        maker.begin(EpochSpec(0, start.key, starts=start.starts), open_source)
+        if maker.failure is not None:
+            raise maker.failure
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
-        timed = TimedFetcher(
-            self._meter, recycling_collate(self._collate_fn), self._auto_collation, keeper, generators, pin
-        )
-        fetch = make_fetcher(
-            self._dataset,
-            is_iterable=settings.is_iterable,
-            auto_collation=self._auto_collation,
-            drop_last=self._drop_last,
-            run=_run_on_portal,
-            on_error=settings.on_error,
-            where="in the main process",
-            iterator=iterator,
-        )
-        timed.attach(fetch)
-        leaves_out = settings.on_error == "skip"
-        timed.fetcher = Maker(start.key, self._progress.position, fetch, timed.collate, leaves_out)
-        return timed
+        return InlineMaker(maker, self._meter, pin, is_stream=settings.is_iterable)
 
     # -------------------------------------------------------------------------------------------------- taking
     #
     # Ctrl-C may hit after any call. What was read of the sampler is held until its batch is made. What was taken is
     # noted, with how far the run was before; and if it does not get to the caller, it is put back, to be taken again.
-
-    def _answered(self, snapshot: Any, keys: Any) -> None:
-        """Note what has become of the dataset by the last batch that was counted."""
-        progress = self._progress
-        progress.answered(0, snapshot, -1 if self._settings.is_iterable else progress.position - 1, keys)
-
-    def _finish(self) -> None:
-        """A stream has come to its end."""
-        if isinstance(last := self._dataset_fetcher.last_state, Frozen):
-            self._progress.ends = {0: last}
-        self._progress.finished = True
 
     def __next__(self) -> Any:
         taken: list[_Taken] = []
@@ -197,20 +176,20 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         asked_at = time.perf_counter()
         try:
             with self._asking:
-                keys = self._read_sampler()
+                seq, keys = self._read_sampler()
         except StopIteration:
             self._meter.log_summary()
             raise
         mark = self._progress.mark()
         try:
-            item = self._dataset_fetcher.item(keys)
+            item = self._dataset_fetcher.item(seq, keys)
             note = _Taken(item, mark, self._num_yielded)
         except BaseException:
             self._is_torn = self._settings.is_iterable
             raise
         self._held = _NOTHING
         taken.append(note)  # nothing that an interrupt could follow is called between these two
-        return self._counted(self._judged(item), asked_at)
+        return self._counted(self._judged(item) if item.outcome.bad else item, asked_at)
 
     def _take_from_thread(self, taken: list[_Taken]) -> Item:
         """Take a batch that was asked for by a task that was cancelled, or the next one while tasks wait for theirs."""
@@ -307,7 +286,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 taken.append(_Taken(item, self._progress.mark(), self._num_yielded))
                 fetching.unserved -= 1
                 ready.popleft()
-                item = self._counted(self._judged(item), asked_at)
+                item = self._counted(self._judged(item) if item.outcome.bad else item, asked_at)
                 if self._is_at_end:
                     self._progress.finished = True
                     fetching.handoff.wake_all()  # those who still wait learn that there is no more
@@ -319,10 +298,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             return None
 
     def _judged(self, item: Item) -> Item:
-        """Count the bad samples of a batch; it becomes an error if there are too many by now."""
+        """Count the bad samples of a batch that has some; it becomes an error if there are too many by now."""
         outcome = item.outcome
-        if not outcome.bad:
-            return item
         error = self._limit.count(outcome.bad)
         if error is not None:
             return item._replace(outcome=Failure(outcome.record, error))
@@ -336,11 +313,13 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         progress, outcome = self._progress, item.outcome
         if type(outcome) is Exhausted:
             self._meter.log_summary()
-            self._finish()
+            if isinstance(outcome.snapshot, Frozen):
+                progress.ends = {0: outcome.snapshot}
+            progress.finished = True
             return item
-        progress.done(progress.position)
-        if item.worker >= 0:
-            self._answered(outcome.snapshot, item.keys)
+        progress.done(item.seq)
+        if progress.workers is not None:
+            progress.answered(0, outcome.snapshot, item.number, item.keys)
         if type(outcome) is Failure:
             self._meter.failed()
         elif item.times is not None:
@@ -363,9 +342,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """
         if not self._exhausted:
             with contextlib.suppress(StopIteration):
-                keys = self._read_sampler()
+                seq, keys = self._read_sampler()
                 self._fetching.start()
-                put, request = self._fetching.requests.put, [keys]
+                put, request = self._fetching.requests.put, [seq, keys]
                 del keys
                 self._fetching.unserved += 1
                 self._held = _NOTHING
@@ -375,8 +354,11 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             self._meter.log_summary()
             raise StopIteration
 
-    def _read_sampler(self) -> Any:
-        """Read the next batch of keys that is still to be made. It is held until it is made, or asked for."""
+    def _read_sampler(self) -> tuple[int, Any]:
+        """Read the next batch of keys that is still to be made; return its number and them.
+
+        They are held until the batch is made, or asked for.
+        """
         if self._held is _NOTHING:
             # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
             for keys in self._sampler_iter:
@@ -387,7 +369,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 self._exhausted = True
                 self._progress.finished = not self._fetching.unserved
                 raise StopIteration
-        return self._held
+        return self._progress.read - 1, self._held
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self.close()

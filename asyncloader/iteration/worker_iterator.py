@@ -19,8 +19,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
-from torch.utils.data.dataloader import _sharding_worker_init_fn
+from torch.utils.data import DataLoader
 
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_loop
@@ -28,7 +27,6 @@ from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Session, State
-from asyncloader.epochs import Told, told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.consumer import Consumer
@@ -45,9 +43,7 @@ from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.pool import Pool, WorkerHandle
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import stand_in
-from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
-from asyncloader.workers.protocol.modes import Modes
-from asyncloader.workers.protocol.origin import Origin
+from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.outcome import Batch
 from asyncloader.workers.protocol.snapshot import is_stateful
 
@@ -212,49 +208,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
-
-    def _worker_spec(self) -> WorkerSpec:
-        settings = self._settings
-        return WorkerSpec(
-            dataset=self._dataset,
-            is_iterable=settings.is_iterable,
-            auto_collation=settings.auto_collation,
-            collate_fn=settings.collate_fn,
-            drop_last=settings.drop_last,
-            worker_init_fn=self._init_fn(),
-            num_workers=settings.num_workers,
-            base_seed=int(self._base_seed),
-            seed_each_batch=settings.seeds_each_batch,
-            on_error=settings.on_error,
-            concurrency=settings.samples_at_once,
-            is_async=settings.is_async,
-            snapshot_every=settings.snapshot_every,
-            outlasts_run=settings.keeps_dataset,
-            modes=self._modes(),
-            origin=Origin.of_this_thread(),
-            epochs=self._epochs(),
-        )
-
-    def _epochs(self) -> tuple[Told, ...]:
-        """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
-        return told(self._dataset, self._runs.told) if self._settings.num_workers else ()
-
-    def _modes(self) -> Modes | None:
-        """Look at torch's modes of the caller, where torch's workers would be forked with them."""
-        settings = self._settings
-        if not settings.num_workers:
-            return None
-        is_forked = settings.worker_backend == "thread" or settings.start_context.get_start_method() == "fork"
-        return Modes.of_this_thread() if is_forked else None
-
-    def _init_fn(self) -> Any:
-        """Return the user's function, with torch's sharding of data pipes before it."""
-        settings = self._settings
-        if not settings.num_workers:
-            return None
-        if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            return settings.worker_init_fn
-        return partial(_sharding_worker_init_fn, settings.worker_init_fn, self._world_size, self._rank)
 
     @property
     def is_usable(self) -> bool:

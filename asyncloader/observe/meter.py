@@ -82,7 +82,6 @@ class Meter:
         self._samples = 0
         self._bytes = 0
         self._errors = 0
-        self._made_here = 0
         # Written by consumers, one at a time.
         self._taken = Tally(len(_TAKEN))
         self._taken_count = 0
@@ -125,16 +124,16 @@ class Meter:
             self._trace.batch(record.seq, worker, sent_at, began, stages, arrived_at)
         return BatchTimes(record.seq, now)
 
-    def made_here(self, began: float, collate_s: float, samples: int) -> BatchTimes:
-        """Count a batch that this process has just made itself."""
+    def made_here(self, record: Record) -> BatchTimes:
+        """Count a batch that this process has just made itself, and pinned if it is to be."""
         now = perf_counter()
+        began, collate_s = record.began, record.collate_s
         work = now - began
-        seq, self._made_here = self._made_here, self._made_here + 1
         self._made.add((0.0, work - collate_s, collate_s, 0.0, 0.0, 0.0, work))
-        self._samples += samples
+        self._samples += record.samples
         if self._trace is not None:
-            self._trace.batch(seq, -1, 0.0, began, (("fetch", work - collate_s), ("collate", collate_s)), 0.0)
-        return BatchTimes(seq, now)
+            self._trace.batch(record.seq, -1, 0.0, began, (("fetch", work - collate_s), ("collate", collate_s)), 0.0)
+        return BatchTimes(record.seq, now)
 
     def pinned(self, times: BatchTimes, seconds: float) -> None:
         """Count a copy into page-locked memory, which has just been made."""

@@ -16,20 +16,18 @@ class Stalls:
         self._file = Path("/proc/thread-self/schedstat")
         self._read_at = perf_counter()
         self._total_s = self._read()
-        self._new_s = 0.0
 
-    def look(self) -> None:
-        """Read the kernel's figure if that was long ago."""
-        now = perf_counter()
-        if now - self._read_at >= 0.1:
-            self._read_at = now
-            before, self._total_s = self._total_s, self._read()
-            self._new_s += self._total_s - before
+    def take(self, now: float) -> float:
+        """Return the seconds that came to light since the last call.
 
-    def take(self) -> float:
-        """Return the seconds that came to light since the last call."""
-        new_s, self._new_s = self._new_s, 0.0
-        return new_s
+        Args:
+            now: On `time.perf_counter`, seconds.
+        """
+        if now - self._read_at < 0.1:
+            return 0.0
+        self._read_at = now
+        before, self._total_s = self._total_s, self._read()
+        return self._total_s - before
 
     def _read(self) -> float:
         try:

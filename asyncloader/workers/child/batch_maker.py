@@ -149,6 +149,7 @@ class BatchMaker:
         self._fetch: Fetcher | None = None
         self._seed: BatchSeeder | None = None
         self._epoch: EpochSpec
+        self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
         self._stalls = Stalls()
         if isinstance(spec, WorkerSpec):
@@ -211,17 +212,22 @@ class BatchMaker:
         if self.failure is not None:
             return
         spec, outside = self.spec, sample_context.current.set(sample_context.SampleContext(epoch.key, 0))
-        with self.opening():
-            dataset = self._reseed_pipe(spec.dataset)
-            tell(dataset, epoch.epochs, self._epochs)
-            self._epochs = epoch.epochs
-            self.keeper = None
-            if epoch.starts is not None:
-                start = epoch.starts[self._id]
-                self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
-            (open_source or self.open_fetcher)(dataset)
-            self._seed = BatchSeeder(epoch.key) if spec.seed_each_batch else None
-        sample_context.current.reset(outside)
+        try:
+            with self.opening():
+                dataset = self._reseed_pipe(spec.dataset)
+                tell(dataset, epoch.epochs, self._epochs)
+                self._epochs = epoch.epochs
+                self.keeper = None
+                if epoch.starts is not None:
+                    start = epoch.starts[self._id]
+                    self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
+                (open_source or self.open_fetcher)(dataset)
+                if self._fetch is not None and self.keeper is not None and self.keeper.made:
+                    with self._aside():
+                        self._catch_up(self.keeper)
+                self._seed = BatchSeeder(epoch.key) if spec.seed_each_batch else None
+        finally:
+            sample_context.current.reset(outside)
 
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
@@ -238,9 +244,6 @@ class BatchMaker:
         )
         if keeper is not None and isinstance(self._fetch, IterableFetcher):
             self._fetch.ended = keeper.attach(self._fetch.iterator)
-        elif keeper is not None and keeper.made:
-            with self._aside():
-                self._catch_up(keeper)
 
     def _reseed_pipe(self, dataset: Any) -> Any:
         if self._epoch.shared_seed is None:  # not an IterDataPipe
@@ -301,7 +304,8 @@ class BatchMaker:
         for _ in range(count):
             sample_context.enter(self._epoch.key, seq)
             if not fetch_and_drop(self._fetch, keys):
-                return
+                break
+        sample_context.enter(self._epoch.key, seq)  # the generator of a sample begins anew
 
     # ---------------------------------------------------------------------------------------- samples of many at once
 
@@ -388,18 +392,17 @@ class BatchMaker:
 
     def _record(self, work: Work) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the one before."""
-        self._stalls.look()
         now = perf_counter()
-        fetched = work.fetched or now
-        cpu_before, self._cpu_s = self._cpu_s, self._host.cpu_clock()
+        began, fetched = work.began, work.fetched or now
+        cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
         return Record(
             work.seq,
             self._epoch.number,
             work.count,
-            work.began,
+            began,
             work.waited_s,
-            fetched - work.began,
+            fetched - began,
             now - fetched,
             self._cpu_s - cpu_before,
-            self._stalls.take(),
+            self._stalls.take(now),
         )
