@@ -9,8 +9,7 @@ first: ``atexit`` handlers run after threads were joined, which may wait for wha
 
 from __future__ import annotations
 
-import concurrent.futures.process  # its exit hook must be registered before ours
-import concurrent.futures.thread
+import concurrent.futures.thread  # its exit hook must be registered before ours
 import os
 import threading
 import time
