@@ -51,6 +51,7 @@ def test_public_names_of_the_datasets() -> None:
         "ImageFolder",
         "IndexedTarShards",
         "ObjectStoreDataset",
+        "ParquetDataset",
         "Retries",
         "SQLDataset",
         "SharedDict",
@@ -61,7 +62,7 @@ def test_public_names_of_the_datasets() -> None:
     assert all(hasattr(asyncloader.datasets, name) for name in asyncloader.datasets.__all__)
     script = """
 import sys
-for client in ("aiohttp", "obstore", "fsspec", "asyncpg", "PIL"):
+for client in ("aiohttp", "obstore", "fsspec", "asyncpg", "PIL", "pyarrow"):
     sys.modules[client] = None
 import asyncloader.datasets
 """

@@ -8,6 +8,7 @@
     TarShards                     tar files in WebDataset's layout, one by one
     IndexedTarShards              the same by number, in any order
     TokenBlocks                   blocks of tokens: nanoGPT's .bin, Megatron's .bin and .idx
+    ParquetDataset                rows of Parquet files                             asyncloader[parquet]
     SharedList, SharedDict        rows in memory once for all workers
     ArrayDataset                  rows of arrays, in memory or mapped
     CachedDataset                 samples of a slow dataset, made once and kept
@@ -23,6 +24,7 @@ from asyncloader.datasets.filesystems import FsspecDataset
 from asyncloader.datasets.http import HTTPDataset
 from asyncloader.datasets.indexed_shards import IndexedTarShards
 from asyncloader.datasets.objects import ObjectStoreDataset
+from asyncloader.datasets.parquet import ParquetDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
 from asyncloader.datasets.shards import TarShards
@@ -42,6 +44,7 @@ __all__ = [
     "ImageFolder",
     "IndexedTarShards",
     "ObjectStoreDataset",
+    "ParquetDataset",
     "Retries",
     "SQLDataset",
     "SharedDict",

@@ -9,7 +9,7 @@ r + R, r + 2 R and so on. How far the epoch is, is therefore one number, the glo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -126,7 +126,7 @@ class ElasticSampler(Sampler[int]):
     def __repr__(self) -> str:
         return (
             f"<ElasticSampler rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, "
-            f"{self._cursor()} of {self._length()} samples>"
+            f"{self._cursor()} of {self.num_indices()} samples>"
         )
 
     def __len__(self) -> int:
@@ -137,14 +137,11 @@ class ElasticSampler(Sampler[int]):
         run = self._run = _Run(self._resume_at)
         self._resume_at = 0
         positions = self._positions(run.start)
-        length = self._length()
-        shuffle = Shuffle(length, self.seed, self.epoch) if self.shuffle else None
+        order = self.order()
         for first in range(0, len(positions), _BLOCK):
             block = positions[first : first + _BLOCK]
-            indices = np.arange(block.start, block.stop, block.step) % length  # what is beyond the end is repeated
-            if shuffle is not None:
-                indices = shuffle(indices)
-            for index in indices.tolist():
+            # What is beyond the end is repeated.
+            for index in order(np.arange(block.start, block.stop, block.step) % order.length).tolist():
                 run.read += 1
                 yield index
 
@@ -175,9 +172,9 @@ class ElasticSampler(Sampler[int]):
         """
         if state.get("version") != _STATE_VERSION:
             raise StateMismatchError("version", state.get("version"), _STATE_VERSION)
-        for field, now in (("length", self._length()), ("shuffle", self.shuffle), ("drop_last", self.drop_last)):
-            if state[field] != now:
-                raise StateMismatchError(field, state[field], now)
+        for field, now in self._fits().items():
+            if state.get(field) != now:
+                raise StateMismatchError(field, state.get(field), now)
         self.seed = state["seed"]
         self.epoch = state["epoch"]
         self._resume_at = state["cursor"]
@@ -189,23 +186,50 @@ class ElasticSampler(Sampler[int]):
             "cursor": cursor,
             "epoch": self.epoch,
             "seed": self.seed,
-            "length": self._length(),
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
+            **self._fits(),
         }
+
+    def _fits(self) -> dict[str, Any]:
+        """Return what of the sampler must be the same for a state to mean the same samples, as plain data."""
+        return {"length": self.num_indices(), "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def _cursor(self) -> int:
         """Return how many samples all ranks together have taken, if all have taken as many as this one."""
         return self._run.start + self._run.read * self.num_replicas
 
-    def _length(self) -> int:
+    def order(self) -> Order:
+        """Return the order of the epoch that is set, which does not change afterwards."""
+        length = self.num_indices()
+        return _Order(length, Shuffle(length, self.seed, self.epoch) if self.shuffle else None)
+
+    def num_indices(self) -> int:
+        """Return below which number all of its indices are."""
         return self.dataset if isinstance(self.dataset, int) else len(self.dataset)
 
     def _positions(self, start: int) -> range:
         """Return the positions of this rank in the order of the epoch, from a global cursor on."""
-        left = max(0, self._length() - start)
+        left = max(0, self.num_indices() - start)
         each = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
         return range(start + self.rank, start + each * self.num_replicas, self.num_replicas)
+
+
+class Order(Protocol):
+    """The order of one epoch: a function from positions to indices, and how many positions there are."""
+
+    @property
+    def length(self) -> int:
+        """How many positions it has."""
+
+    def __call__(self, positions: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Return the indices at these positions."""
+
+
+class _Order(NamedTuple):
+    length: int
+    shuffle: Shuffle | None
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return positions if self.shuffle is None else self.shuffle(positions)
 
 
 class _Run:

@@ -1,0 +1,324 @@
+"""Rows of Parquet files by number: row groups are read whole, and kept for the rows beside.
+
+numbers ──> row groups ──> read once, a bounded number of bytes of them kept ──> rows as dicts ──> decode
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
+from asyncloader.datasets.block_cache import BlockCache
+from asyncloader.datasets.extras import require
+from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.retry import Retries
+from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
+from asyncloader.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+T_co = TypeVar("T_co", covariant=True)
+
+_SERVED = frozenset({"file", "http", "https", "s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"})
+
+
+class _Open(NamedTuple):
+    sources: Sources
+    threads: Threads
+    cache: BlockCache[Any]
+
+
+class Footer(NamedTuple):
+    """What a file says of itself: how many rows each row group has, and the names of its columns."""
+
+    rows: list[int]
+    columns: list[str]
+
+
+class ParquetDataset(Openable[_Open], Dataset[T_co]):
+    """Serve the rows of Parquet files.
+
+    A row group is what can be read of a file: for one row of it the columns are read of all its rows. A batch reads
+    each row group that it needs once, and each worker keeps those that were used last. In a random order over files
+    that are larger than that, all would be read for each batch: shuffle with a
+    :class:`~asyncloader.samplers.BlockShuffleSampler`, which visits row groups in blocks.
+
+    A sample is a dict by column: numbers, texts, bytes; lists of numbers are arrays; what else there is comes as
+    Python values.
+
+    Args:
+        paths: One file or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``; others through fsspec).
+        columns: Which to read, in this order; None reads all.
+        decode: Makes a sample of a row. Runs on a thread.
+        cache_bytes: How many bytes of row groups each worker keeps, as they are in memory.
+        threads: Row groups that are read, and batches that are made of them, at once in each worker.
+        storage_options: Of the file system, for urls that fsspec opens.
+        headers, config, client_options, credential_provider, retries: As :class:`~asyncloader.datasets.TarShards` takes
+            them, for the other urls.
+
+    Attributes:
+        block_sizes: How many rows there are in each row group: for a BlockShuffleSampler. An array of int64.
+
+    Raises:
+        ConfigurationError: There is no row, a file is no Parquet file or was truncated, or has not all the columns.
+        FileNotFoundError: A file is not there.
+        ImportError: pyarrow, or the client for a url, is not installed (``asyncloader[parquet]``, ``[http]``,
+            ``[objects]``, ``[fsspec]``).
+
+    A row raises :class:`FetchError` if its file was changed since the dataset was made.
+
+    Example:
+        ::
+
+            rows = ParquetDataset(["part-0.parquet", "part-1.parquet"], columns=["text", "label"])
+            sampler = BlockShuffleSampler(rows.block_sizes, num_workers=4, batch_size=32)
+            loader = DataLoader(rows, batch_size=32, sampler=sampler, num_workers=4)
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        columns: Sequence[str] | None = None,
+        decode: Callable[[dict[str, Any]], T_co] | None = None,
+        *,
+        cache_bytes: int = 1 << 28,
+        threads: int = 2,
+        storage_options: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        client_options: Mapping[str, Any] | None = None,
+        credential_provider: Any = None,
+        retries: Retries | None = None,
+    ) -> None:
+        super().__init__()
+        require("pyarrow.parquet", "parquet", "ParquetDataset")
+        listed = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+        self.paths = [os.fspath(path) for path in listed]
+        self.columns = None if columns is None else list(columns)
+        self.decode = decode
+        self.cache_bytes = cache_bytes
+        self.threads = threads
+        self.storage_options = dict(storage_options or {})
+        _check(self)
+        served = [path for path in self.paths if _is_served(path)]
+        if len(served) < len(self.paths):
+            require("fsspec", "fsspec", "ParquetDataset")
+        self.access = Access.to(
+            served,
+            "ParquetDataset",
+            retries,
+            headers,
+            config=config,
+            client_options=client_options,
+            credential_provider=credential_provider,
+        )
+        self._versions = dict(zip(served, versions_of(served, self.access), strict=True))
+        footers = self._footers()
+        self._check_columns(footers)
+        sizes = [len(footer.rows) for footer in footers]
+        self._files = np.repeat(np.arange(len(sizes)), sizes)  # of each row group
+        self._groups = np.concatenate([np.arange(size) for size in sizes])  # its number in that file
+        self._firsts = np.cumsum([0, *(rows for footer in footers for rows in footer.rows)])
+        if not len(self):
+            raise ConfigurationError(f"there is no row in {len(sizes)} files, the first of which is {self.paths[0]}")
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    @property
+    def block_sizes(self) -> NDArray[np.int64]:
+        """How many rows there are in each row group."""
+        return np.diff(self._firsts)
+
+    async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
+        """Read one row."""
+        (row,) = await self.__getitems__([index])
+        return row
+
+    async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
+        """Read the rows of a batch."""
+        numbers = np.asarray(indices, np.int64)
+        if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
+            raise IndexError(f"there is no row {strays[0]}: there are {len(self):,}")
+        numbers = np.where(numbers < 0, numbers + len(self), numbers)
+        of_rows = np.searchsorted(self._firsts, numbers, side="right") - 1
+        groups, which = np.unique(of_rows, return_inverse=True)
+        client = self._client
+        read = partial(self._read, client)
+        tables = await asyncio.gather(*(client.cache.get(group, read) for group in groups.tolist()))
+        return await client.threads.run(self._rows, tables, which, numbers - self._firsts[of_rows])
+
+    def _rows(self, tables: Sequence[pa.Table], which: NDArray[Any], places: NDArray[np.int64]) -> list[T_co]:
+        """Take rows out of tables, on a thread."""
+        found: list[Any] = [None] * len(places)
+        for number, table in enumerate(tables):
+            mine = np.flatnonzero(which == number)
+            columns = {name: _values(column) for name, column in _columns(table.take(places[mine]))}
+            for at, values in zip(mine.tolist(), zip(*columns.values(), strict=True), strict=True):
+                found[at] = dict(zip(columns, values, strict=True))
+        return found if self.decode is None else [self.decode(row) for row in found]
+
+    async def _read(self, client: _Open, group: int) -> pa.Table:
+        path, number = self.paths[self._files[group]], int(self._groups[group])
+        opens = partial(self._opened_file, path, client.sources, asyncio.get_running_loop())
+        return await client.threads.run(_read_group, opens, number, self.columns)
+
+    # --------------------------------------------------------------------------------------------------------- files
+
+    @contextlib.contextmanager
+    def _opened_file(self, path: str, sources: Sources | None, loop: Any) -> Iterator[Any]:
+        """Open a file for pyarrow, on a thread."""
+        if not _is_served(path):
+            import fsspec
+
+            with fsspec.open(path, **self.storage_options) as file:
+                yield file
+        elif kind_of(path) == "file":
+            if Version.of_file(path_of(path)) != self._versions[path]:
+                raise_changed(path)
+            with open(path_of(path), "rb") as file:
+                yield file
+        else:
+            assert sources is not None
+            yield _RangeFile(sources, loop, path, self._versions[path])
+
+    def _footers(self) -> list[Footer]:
+        """Read what all files say of themselves."""
+        found = {
+            path: _read_footer(path, partial(self._opened_file, path, None, None))
+            for path in self.paths
+            if not _is_served(path) or kind_of(path) == "file"
+        }
+        if away := [path for path in self.paths if path not in found]:
+            versions = [self._versions[path] for path in away]
+            found.update(zip(away, run_apart(_read_footers, away, versions, self.access), strict=True))
+        return [found[path] for path in self.paths]
+
+    def _check_columns(self, footers: Sequence[Footer]) -> None:
+        wanted = footers[0].columns if self.columns is None else self.columns
+        for path, footer in zip(self.paths, footers, strict=True):
+            there = {*footer.columns, *(name.split(".")[0] for name in footer.columns)}
+            if missing := [name for name in wanted if name.split(".")[0] not in there]:
+                raise ConfigurationError(
+                    f"{path}: has no column {', '.join(missing)}; it has {', '.join(footer.columns)}"
+                )
+
+    async def _open(self) -> _Open:
+        cache = BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)
+        return _Open(Sources(self.access), Threads(self.threads, "parquet"), cache)
+
+    async def _close(self, client: _Open) -> None:
+        client.threads.close()
+        await client.cache.close()
+        await client.sources.close()
+
+
+class _RangeFile(io.RawIOBase):
+    """A file of which some bytes are asked for at a time: read on a thread, asked for on the loop."""
+
+    def __init__(self, sources: Sources, loop: asyncio.AbstractEventLoop, url: str, version: Version) -> None:
+        super().__init__()
+        self._range = partial(sources.read_range, url)
+        self._loop = loop
+        self._version = version
+        self._at = 0
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes."""
+        stop = min(self._at + len(buffer), self._version.size)
+        data = asyncio.run_coroutine_threadsafe(self._range(self._at, stop, self._version), self._loop).result()
+        buffer[: len(data)] = data
+        self._at = stop
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._version.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._at
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+
+async def _read_footers(paths: Sequence[str], versions: Sequence[Version], access: Access) -> list[Footer]:
+    loop = asyncio.get_running_loop()
+    async with opened(access) as sources:
+
+        async def one(at: int) -> Footer:
+            file = _RangeFile(sources, loop, paths[at], versions[at])
+            return await asyncio.to_thread(_read_footer, paths[at], lambda: contextlib.nullcontext(file))
+
+        return await for_each(one, range(len(paths)))
+
+
+def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManager[Any]]) -> Footer:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with opens() as file:
+            told = pq.ParquetFile(file)
+            groups = (told.metadata.row_group(at) for at in range(told.metadata.num_row_groups))
+            return Footer([group.num_rows for group in groups], list(told.schema_arrow.names))
+    except pa.ArrowInvalid as error:
+        raise ConfigurationError(f"{path}: no Parquet file, or truncated: {error}") from error
+
+
+def _read_group(
+    opens: Callable[[], contextlib.AbstractContextManager[Any]], number: int, columns: Sequence[str] | None
+) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    with opens() as file:
+        return pq.ParquetFile(file, pre_buffer=True).read_row_group(number, columns=columns, use_threads=False)
+
+
+def _columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    return zip(table.column_names, table.columns, strict=True)
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column: those of lists of numbers as arrays."""
+    import pyarrow as pa
+
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
+        return [None if not row.is_valid else np.array(row.values.to_numpy(zero_copy_only=False)) for row in column]
+    return cast(list[Any], column.to_pylist())
+
+
+def _is_served(path: str) -> bool:
+    """Whether we read it ourselves; fsspec does otherwise."""
+    return "://" not in path or path.partition("://")[0] in _SERVED
+
+
+def _check(dataset: ParquetDataset[Any]) -> None:
+    if not dataset.paths:
+        raise ConfigurationError("there are no files")
+    if dataset.columns is not None and not dataset.columns:
+        raise ConfigurationError("columns names no column; None reads all of them")
+    for name, least in (("cache_bytes", 0), ("threads", 1)):
+        value = getattr(dataset, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{name} must be a whole number from {least} on, but got {value!r}")

@@ -1,0 +1,164 @@
+"""BlockShuffleSampler: blocks of neighbours in a random order, and the samples of a few of them mixed.
+
+    blocks        | a | b | c | d | e | f |      row groups of Parquet files, stretches of tar files
+    shuffled      | d | a | f | b | e | c |
+    cut           | d | a | f |   | b | e | c |        a stretch for each worker of each rank
+    windows       | d + a | f . . |                    samples of neighbouring blocks, mixed
+
+A position of the order is looked up, not drawn: position -> worker's stretch -> place in its window -> block -> index.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.samplers.elastic import ElasticSampler, Order, Shuffle
+
+_WINDOWS_KEPT = 64
+_BLOCKS_IN_WINDOW = 4
+
+
+class BlockShuffleSampler(ElasticSampler):
+    """Shuffle blocks of samples, and the samples within a window of some blocks; go on anywhere, as ElasticSampler.
+
+    For datasets that read samples together, and would read everything for each batch of a random order: row groups of
+    a :class:`~asyncloader.datasets.ParquetDataset`, stretches of :class:`~asyncloader.datasets.IndexedTarShards`. They
+    say how large their blocks are (``dataset.block_sizes``), and keep as many as ``cache_bytes`` allow: that should be
+    what a window takes, and one block more.
+
+    Each worker of each rank reads blocks of its own, if the numbers of workers and of samples in a batch are told. On
+    other numbers all is as exact, and blocks are read by several. A state has those numbers: its epoch is finished as
+    it was begun, and read by as many ranks and workers as there are then.
+
+    Args:
+        block_sizes: How many samples there are in each block, one after the other.
+        window: Samples that are mixed with each other; by default as many as there are in 4 blocks, on average.
+        num_workers, batch_size: Those of the loader on each rank.
+        num_replicas, rank, shuffle, seed, drop_last: As ElasticSampler takes them. Without shuffling the order is that
+            of the dataset.
+
+    Raises:
+        ConfigurationError: There is no sample, or an argument is of no use.
+        ValueError: The rank is not one of the ranks.
+    """
+
+    def __init__(
+        self,
+        block_sizes: ArrayLike,
+        *,
+        window: int | None = None,
+        num_workers: int = 0,
+        batch_size: int = 1,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        sizes = np.asarray(block_sizes)
+        if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or (sizes < 0).any() or not sizes.sum():
+            raise ConfigurationError("block_sizes are the numbers of samples in blocks, at least one of them above 0")
+        self.block_sizes = sizes.astype(np.int64)
+        self.window = max(1, int(_BLOCKS_IN_WINDOW * sizes.sum() // len(sizes))) if window is None else window
+        for name, value, least in (
+            ("window", self.window, 1),
+            ("num_workers", num_workers, 0),
+            ("batch_size", batch_size, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{name} must be a whole number from {least} on, but got {value!r}")
+        super().__init__(int(sizes.sum()), num_replicas, rank, shuffle, seed, drop_last)
+        self._own_lanes = self._lanes = Lanes(self.num_replicas, max(1, num_workers), batch_size)
+
+    def order(self) -> Order:
+        """Return the order of the epoch that is set, which does not change afterwards."""
+        if not self.shuffle:
+            return super().order()
+        return _Order(self.block_sizes, self.window, self._lanes, self.seed, self.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
+        if epoch != self.epoch:
+            self._lanes = self._own_lanes
+        super().set_epoch(epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator go on from a state, of whichever rank and number of ranks.
+
+        Raises:
+            StateMismatchError: if the state is of other blocks, another order, or a later version.
+        """
+        super().load_state_dict(state)
+        self._lanes = Lanes(*state["lanes"])
+
+    def _fits(self) -> dict[str, Any]:
+        blocks = f"{len(self.block_sizes)}:{zlib.crc32(self.block_sizes.tobytes()):08x}"
+        return {**super()._fits(), "blocks": blocks, "window": self.window}
+
+    def _state_at(self, cursor: int) -> dict[str, Any]:
+        return {**super()._state_at(cursor), "lanes": list(self._lanes)}
+
+
+class Lanes(NamedTuple):
+    """Who reads which stretch of the blocks: each worker of each rank, a batch at a time.
+
+    Attributes:
+        ranks: Which take positions in turn.
+        workers: Of each rank, which take its batches in turn.
+        batch_size: Samples of a batch.
+    """
+
+    ranks: int
+    workers: int
+    batch_size: int
+
+    def places(self, positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Return for positions in the order their places in the row of blocks, which is cut into equal stretches.
+
+        What is left when all have had the same number of whole batches is at the end, for all.
+        """
+        ranks, workers, batch_size = self
+        num_batches = length // (ranks * workers * batch_size)  # of each worker
+        number, rank = np.divmod(positions, ranks)  # of the sample on its rank
+        batch, sample = np.divmod(number, batch_size)
+        turn, worker = np.divmod(batch, workers)
+        places = ((rank * workers + worker) * num_batches + turn) * batch_size + sample
+        return np.where(positions < num_batches * ranks * workers * batch_size, places, positions)
+
+
+class _Order:
+    """The order of one epoch."""
+
+    def __init__(self, sizes: NDArray[np.int64], window: int, lanes: Lanes, *key: int) -> None:
+        self.length = int(sizes.sum())
+        self._window = window
+        self._lanes = lanes
+        self._key = key
+        blocks = Shuffle(len(sizes), *key, 0)(np.arange(len(sizes)))
+        ends = np.cumsum(sizes)
+        self._ends = np.cumsum(sizes[blocks])  # in the shuffled row
+        self._shifts = ends[blocks] - self._ends  # from a place in that row to the index there
+        self._windows: dict[int, Shuffle] = {}
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices at these positions."""
+        windows, places = np.divmod(self._lanes.places(positions, self.length), self._window)
+        named, which = np.unique(windows, return_inverse=True)
+        for at, number in enumerate(named.tolist()):
+            here = which == at
+            places[here] = self._shuffle(number)(places[here]) + number * self._window
+        places += self._shifts[np.searchsorted(self._ends, places, side="right")]
+        return places
+
+    def _shuffle(self, window: int) -> Shuffle:
+        if window not in self._windows:
+            if len(self._windows) >= _WINDOWS_KEPT:
+                self._windows.clear()
+            size = min(self._window, self.length - window * self._window)
+            self._windows[window] = Shuffle(size, *self._key, window + 1)
+        return self._windows[window]

@@ -1,0 +1,212 @@
+"""ParquetDataset: rows as pyarrow reads them, each row group read once a batch; bad files named; wherever they lie."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.datasets import FetchError, ParquetDataset, Retries
+from asyncloader.datasets import parquet as module
+from asyncloader.samplers import BlockShuffleSampler
+from tests.services.fault_server import FaultServer
+from tests.services.s3 import KEYS, put
+
+BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
+ROWS = 100  # of each file, in row groups of 30
+
+
+def table(first: int, rows: int = ROWS) -> pa.Table:
+    numbers = list(range(first, first + rows))
+    return pa.table(
+        {
+            "id": numbers,
+            "text": [f"row {number}" if number % 7 else None for number in numbers],
+            "embedding": pa.array([[number, 0.5] for number in numbers], pa.list_(pa.float32(), 2)),
+            "tokens": [list(range(number % 4)) for number in numbers],
+            "about": [{"score": number / 2} for number in numbers],
+        }
+    )
+
+
+def written(content: pa.Table) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(content, file, row_group_size=30)
+    return file.getvalue()
+
+
+FILES = {f"{number}.parquet": written(table(number * ROWS)) for number in range(2)}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    return [tmp_path / name for name in FILES]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultServer]:
+    with FaultServer(FILES) as server:
+        yield server
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers, in their files, of the row groups that were read."""
+    seen: list[int] = []
+    read_group = module._read_group
+
+    def watched(opens: Any, number: int, columns: Any) -> Any:
+        seen.append(number)
+        return read_group(opens, number, columns)
+
+    monkeypatch.setattr(module, "_read_group", watched)
+    return seen
+
+
+async def rows_of(dataset: ParquetDataset[Any], indices: Any) -> list[Any]:
+    async with dataset:
+        return await dataset.__getitems__(indices)
+
+
+async def test_rows_are_those_of_pyarrow(paths: list[Path], reads: list[int]) -> None:
+    """In any order, with all their types; a batch reads each row group that it needs once."""
+    dataset = ParquetDataset(paths)
+    assert (len(dataset), dataset.block_sizes.tolist()) == (200, [30, 30, 30, 10] * 2)
+    expected = pa.concat_tables([table(0), table(ROWS)]).to_pylist()
+    order = [150, 3, -1, 29, 30, 3, 151]
+    for row, index in zip(await rows_of(dataset, order), order, strict=True):
+        assert isinstance(row["embedding"], np.ndarray)
+        assert row["embedding"].dtype == np.float32
+        assert {**row, "embedding": row["embedding"].tolist(), "tokens": row["tokens"].tolist()} == expected[index]
+    assert sorted(reads) == [0, 1, 1, 3]
+    async with dataset:
+        assert (await dataset[7])["text"] is None
+        with pytest.raises(IndexError, match="no row 200: there are 200"):
+            await dataset[200]
+
+
+async def test_columns_and_decode(paths: list[Path]) -> None:
+    """Only the columns that are asked for, in that order, nested ones too; decode makes the sample."""
+    (row,) = await rows_of(ParquetDataset(paths[0], ["text", "id"]), [1])
+    assert list(row.items()) == [("text", "row 1"), ("id", 1)]
+    (score,) = await rows_of(ParquetDataset(paths[0], ["about.score"], lambda row: row["about"]["score"]), [3])
+    assert score == 1.5
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches(paths: list[Path], num_workers: int) -> None:
+    """Collated as ever, each row once; shuffled by blocks; resumed in the middle."""
+    dataset = ParquetDataset(paths, ["id", "embedding"])
+
+    def loader() -> Any:
+        sampler = BlockShuffleSampler(dataset.block_sizes, num_workers=num_workers, batch_size=20)
+        return DataLoader(dataset, batch_size=20, sampler=sampler, num_workers=num_workers)
+
+    batches = list(loader())
+    assert all(torch.equal(batch["id"].float(), batch["embedding"][:, 0]) for batch in batches)
+    assert sorted(number for batch in batches for number in batch["id"].tolist()) == list(range(200))
+    with iter(loader()) as first:
+        for _ in range(4):
+            next(first)
+        state = first.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert [batch["id"].tolist() for batch in resumed] == [batch["id"].tolist() for batch in batches[4:]]
+
+
+def test_a_block_shuffle_reads_each_row_group_once(paths: list[Path], reads: list[int]) -> None:
+    """With room for a window; without any, again for later batches."""
+    for cache_bytes, most in ((1 << 20, 8), (0, 200)):
+        reads.clear()
+        dataset = ParquetDataset(paths, ["id"], cache_bytes=cache_bytes)
+        sampler = BlockShuffleSampler(dataset.block_sizes, window=50, batch_size=10)
+        for _ in DataLoader(dataset, batch_size=10, sampler=sampler):
+            pass
+        assert set(Counter(reads)) == {0, 1, 2, 3}
+        assert 8 <= len(reads) <= most
+    assert len(reads) > 8
+
+
+async def test_it_travels(paths: list[Path]) -> None:
+    """As few bytes, also while it is open."""
+    dataset = ParquetDataset(paths, ["id"])
+    async with dataset:
+        data = pickle.dumps(dataset)
+    assert len(data) < 3000
+    assert await rows_of(pickle.loads(data), [150]) == [{"id": 150}]
+
+
+@pytest.mark.usefixtures("stream_of_the_portal")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_over_http(server: FaultServer, num_workers: int) -> None:
+    """By ranges, of the columns that are asked for; what breaks is asked for again."""
+    urls = [server.url("0.parquet"), server.url("1.parquet", fault="cut", times=2)]
+    dataset = ParquetDataset(urls, ["id"], retries=BRISK)
+    found = [number for batch in DataLoader(dataset, 50, num_workers=num_workers) for number in batch["id"].tolist()]
+    assert found == list(range(200))
+
+
+def test_through_fsspec(paths: list[Path]) -> None:
+    """What only fsspec knows: files in memory, for example."""
+    import fsspec
+
+    with fsspec.open("memory://folder/0.parquet", "wb") as file:
+        file.write(FILES["0.parquet"])
+    dataset = ParquetDataset("memory://folder/0.parquet", ["id"])
+    (batch,) = DataLoader(dataset, batch_size=100, num_workers=1)
+    assert batch["id"].tolist() == list(range(100))
+
+
+@pytest.mark.usefixtures("threads_of_obstore")
+def test_in_an_object_store(s3: str) -> None:
+    """From S3, asked at construction by a process of its own."""
+    for name, data in FILES.items():
+        put(f"{s3}/pictures/parquet/{name}", data)
+    options: dict[str, Any] = {"config": {"endpoint": s3, "region": "us-east-1", **KEYS}}
+    urls = [f"s3://pictures/parquet/{name}" for name in FILES]
+    dataset = ParquetDataset(urls, ["id"], client_options={"allow_http": True}, **options)
+    loader = DataLoader(dataset, batch_size=100, num_workers=1, multiprocessing_context="forkserver")
+    assert [batch["id"].tolist() for batch in loader] == [list(range(100)), list(range(100, 200))]
+
+
+async def test_what_is_wrong_is_said(tmp_path: Path, paths: list[Path]) -> None:
+    """With the name of the file: at construction, or when a file has changed since."""
+    broken = tmp_path / "broken.parquet"
+    for data in (FILES["0.parquet"][:-100], b"", b"PAR1" * 10):
+        broken.write_bytes(data)
+        with pytest.raises(ConfigurationError, match=r"broken.parquet: no Parquet file, or truncated"):
+            ParquetDataset([paths[0], broken])
+    broken.write_bytes(written(pa.table({"id": [1]})))
+    for columns in (None, ["text"]):
+        with pytest.raises(ConfigurationError, match=r"broken.parquet: has no column .*text.*; it has id"):
+            ParquetDataset([paths[0], broken], columns)
+    broken.write_bytes(written(pa.table({"id": pa.array([], pa.int64())})))
+    with pytest.raises(ConfigurationError, match="there is no row in 1 files"):
+        ParquetDataset(broken)
+    for arguments, words in (
+        ({"paths": []}, "there are no files"),
+        ({"columns": []}, "columns names no column"),
+        ({"threads": 0}, "threads must be a whole number from 1 on"),
+        ({"cache_bytes": None}, "cache_bytes must be"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            ParquetDataset(**{"paths": paths, **arguments})  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        ParquetDataset(tmp_path / "none.parquet")
+    dataset = ParquetDataset(paths)
+    os.utime(paths[0], ns=(1, 1))
+    with pytest.raises(FetchError, match=r"0.parquet: was changed since this dataset was made"):
+        await rows_of(dataset, [5])
