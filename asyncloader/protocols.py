@@ -15,7 +15,7 @@ import inspect
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -98,6 +98,24 @@ def members(dataset: Any) -> Iterator[Any]:
             rest += list(inner.values()) if isinstance(inner, dict) else list(inner)
         elif isinstance(member, (ConcatDataset, ChainDataset)) and isinstance(member.datasets, (list, tuple)):
             rest += member.datasets
+
+
+def is_collated(dataset: Any) -> bool:
+    """Whether ``__getitems__`` of the dataset returns a batch: the dataset says ``collated = True``.
+
+    torch's Subset returns what the dataset in it does.
+    """
+    if isinstance(dataset, Subset):
+        return type(dataset).__getitems__ is Subset.__getitems__ and is_collated(dataset.dataset)
+    return probe(dataset, "collated") is True and callable(probe(dataset, "__getitems__"))
+
+
+def has_samples(dataset: Any) -> bool:
+    """Whether the dataset gives single samples, and not batches alone; that of a Subset, if it is one."""
+    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+        return has_samples(dataset.dataset)
+    getitem = getattr(type(dataset), "__getitem__", None)
+    return getitem is not None and getitem is not Dataset.__getitem__
 
 
 def is_async(dataset: Any) -> bool:

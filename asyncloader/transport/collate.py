@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
 from asyncloader.transport.tensors import INLINE_MAX, Array, held, numpy_dtypes
+from asyncloader.transport.whole import Source, Whole
 
 Allocate = Callable[[int], memoryview | None]
 Map = dict[Any, Callable[..., Any]]
@@ -27,10 +29,28 @@ Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 _NUMPY_SCALARS = (np.bool_, np.number, np.object_)  # a key of torch's map
 
 
-def install(encoder: Encoder) -> None:
-    """Put our functions into torch's own map, in a worker process, where the user has not replaced torch's."""
+def install(encoder: Encoder) -> Stacker:
+    """Put our functions into torch's own map, in a worker process, where the user has not replaced torch's.
+
+    Returns:
+        What gathers a `Whole`.
+    """
     stacker = Stacker(encoder.allocate, INLINE_MAX, in_worker=True)
     torch_collate.default_collate_fn_map.update(_replacements(stacker))
+    return stacker
+
+
+def is_default(collate_fn: Any) -> bool:
+    """Whether this is the function that loaders collate with unless they are given another."""
+    return collate_fn is torch.utils.data.default_collate
+
+
+def stacks_tuples() -> bool:
+    """Whether torch's default now makes of tuples of tensors what it always does: the user may change its map."""
+    there: Map = torch_collate.default_collate_fn_map
+    function = there.get(torch.Tensor)
+    is_torchs = function is torch_collate.collate_tensor_fn or isinstance(getattr(function, "__self__", None), Stacker)
+    return is_torchs and not any(issubclass(tuple, kind) for kind in there)
 
 
 def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -39,12 +59,15 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     For batches made in the trainer's process. The memory belongs to what is returned, and is freed with it and the
     batches. It may be called in several threads.
     """
-    if collate_fn is not torch.utils.data.default_collate:
+    if not is_default(collate_fn):
         return collate_fn
     recycler = Recycler()
     stacker = Stacker(recycler.allocate, RECYCLED_MIN, in_worker=False)
 
     def collate(batch: Any) -> Any:
+        if isinstance(batch, Whole):
+            recycler.begin_batch()
+            return batch.batch(stacker)
         if torch.get_default_device().type != "cpu":  # numbers and arrays become tensors there
             return collate_fn(batch)
         recycler.begin_batch()
@@ -69,7 +92,7 @@ def _replacements(stacker: Stacker) -> Map:
 
 
 class Stacker:
-    """Stacks tensors and arrays of a batch.
+    """Stacks tensors and arrays of a batch, or gathers rows of them.
 
     Args:
         allocate: gives memory for so many bytes, or None.
@@ -109,6 +132,23 @@ class Stacker:
         # half the time of numpy.stack and a seventh of that of 256 small tensors made of arrays
         np.concatenate(batch, out=out.reshape(-1, *first.shape[1:]))
         return held(torch.from_numpy(out), out)
+
+    def rows(self, source: Source, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """Gather rows of a tensor or an array, which are in range."""
+        shape = (len(numbers), *source.shape[1:])
+        nbytes = source.nbytes // source.shape[0] * len(numbers)
+        if isinstance(source, np.ndarray):
+            memory = self._allocate(nbytes) if nbytes > self._min_bytes else None
+            gathered: Array = np.ndarray(shape, source.dtype, memory)  # allocates without one
+            np.take(source, numbers, 0, gathered, "clip")  # with "raise" numpy would gather elsewhere, and copy
+            return held(torch.from_numpy(gathered), gathered)
+        index = torch.from_numpy(numbers)
+        if source.device.type != "cpu":
+            return source.index_select(0, index.to(source.device))
+        if nbytes <= self._min_bytes or (memory := self._allocate(nbytes)) is None:
+            return source.index_select(0, index)
+        out = held(torch.frombuffer(memory, dtype=source.dtype), memory).view(shape)
+        return torch.index_select(source, 0, index, out=out)
 
     def _may_allocate(self, batch: Tensors) -> bool:
         first = batch[0]

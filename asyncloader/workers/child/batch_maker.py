@@ -67,7 +67,7 @@ class Host(Protocol):
         """Make of an exception what a `Failure` holds."""
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        """Make a batch, in memory that suits the host."""
+        """Make a batch of samples, or of a `Whole`, in memory that suits the host."""
 
 
 class Work:
@@ -100,7 +100,7 @@ class Gathered(Work):
 
     Attributes:
         keys: As the sampler gave them.
-        samples: By position; what is missing or bad is None.
+        samples: By position; what is missing or bad is None. Or a `Whole`.
         errors: What samples raised, by position.
         fatal: What was raised that no batch can be made after.
     """
@@ -110,7 +110,7 @@ class Gathered(Work):
     def __init__(self, seq: int, keys: Any, count: int, waited_s: float = 0.0) -> None:
         super().__init__(seq, waited_s, count)
         self.keys = keys
-        self.samples: list[Any] = [None] * count
+        self.samples: Any = [None] * count
         self.errors: dict[int, BaseException] = {}
         self.fatal: BaseException | None = None
 
@@ -237,6 +237,7 @@ class BatchMaker:
             is_iterable=spec.is_iterable,
             auto_collation=spec.auto_collation,
             drop_last=spec.drop_last,
+            collate_fn=spec.collate_fn,
             run=self._run,
             on_error=spec.on_error,
             where=self._host.where,

@@ -13,8 +13,10 @@ import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from asyncloader.protocols import has_samples
 from asyncloader.settings import OnError
 from asyncloader.workers.child import sample_context
+from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, RemoteError
 
 
@@ -51,20 +53,23 @@ class MapFetcher:
 
     bad: Sequence[BadSample] = ()
 
-    def __init__(self, dataset: Any, auto_collation: bool, run: Run) -> None:
+    def __init__(self, dataset: Any, auto_collation: bool, collate_fn: Any, run: Run) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._run = run
+        self._whole = WholeBatches(dataset, auto_collation, collate_fn)
 
     def __call__(self, keys: Any) -> Any:
-        """Return the list of samples; without automatic batching the one sample."""
+        """Return the list of samples, or a `Whole`; without automatic batching the one sample."""
         dataset = self._dataset
         here = sample_context.here()
         if not self._auto_collation:
             here.position = 0
             return _settled([dataset[keys]], self._run)[0]
+        if (rows := self._whole.find(keys)) is not None:
+            return rows
         if getattr(dataset, "__getitems__", None):
-            return _settled(dataset.__getitems__(keys), self._run)
+            return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys)
         samples = [dataset[key] for here.position, key in enumerate(keys)]
         here.position = sample_context.BATCH
         return _settled(samples, self._run)
@@ -167,19 +172,24 @@ class TolerantMapFetcher(MapFetcher):
     Where ``__getitems__`` raises, the samples are fetched one by one, to find out which are good.
     """
 
-    def __init__(self, dataset: Any, auto_collation: bool, run: Run, on_error: OnError, where: str) -> None:
-        super().__init__(dataset, auto_collation, run)
+    def __init__(
+        self, dataset: Any, auto_collation: bool, collate_fn: Any, run: Run, on_error: OnError, where: str
+    ) -> None:
+        super().__init__(dataset, auto_collation, collate_fn, run)
         self._on_error = on_error
         self._where = where
 
     def __call__(self, keys: Any) -> Any:
         """Return the good samples; see `ErrorPolicy`."""
         self.bad = ()
+        if (rows := self._whole.find(keys)) is not None:
+            return rows
         if self._auto_collation and getattr(self._dataset, "__getitems__", None):
             try:
-                return _settled(self._dataset.__getitems__(keys), self._run)
+                return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
             except Exception:
-                pass
+                if not has_samples(self._dataset):
+                    raise
         policy = ErrorPolicy(self._on_error, self._where)
         here = sample_context.here()
         for position, key in enumerate(keys if self._auto_collation else [keys]):
@@ -295,16 +305,20 @@ def make_fetcher(
     is_iterable: bool,
     auto_collation: bool,
     drop_last: bool,
+    collate_fn: Any = None,
     run: Run = asyncio.run,
     on_error: OnError = "raise",
     where: str = "",
     iterator: Any = None,
 ) -> Fetcher:
-    """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already."""
+    """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already.
+
+    What it returns is to be collated with ``collate_fn``.
+    """
     if on_error == "raise":
         if is_iterable:
             return IterableFetcher(dataset, auto_collation, drop_last, run, iterator)
-        return MapFetcher(dataset, auto_collation, run)
+        return MapFetcher(dataset, auto_collation, collate_fn, run)
     if is_iterable:
         return TolerantIterableFetcher(dataset, auto_collation, drop_last, run, iterator, on_error, where)
-    return TolerantMapFetcher(dataset, auto_collation, run, on_error, where)
+    return TolerantMapFetcher(dataset, auto_collation, collate_fn, run, on_error, where)

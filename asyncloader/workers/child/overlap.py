@@ -26,10 +26,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import StackDataset, Subset
 
-from asyncloader.protocols import is_async, members
+from asyncloader.protocols import has_samples, is_async, members
 from asyncloader.workers.child import sample_context
 from asyncloader.workers.child.batch_maker import Gathered
 from asyncloader.workers.child.fetch import settle
+from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.child.stacks import task_stack
 
 _TASKS_SHOWN = 3
@@ -205,9 +206,10 @@ class Base:
 class TaskFetcher(Base):
     """Samples of a map-style dataset, each in a task of its own."""
 
-    def __init__(self, dataset: Any, *args: Any) -> None:
+    def __init__(self, dataset: Any, whole: WholeBatches, *args: Any) -> None:
         super().__init__(*args)
         self._dataset = dataset
+        self._whole = whole
         self._get_samples = batch_method(dataset) if self._auto_collation else None
         self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
 
@@ -261,7 +263,9 @@ class TaskFetcher(Base):
             samples = self._get_samples(job.keys)
             if hasattr(type(samples), "__await__"):
                 samples = await samples
-            if any(hasattr(type(sample), "__await__") for sample in samples):
+            if self._whole.is_collated:
+                samples = self._whole.ready(samples, job.keys)
+            elif any(hasattr(type(sample), "__await__") for sample in samples):
                 samples = await asyncio.gather(*map(settle, samples))
         except BaseException as raised:
             error = raised
@@ -275,7 +279,7 @@ class TaskFetcher(Base):
 
     def _take_whole(self, job: Job, samples: Any, error: BaseException | None) -> None:
         del job.tasks[sample_context.BATCH]
-        if error is not None and self._tolerant and isinstance(error, Exception):
+        if error is not None and self._may_go_on(error) and has_samples(self._dataset):
             for position in range(job.count):  # one by one, to find out which are good
                 self._spawn(job, position, self._get(job, position))
             return

@@ -19,6 +19,7 @@ from typing import Any
 from asyncloader.protocols import is_resource, members
 from asyncloader.workers.child import loops, sample_context
 from asyncloader.workers.child.batch_maker import BatchMaker
+from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.child.overlap import Job, Overlap, TaskFetcher
 from asyncloader.workers.child.serial_loop import Ending, SerialLoop
 from asyncloader.workers.child.stream import Stream, relive
@@ -148,10 +149,12 @@ class OverlapLoop:
         if spec.is_iterable:
             told = self._on_exhausted, self._transport.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
-        elif spec.is_async:
-            self._overlap = TaskFetcher(dataset, *common)
+            return
+        whole = WholeBatches(dataset, spec.auto_collation, spec.collate_fn)
+        if spec.is_async:
+            self._overlap = TaskFetcher(dataset, whole, *common)
         else:
-            self._overlap = ThreadFetcher(dataset, spec.num_workers, spec.origin, *common)
+            self._overlap = ThreadFetcher(dataset, whole, spec.num_workers, spec.origin, *common)
 
     # -------------------------------------------------------------------------------------------------- serving
 

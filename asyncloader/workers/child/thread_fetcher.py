@@ -30,8 +30,10 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.machine import usable_cores
+from asyncloader.protocols import has_samples
 from asyncloader.workers.child import sample_context, threads
 from asyncloader.workers.child.fetch import settle
+from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.child.overlap import Base, Job
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.origin import Origin
@@ -47,6 +49,7 @@ class ThreadFetcher(Base):
     def __init__(
         self,
         dataset: Any,
+        batches: WholeBatches,
         num_workers: int,
         origin: Origin | None,
         key: tuple[int, int, int],
@@ -56,6 +59,8 @@ class ThreadFetcher(Base):
     ) -> None:
         super().__init__(key, auto_collation, concurrency, *rest)
         self._dataset = dataset
+        self._batches = batches
+        self._is_filling = False
         self._most = concurrency
         self._cores = max(1, min(concurrency, usable_cores() // max(1, num_workers)))
         self._whole = getattr(dataset, "__getitems__", None) if auto_collation else None
@@ -104,18 +109,32 @@ class ThreadFetcher(Base):
 
     def _fill(self) -> None:
         """Let the lanes know of all samples: that there are no more lanes bounds what is in flight."""
-        if not self._waiting:
+        if not self._waiting or self._is_filling:
             return
-        while self._waiting:
-            job = self._waiting.popleft()
-            positions = range(job.count) if self._whole is None else [sample_context.BATCH]
-            self._to_do.extend((job, position) for position in positions)
-            job.started = job.count
+        self._is_filling = True  # jobs that are finished at once come here again
+        try:
+            while self._waiting:
+                self._begin(self._waiting.popleft())
+        finally:
+            self._is_filling = False
+        if not self._to_do:
+            return
         with self._lock:
             if not self._num_awake:
                 self._wake_lane()
         if self._tick is None:
             self._look()
+
+    def _begin(self, job: Job) -> None:
+        """Let the lanes know of the samples of a job, but for rows in memory, where no lane would have to wait."""
+        job.started = job.count
+        began = perf_counter()
+        if (rows := self._batches.find(job.keys)) is not None:
+            job.began, job.samples, job.missing = began, rows, 0
+            self._conclude(job)
+            return
+        positions = range(job.count) if self._whole is None else [sample_context.BATCH]
+        self._to_do.extend((job, position) for position in positions)
 
     def _wake_lane(self) -> None:
         """Let one more lane work. With the lock held."""
@@ -201,13 +220,13 @@ class ThreadFetcher(Base):
                 sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
                 job.samples[position] = self._awaited(sample) if hasattr(type(sample), "__await__") else sample
         except BaseException as error:
-            if position == sample_context.BATCH and self._may_go_on(error):
+            if position == sample_context.BATCH and self._may_go_on(error) and has_samples(self._dataset):
                 self._to_do.extendleft((job, single) for single in reversed(range(job.count)))
                 return
-            job.errors[max(position, 0)] = error
-            if not self._may_go_on(error):
+            if position == sample_context.BATCH or not self._may_go_on(error):
                 self._tell(self._on_bad, job, error)
                 return
+            job.errors[position] = error
         # Each step is one operation on a list. Two lanes may both see that the job is complete: it is told twice.
         job.arrived.append(position)
         if position == sample_context.BATCH or len(job.arrived) == job.count:
@@ -215,7 +234,7 @@ class ThreadFetcher(Base):
 
     def _get_whole(self, job: Job) -> None:
         assert self._whole is not None
-        job.samples = self._whole(job.keys)
+        job.samples = self._batches.ready(self._whole(job.keys), job.keys)
 
     def _awaited(self, sample: Any) -> Any:
         """Await a sample of a dataset that nobody could know to be async, on the loop."""

@@ -22,6 +22,7 @@ import torch.utils.data._utils.worker as torch_worker
 from asyncloader.observe.record import Record
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
+from asyncloader.transport.whole import Whole
 from asyncloader.workers.child.batch_maker import Host
 from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.child.seeding import seed_worker
@@ -85,6 +86,7 @@ class ProcessTransport:
         if self._slabs is not None:
             self._slabs.ask = self._ask
         self._encoder = Encoder(self._slabs)
+        self._stacker: collate.Stacker
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: Callable[[], None]
         self._is_muted = False
@@ -97,7 +99,7 @@ class ProcessTransport:
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
         )
-        collate.install(self._encoder)
+        self._stacker = collate.install(self._encoder)
 
     def leave(self) -> None:
         """Let go of the dataset that ``get_worker_info()`` refers to."""
@@ -189,7 +191,7 @@ class ProcessTransport:
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Make a batch, straight into slabs where torch's default does it."""
         with self._encoder.allocating:
-            return collate_fn(samples)
+            return samples.batch(self._stacker) if isinstance(samples, Whole) else collate_fn(samples)
 
     def send(self, kind: int, body: Any = None) -> None:
         """Send a frame."""
