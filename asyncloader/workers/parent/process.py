@@ -43,6 +43,7 @@ from asyncloader.workers.protocol.origin import Origin
 _OUTPUT_BYTES = 64 << 10
 _STACK_QUIET_S = 0.03
 _REAP_TRIES = 50
+_KILLED_WITHIN_S = 1.0
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
 _DESCRIPTORS = 16  # open at once at most while a worker is started, by us and by multiprocessing
 
@@ -278,8 +279,9 @@ class WorkerProcess:
         for name in ("pid", "output"):
             if name in self._descriptors:
                 self._loop.remove_reader(self._descriptors[name])
-        if self.state is WorkerState.NEW and self.pid > 0:
+        if self.state is WorkerState.NEW and self.pid > 0:  # Ctrl-C while it was started, and nobody watches it yet
             self.kill()
+            self._process.join(_KILLED_WITHIN_S)
         self._kill_group()
         for name in tuple(self._descriptors):
             self._close_descriptor(name)
