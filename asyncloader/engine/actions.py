@@ -1,7 +1,8 @@
-"""What the scheduler decides: tickets, and the actions that the session carries out. Plain values."""
+"""What scheduler and recovery decide: tickets, and the actions that the session carries out. Plain values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,8 +44,12 @@ class Replace(NamedTuple):
     worker: int
 
 
+Cause: TypeAlias = Callable[[Sequence[Ticket]], Exception]
+"""Makes the error for tickets that are given up because their worker was lost."""
+
+
 class Fail(NamedTuple):
-    """These tickets are given up because their worker died or hung; the session makes one error of it.
+    """These tickets are given up because their worker died or hung; ``cause`` makes one error of it.
 
     ``at_once`` hands the error over before what is in order, and the tickets are void already; otherwise it takes the
     place of the first ticket, through :meth:`Scheduler.ready`; with ``leave_out`` the place stays empty.
@@ -53,13 +58,46 @@ class Fail(NamedTuple):
     tickets: list[Ticket]
     at_once: bool
     leave_out: bool = False
+    cause: Cause | None = None
+
+
+class Lose(NamedTuple):
+    """Tell the scheduler that a worker is gone.
+
+    Attributes:
+        worker: Who.
+        cause: Makes the error for tickets that are given up because of it.
+        replaceable: Another process takes its place.
+        was_ready: It may have begun with a ticket.
+        hung: It was killed, for a batch did not come in time.
+        rest_s: Another process starts only after so many seconds.
+    """
+
+    worker: int
+    cause: Cause
+    replaceable: bool = True
+    was_ready: bool = True
+    hung: bool = False
+    rest_s: float = 0.0
+
+
+class Discard(NamedTuple):
+    """Kill the process of this worker, whose end is nobody's concern then."""
+
+    worker: int
+
+
+class GiveUp(NamedTuple):
+    """No worker can be had: one error stands for everything that is not here yet."""
+
+    error: Exception
 
 
 class Finish(NamedTuple):
     """Everything that was planned has been delivered, and nothing more will be planned."""
 
 
-Action: TypeAlias = Send | Deliver | Read | Replace | Fail | Finish
+Action: TypeAlias = Send | Deliver | Read | Replace | Fail | Lose | Discard | GiveUp | Finish
 
 VOID = object()
 """The outcome of a ticket that makes no batch: it keeps its place in the order and is passed over."""

@@ -14,19 +14,22 @@ would wait for its processes, without a limit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing.util
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from asyncloader.engine import exits
 from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.transport.slab import slab_pool
+from asyncloader.workers.backend import Launch
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.loops import run_forever
 from asyncloader.workers.parent.launching import try_descriptors
@@ -93,6 +96,23 @@ class Portal:
             self.stop_daemon()
             raise
         return future
+
+    def launch_here(self, steps: Generator[Launch, None, None]) -> None:
+        """Take the steps of a start on the loop, and launch what they launch in the calling thread."""
+        step: Callable[[], Launch | None] = partial(next, steps, None)
+        try:
+            while (launch := self.call(step).result()) is not None:
+                step = partial(next, steps, None)
+                try:
+                    launch()
+                except Exception as error:
+                    step = partial(steps.throw, error)
+        except BaseException:  # Ctrl-C: one more process may be half started
+            with contextlib.suppress(LoaderClosedError):
+                self.post(steps.close)
+            raise
+        finally:
+            del step
 
     @property
     def is_here(self) -> bool:

@@ -1,29 +1,27 @@
-"""What becomes of workers that died or hung, and of the batches that they had.
+"""Decide what becomes of workers that died or hung: whether another takes the place, when, and what is said of it.
 
-    pool ── died ──> ┌──────────┐ ── died, hung ──> Scheduler ──> Fail ──> fail: an error, or a batch left out
-    consumer         │ Recovery │ ── replace, discard ──> pool
-      ── overdue ──> └──────────┘ ── rest ──> Backoff ── over ──> replace
+    died, overdue ──> ┌──────────┐ ──> Lose(worker, cause, ...)   its tickets are run again or given up: the scheduler
+    fill ───────────> │ Recovery │ ──> Discard(worker)            kill it first
+    ready, reset ───> └──────────┘ ──> GiveUp(error)              no worker can be had
 
-The scheduler decides which tickets are run again and which are given up; here is found out whether another worker can
-take the place, when, and what the error says. On the loop thread.
+No loop, no clock, no process is touched: events come in as method calls, decisions go out as actions, which the session
+carries out. A worker that is lost is replaced at once. If one is lost after the other with no outcome of any worker
+between them, starting more would only keep the machine busy: then a worker rests before it gets its next process,
+longer each time.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from asyncloader.engine.actions import Action, Fail, Replace, Ticket
-from asyncloader.engine.backoff import Backoff, explain_death, explain_failed_starts, explain_no_start
-from asyncloader.engine.portal import Portal
-from asyncloader.engine.run import Item, Run, failed
-from asyncloader.errors import BatchTimeoutError, describe_death, describe_keys, timed_out
+from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Replace, Ticket
+from asyncloader.engine.tracks import Progressing
+from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, timed_out
 from asyncloader.settings import OnTimeout
-from asyncloader.workers.backend import Backend, Worker
-from asyncloader.workers.protocol.outcome import NO_RECORD, LeftOut
+from asyncloader.workers.backend import Worker
 from asyncloader.workers.protocol.snapshot import Start
 
 log = logging.getLogger("asyncloader")
@@ -33,6 +31,13 @@ _STARTING_S = 60.0
 
 _MOST_PAST = 10
 """So many runs without a state told are read again to replace a worker."""
+
+_CALM_LOSSES = 2
+"""So many losses beyond one for each worker, with no outcome between them, are no reason to wait."""
+
+_FIRST_REST_S = 0.02
+_LONGEST_REST_S = 1.0
+"""From then on a worker waits for its next process: at first this long, each time twice as long, at most so long."""
 
 _NOT_REPLACED = (
     "The worker was not replaced: no batch has told where it was in its iterable dataset. Give the dataset "
@@ -66,41 +71,49 @@ class Policy(NamedTuple):
     on_timeout: OnTimeout = "raise"
 
 
-class Patient(Protocol):
-    """What is asked of the session that is mended."""
+class Overdue(NamedTuple):
+    """The awaited batch has not come in time.
 
-    portal: Portal
-    run: Run
-    pool: Backend
+    Attributes:
+        timeout_s: How long it was waited for. Seconds.
+        ticket: What is awaited.
+        process: Who has it.
+        stack: Where that is; "" if it did not answer.
+        age_s: Since when that has been there. Seconds.
+        is_held: It has the ticket still.
+        may_replace: Somebody wants what another one would make.
+    """
 
-    @property
-    def takes_outcomes(self) -> bool:
-        """Whether somebody waits for what workers make."""
-
-    def apply(self, actions: list[Action]) -> None:
-        """Carry out what the scheduler decided."""
-
-    def lost(self, worker: int) -> None:
-        """Forget what a worker that is gone had told and had been given."""
-
-    def give_up(self, error: Exception) -> None:
-        """No worker can be had: one error stands for everything that is not here yet."""
+    timeout_s: float
+    ticket: Ticket
+    process: Worker
+    stack: str
+    age_s: float
+    is_held: bool
+    may_replace: bool
 
 
 class Recovery:
-    """Mends the session that it belongs to."""
+    """What is known of the workers that were lost. Called from the loop thread only.
 
-    def __init__(self, session: Patient, policy: Policy) -> None:
-        self._session = session
+    Args:
+        policy: What can be done about them.
+        num_workers: How many there are.
+
+    Attributes:
+        has_lost: There is one that cannot be replaced.
+    """
+
+    def __init__(self, policy: Policy, num_workers: int) -> None:
+        self.has_lost = False
         self._policy = policy
-        self.has_lost = False  # a worker that was not replaced
+        self._num_workers = num_workers
         self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
-        self._is_replaced = True  # the worker that was lost last
-        self._backoff = Backoff(session.portal.loop, session.run.scheduler.num_workers, self._end_rest)
-        self._explain: Callable[[list[Ticket]], Exception]  # makes the error for tickets that are given up
+        self._losses = 0  # since the last outcome of any worker
 
-    # ------------------------------------------------------------------------------------------------- all is well
+    def __repr__(self) -> str:
+        return f"<Recovery losses={self._losses} failed_starts={self._failed_starts} vacant={sorted(self._vacant)}>"
 
     def ready(self) -> None:
         """A worker has opened the dataset."""
@@ -108,127 +121,129 @@ class Recovery:
 
     def reset(self) -> None:
         """A worker has come to an outcome."""
-        self._backoff.reset()
+        self._losses = 0
 
     def stop(self) -> set[int]:
-        """Replace nobody any more in this run; return who has no process."""
-        missing, self._vacant = self._vacant.union(self._backoff.stop()), set()
-        return missing
-
-    def begin(self, missing: set[int]) -> None:
-        """Another run has begun: give workers that have no process one, as far as they can be replaced in it."""
-        session = self._session
-        for worker in missing:
-            self._is_replaced = self._can_replace(worker)
-            self.has_lost |= not self._is_replaced
-            if self._is_replaced:
-                session.apply([Replace(worker)])
-            else:
-                self._explain = partial(explain_death, session.pool.processes[worker])
-                session.apply(session.run.scheduler.died(worker, replaceable=False))
+        """A run is over; return those who have no process because their data had ended."""
+        vacant, self._vacant = self._vacant, set()
+        return vacant
 
     # ------------------------------------------------------------------------------------------------------ deaths
 
-    def died(self, worker: int, process: Worker) -> None:
-        """The worker's process ended on its own."""
-        session = self._session
+    def died(self, process: Worker, start: Start | None, *, is_active: bool) -> Sequence[Lose | GiveUp]:
+        """The worker's process ended on its own.
+
+        Args:
+            process: What it was.
+            start: Where another one would begin, if it held a place in the data.
+            is_active: It had not come to the end of its data.
+        """
         if process.was_set_up:
             log.warning("%s", describe_death(process.pid, process.exitcode))
-        self._explain = partial(explain_death, process)
         self._failed_starts += not process.is_ready
-        scheduler = session.run.scheduler
-        session.lost(worker)
-        if worker not in scheduler.active:  # it had come to the end of its data, and only a later run needs another
-            self._vacant.add(worker)
+        if not is_active:  # only a later run needs another
+            self._vacant.add(process.worker_id)
             self.has_lost |= not (self._policy.replaceable or self._policy.has_initial_state)
-            return
+            return []
         if not process.was_set_up:
-            session.give_up(explain_no_start(process))
-            return
-        if self._failed_starts > scheduler.num_workers + 2:
-            session.give_up(explain_failed_starts(process, self._failed_starts))
-            return
-        self._is_replaced = self._can_replace(worker)
-        self.has_lost |= not self._is_replaced
-        rests = self._is_replaced and self._backoff.begin(worker)
-        session.apply(scheduler.died(worker, replaceable=self._is_replaced, was_ready=process.is_ready, rests=rests))
+            return [GiveUp(_no_start(process))]
+        if self._failed_starts > self._num_workers + 2:
+            return [GiveUp(_failed_starts(process, self._failed_starts))]
+        if not self._can_replace(start):
+            return self._lose_for_good(process)
+        return [Lose(process.worker_id, partial(_death, process), was_ready=process.is_ready, rest_s=self._rest_s())]
 
-    def _can_replace(self, worker: int) -> bool:
-        """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
-        policy, run = self._policy, self._session.run
-        if policy.replaceable or not policy.tells_place:
-            return policy.replaceable
-        start = run.tracks[worker].start
-        return start.snapshot is not None or (policy.has_initial_state and len(start.past) <= _MOST_PAST)
+    def fill(self, process: Worker, start: Start | None) -> Sequence[Lose | Replace]:
+        """Another run has begun, and this worker, which was lost before, has no process."""
+        return [Replace(process.worker_id)] if self._can_replace(start) else self._lose_for_good(process)
 
-    def past(self, last: Run) -> dict[int, Sequence[Start]]:
-        """Return, by worker, what another one would have to be taken through that took its place after this run."""
+    def past(self, tracks: Mapping[int, Progressing], active: set[int]) -> dict[int, Sequence[Start]]:
+        """Return, by worker, what another one would have to be taken through that took its place after this run.
+
+        Args:
+            tracks: How far workers are.
+            active: Who has not come to the end of the data.
+        """
         if self._policy.replaceable or not self._policy.has_initial_state:
             return {}
-        active = last.scheduler.active
-        return {worker: track.past(ended=worker not in active) for worker, track in last.tracks.items()}
+        return {worker: track.past(ended=worker not in active) for worker, track in tracks.items()}
 
-    def _end_rest(self, worker: int) -> None:
-        self._session.apply([Replace(worker)])
-        self._session.apply(self._session.run.scheduler.rested(worker))
+    def _lose_for_good(self, process: Worker) -> list[Lose]:
+        self.has_lost = True
+        cause = partial(_death, process, note=_NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE)
+        return [Lose(process.worker_id, cause, replaceable=False, was_ready=process.is_ready)]
 
-    def fail(self, action: Fail) -> None:
-        """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
-        session, error = self._session, self._explain(action.tickets)
-        run = session.run
-        if action.at_once:
-            if not self._is_replaced:
-                error.add_note(_NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE)
-            run.handoff.ready.appendleft(failed(error, counts=False))
-            run.handoff.wake()
-            return
-        (ticket,) = action.tickets
-        item = failed(error, ticket.seq)
-        if action.leave_out:
-            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
-            run.faults.left_out.append(ticket.keys)
-            item = Item(LeftOut(NO_RECORD), ticket.seq)
-        session.apply(run.scheduler.ready(ticket.seq, item))
+    def _can_replace(self, start: Start | None) -> bool:
+        """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
+        policy = self._policy
+        if policy.replaceable or not policy.tells_place or start is None:
+            return policy.replaceable
+        return start.snapshot is not None or (policy.has_initial_state and len(start.past) <= _MOST_PAST)
+
+    def _rest_s(self) -> float:
+        """Count a lost worker; return how long to wait before another takes its place."""
+        self._losses += 1
+        excess = self._losses - self._num_workers - _CALM_LOSSES
+        return min(_FIRST_REST_S * 2.0 ** (excess - 1), _LONGEST_REST_S) if excess > 0 else 0.0
 
     # ------------------------------------------------------------------------------------------------------- hangs
 
-    def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
-        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+    def overdue(self, found: Overdue, start: Start | None) -> BatchTimeoutError | Sequence[Discard | Lose]:
+        """The awaited batch has not come in time: do what ``on_timeout`` says, or return the error to raise.
 
-        ``tell`` gets the error to raise, or None if the batch, or its error, will come after all.
+        No action means that the batch, or its error, will come after all.
+
+        Args:
+            found: What was found out.
+            start: Where another worker would begin, if it held a place in the data.
         """
-        scheduler = self._session.run.scheduler
-        ticket = scheduler.awaited()
-        if ticket is None:  # it waits for a worker that rests, or it is being pinned
-            tell(None if scheduler.resting else timed_out(timeout_s))
-            return
-        process = self._session.pool.processes[ticket.worker]
-        process.ask_stack(ticket.seq, lambda stack: tell(self._overdue_at(timeout_s, ticket, process, stack)))
-
-    def _overdue_at(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
-        session = self._session
+        policy, process = self._policy, found.process
         why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
-        explain = partial(timed_out, timeout_s, ticket.keys, process.worker_id, process.pid, stack, why)
-        if self._policy.on_timeout == "raise" or not session.takes_outcomes:
+        explain = partial(
+            timed_out, found.timeout_s, found.ticket.keys, process.worker_id, process.pid, found.stack, why
+        )
+        if policy.on_timeout == "raise" or not found.may_replace:
             return explain()
-        would_skip = self._policy.is_stream and self._policy.on_timeout == "skip"
-        if would_skip or not self._can_replace(ticket.worker):
+        would_skip = policy.is_stream and policy.on_timeout == "skip"
+        if would_skip or not self._can_replace(start):
             error = explain()
-            error.add_note(_NOT_REPLACED if self._policy.tells_place and not would_skip else _NOT_REPLACEABLE)
+            error.add_note(_NOT_REPLACED if policy.tells_place and not would_skip else _NOT_REPLACEABLE)
             return error
-        if not process.is_ready and time.monotonic() - process.started_at < max(timeout_s, _STARTING_S):
-            return None  # killed for being slow to start, the next one would be as slow
-        held = session.run.scheduler.in_flight[ticket.worker]
-        if session.pool.processes[ticket.worker] is process and held.get(ticket.seq) is ticket:
-            self._replace_hung(process, explain)
-        return None  # otherwise it has come, or somebody else has waited too long for it
+        if not found.is_held:  # it has come, or somebody else has waited too long for it
+            return []
+        if not process.is_ready and found.age_s < max(found.timeout_s, _STARTING_S):
+            return []  # killed for being slow to start, the next one would be as slow
+        log.warning("%s It is killed and replaced.", explain())
+        cause: Cause = lambda tickets: explain(tries=tickets[0].tries)  # noqa: E731
+        worker = process.worker_id
+        return [Discard(worker), Lose(worker, cause, hung=True, rest_s=self._rest_s())]
 
-    def _replace_hung(self, process: Worker, explain: Callable[..., BatchTimeoutError]) -> None:
-        session, error = self._session, explain()
-        log.warning("%s It is killed and replaced.", error)
-        session.run.faults.timeouts += 1
-        self._explain = lambda tickets: explain(tries=tickets[0].tries)
-        session.lost(process.worker_id)
-        session.pool.discard(process.worker_id)
-        rests = self._backoff.begin(process.worker_id)
-        session.apply(session.run.scheduler.hung(process.worker_id, rests=rests))
+
+def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Exception:
+    """Make the error for tickets that are given up because their worker died."""
+    keys = [ticket.keys for ticket in tickets]
+    tries = tickets[0].tries if tickets else 1
+    error = died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"))
+    if note:
+        error.add_note(note)
+    return error
+
+
+def _failed_starts(process: Worker, count: int) -> WorkerStartError:
+    """Make the error for so many workers in a row that ended before they could take a batch."""
+    output = f"\nLast words of the worker:\n{process.output.decode(errors='replace')}" if process.output else ""
+    return WorkerStartError(
+        f"Workers end before they can take a batch ({count} in a row); the last one: "
+        f"{describe_death(process.pid, process.exitcode)}{output}"
+    )
+
+
+def _no_start(process: Worker) -> WorkerStartError:
+    """Make the error for a worker that ended before any of the loader's work began, as every other would."""
+    said = process.output.decode(errors="replace").strip()
+    why = said or (
+        "The traceback is on stderr. Where processes are not forked they import asyncloader and the main module again: "
+        'does that run something outside of `if __name__ == "__main__"`?'
+    )
+    code = process.exitcode
+    return WorkerStartError(f"DataLoader worker (pid {process.pid}) ended with exit code {code} at its start. {why}")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from asyncloader.engine.actions import Action, Fail, Ticket
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.tracks import make_tracks
+from asyncloader.engine.tracks import Track, make_tracks
+from asyncloader.errors import describe_keys
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import BatchTimes, Meter
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, Outcome
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
 from asyncloader.workers.protocol.snapshot import Frozen, Start
+
+log = logging.getLogger("asyncloader")
 
 
 class Item(NamedTuple):
@@ -102,6 +107,56 @@ class Run:
         """Note where workers are at the beginning."""
         key = None if self._is_stream else self.epoch.key
         self.tracks = make_tracks(starts, key, overlaps=self._overlaps)
+
+    def start_of(self, worker: int) -> Start | None:
+        """Return where another worker would begin; None where workers have no place in the data."""
+        return self.tracks[worker].start if self.tracks else None
+
+    def given(self, worker: int, ticket: Ticket) -> None:
+        """Note that a worker gets a ticket."""
+        self.faults.retries += ticket.tries > 0
+        if isinstance(track := self.tracks.get(worker), Track):
+            track.given(ticket.seq)
+
+    def answered(self, item: Item, ticket: Ticket) -> Item:
+        """Note that a worker has answered a ticket, which decides where a replacement would begin."""
+        snapshot = item.outcome.snapshot
+        # What an iterator tells after its end is no place to begin at: some would begin anew.
+        place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
+        keys = None if self._is_stream else ticket.keys
+        return item._replace(number=self.tracks[item.worker].answered(item.seq, place, keys), keys=keys)
+
+    def lost(self, worker: int) -> None:
+        """Note that what a worker that is gone had been given was not made."""
+        if self.tracks:
+            self.tracks[worker].lost()
+
+    def fail(self, action: Fail) -> list[Action]:
+        """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
+        assert action.cause is not None
+        error = action.cause(action.tickets)
+        if action.at_once:
+            self.handoff.ready.appendleft(failed(error, counts=False))
+            self.handoff.wake()
+            return []
+        (ticket,) = action.tickets
+        item = failed(error, ticket.seq)
+        if action.leave_out:
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
+            self.faults.left_out.append(ticket.keys)
+            item = Item(LeftOut(NO_RECORD), ticket.seq)
+        return self.scheduler.ready(ticket.seq, item)
+
+    def read_on(self, until: int) -> None:
+        """Let a consumer that waits read the sampler on."""
+        self.void_count = self.scheduler.void_count
+        self.read_until = max(self.read_until, until)
+        self.handoff.wake()
+
+    def finish(self) -> None:
+        """Tell consumers that everything that was planned has been handed over."""
+        self.ended = True
+        self.handoff.wake_all()
 
     def begin_after(self, past: dict[int, Sequence[Start]]) -> None:
         """Note what workers of a stream had been through before, by worker."""

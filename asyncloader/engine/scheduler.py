@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send, Ticket
+from asyncloader.engine.actions import VOID, Action, Cause, Deliver, Fail, Finish, Read, Replace, Send, Ticket
 
 # Under dynamic scheduling a worker has tickets for this long, so that it need not wait for the channel. A round trip
 # takes 0.1 ms with an idle trainer and several ms with one that is busy in pure Python (the interpreter's switch
@@ -184,7 +184,13 @@ class Scheduler:
         return actions + self._assign()
 
     def died(
-        self, worker: int, *, replaceable: bool = True, was_ready: bool = True, rests: bool = False
+        self,
+        worker: int,
+        cause: Cause | None = None,
+        *,
+        replaceable: bool = True,
+        was_ready: bool = True,
+        rests: bool = False,
     ) -> list[Action]:
         """The worker's process ended. What it was at is tried again, given up or left out, as ``on_crash`` says.
 
@@ -197,17 +203,17 @@ class Scheduler:
         if rests and replaceable:
             self.resting.add(worker)
         if self._on_crash == "raise" or not replaceable:
-            return self._give_up(worker, replaceable)
+            return self._give_up(worker, replaceable, cause)
         in_work = len(self.in_flight[worker]) if was_ready else 0
         if self._overlapping and in_work > 1:
             self._suspects[worker] = deque(sorted(self._take_in_flight(worker), key=lambda ticket: ticket.seq))
-        return self._replace(worker, self._on_crash, was_ready)
+        return self._replace(worker, self._on_crash, was_ready, cause)
 
-    def hung(self, worker: int, *, rests: bool = False) -> list[Action]:
+    def hung(self, worker: int, cause: Cause | None = None, *, rests: bool = False) -> list[Action]:
         """The worker was killed, for a batch did not come in time: what it was at fares as ``on_timeout`` says."""
         if rests:
             self.resting.add(worker)
-        return self._replace(worker, self._on_timeout, True)
+        return self._replace(worker, self._on_timeout, True, cause)
 
     def rested(self, worker: int) -> list[Action]:
         """The worker has a process again."""
@@ -375,7 +381,7 @@ class Scheduler:
             for ticket in tickets:
                 heapq.heappush(self._unsent, (ticket.seq, ticket))
 
-    def _replace(self, worker: int, policy: str, was_ready: bool) -> list[Action]:
+    def _replace(self, worker: int, policy: str, was_ready: bool, cause: Cause | None) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
         lost = self._take_in_flight(worker)
         if self._overlapping:
@@ -384,18 +390,18 @@ class Scheduler:
         if lost and was_ready:
             # Tickets are taken in order, so blame the first. Overlapping tickets of a worker that died are suspects and
             # never get here; after a hang the first is the awaited one.
-            actions += self._blame(lost.pop(0), policy)
+            actions += self._blame(lost.pop(0), policy, cause)
         self._put_back(worker, lost)
         return actions + self._assign()
 
-    def _blame(self, ticket: Ticket, policy: str) -> list[Action]:
+    def _blame(self, ticket: Ticket, policy: str, cause: Cause | None) -> list[Action]:
         ticket.tries += 1
         if policy == "skip" or ticket.tries > self._max_retries:
-            return [Fail([ticket], at_once=False, leave_out=policy == "skip")]
+            return [Fail([ticket], at_once=False, leave_out=policy == "skip", cause=cause)]
         self._put_back(ticket.worker, [ticket])
         return []
 
-    def _give_up(self, worker: int, replaceable: bool) -> list[Action]:
+    def _give_up(self, worker: int, replaceable: bool, cause: Cause | None) -> list[Action]:
         lost = self._take_in_flight(worker) if replaceable else self._take_all(worker)
         actions: list[Action] = []
         if not replaceable:
@@ -403,7 +409,7 @@ class Scheduler:
         elif worker not in self.resting:
             actions.append(Replace(worker))
         if lost or not (replaceable or self._finished):
-            actions.append(Fail(lost, at_once=True))
+            actions.append(Fail(lost, at_once=True, cause=cause))
         for ticket in lost:
             actions += self.ready(ticket.seq, VOID)
         return actions + self._assign()

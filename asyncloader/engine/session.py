@@ -11,24 +11,37 @@ the rest runs on the loop thread.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
-from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send, Ticket
+from asyncloader.engine.actions import (
+    VOID,
+    Action,
+    Deliver,
+    Discard,
+    Fail,
+    Finish,
+    GiveUp,
+    Lose,
+    Read,
+    Replace,
+    Send,
+    Ticket,
+)
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
-from asyncloader.engine.recovery import Policy, Recovery
+from asyncloader.engine.recovery import Overdue, Policy, Recovery
 from asyncloader.engine.run import Item, PlanEnd, Run, failed
-from asyncloader.engine.tracks import Track
-from asyncloader.errors import LoaderClosedError, describe_keys, exiting
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.parent.launching import carry_out
@@ -68,7 +81,8 @@ class Session:
         self.run = run
         self._pinner = pinner
         self._is_stream = policy.is_stream
-        self.recovery = Recovery(self, policy)
+        self.recovery = Recovery(policy, run.scheduler.num_workers)
+        self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
         self._inbox: deque[Any] = deque()
         self._wake_posted = False
         self._closed = threading.Event()
@@ -128,25 +142,11 @@ class Session:
         carry_out(self._steps())
 
     def start_from_here(self) -> None:
-        """Do so from a thread of the consumer's, so that forked workers are copies of that.
+        """Do so from a thread of the consumer's, of which forked workers are copies then.
 
         They find what belongs to it, as workers that torch's loader forks there: connections to SQLite, thread-locals.
         """
-        steps = self._steps()
-        step: Callable[[], Callable[[], None] | None] = partial(next, steps, None)
-        try:
-            while (launch := self.portal.call(step).result()) is not None:
-                step = partial(next, steps, None)
-                try:
-                    launch()
-                except Exception as error:
-                    step = partial(steps.throw, error)
-        except BaseException:  # Ctrl-C: one more process may be half started
-            with contextlib.suppress(LoaderClosedError):
-                self.portal.post(steps.close)
-            raise
-        finally:
-            del step
+        self.portal.launch_here(self._steps())
 
     def _steps(self) -> Generator[Callable[[], None], None, None]:
         """Start; what is yielded launches a worker, and is to be called before the next step."""
@@ -171,7 +171,7 @@ class Session:
         self.run.handoff.ready.clear()
         self.run.handoff.wake_all()
         self._read_inbox()
-        self.recovery.stop()
+        self._stop_recovery()
         self.run.meter.write_trace()
         if self._pinner is not None:
             self._pinner.stop()
@@ -227,7 +227,7 @@ class Session:
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
         if self._is_stream:
-            self.run.begin_after(self.recovery.past(last))
+            self.run.begin_after(self.recovery.past(last.tracks, last.scheduler.active))
         else:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
 
@@ -236,7 +236,16 @@ class Session:
         unmoved, self._unmoved = self._unmoved, set()
         for worker in unmoved:
             self.pool.discard(worker)
-        self.recovery.begin(self.recovery.stop() | unmoved)
+        for worker in self._stop_recovery() | unmoved:
+            self.apply(self.recovery.fill(self.pool.processes[worker], self.run.start_of(worker)))
+
+    def _stop_recovery(self) -> set[int]:
+        """Replace nobody any more in this run; return who has no process."""
+        resting = set(self._rests)
+        for timer in self._rests.values():
+            timer.cancel()
+        self._rests.clear()
+        return resting | self.recovery.stop()
 
     def _note_start(self, worker: int) -> None:
         if self._is_put_back and self.run.tracks[worker].start.snapshot is not None:
@@ -274,7 +283,8 @@ class Session:
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = Item(outcome, record.seq, worker, times)
         if run.tracks:
-            item = self._note_place(item, ticket)
+            self._unmoved.discard(worker)
+            item = run.answered(item, ticket)
         if self._pinner is None or times is None:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
@@ -299,25 +309,10 @@ class Session:
             outcome = Failure(batch.record, error, batch.bad, batch.snapshot)
         self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome), batch.nbytes))
 
-    def _note_place(self, item: Item, ticket: Ticket) -> Item:
-        """Note that a worker has answered a ticket, which decides where a replacement would begin."""
-        self._unmoved.discard(item.worker)
-        snapshot = item.outcome.snapshot
-        # What an iterator tells after its end is no place to begin at: some would begin anew.
-        place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
-        keys = None if self._is_stream else ticket.keys
-        number = self.run.tracks[item.worker].answered(item.seq, place, keys)
-        return item._replace(number=number, keys=keys)
-
     def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
         """Return those of these tickets that the worker still has, with their keys."""
         tickets = self.run.scheduler.in_flight[worker]
         return [(seq, tickets[seq].keys) for seq in seqs if seq in tickets]
-
-    def lost(self, worker: int) -> None:
-        """Note that what a worker that is gone had been given was not made."""
-        if self.run.tracks:
-            self.run.tracks[worker].lost()
 
     @property
     def takes_outcomes(self) -> bool:
@@ -327,11 +322,36 @@ class Session:
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker's process ended on its own."""
         if self.takes_outcomes:
-            self.recovery.died(worker, process)
+            run = self.run
+            self.apply(self.recovery.died(process, run.start_of(worker), is_active=worker in run.scheduler.active))
+
+    def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+
+        ``tell`` gets the error to raise, or None if the batch, or its error, will come after all.
+        """
+        scheduler = self.run.scheduler
+        ticket = scheduler.awaited()
+        if ticket is None:  # it waits for a worker that rests, or it is being pinned
+            tell(None if scheduler.resting else timed_out(timeout_s))
+            return
+        process = self.pool.processes[ticket.worker]
+        process.ask_stack(ticket.seq, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
+
+    def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
+        worker = ticket.worker
+        has_ticket = self.run.scheduler.in_flight[worker].get(ticket.seq) is ticket
+        is_held, age_s = has_ticket and self.pool.processes[worker] is process, time.monotonic() - process.started_at
+        found = Overdue(timeout_s, ticket, process, stack, age_s, is_held, self.takes_outcomes)
+        decided = self.recovery.overdue(found, self.run.start_of(worker))
+        if isinstance(decided, BatchTimeoutError):
+            return decided
+        self.apply(decided)
+        return None
 
     # ------------------------------------------------------------------------------------------------- actions
 
-    def apply(self, actions: list[Action]) -> None:
+    def apply(self, actions: Sequence[Action]) -> None:
         """Carry out what the scheduler decided, in order; tickets for one worker go in one message."""
         for action in actions:
             self._do[type(action)](self, action)
@@ -367,21 +387,13 @@ class Session:
             return
         ticket = action.ticket
         ticket.sent_at = perf_counter()
-        self.run.faults.retries += ticket.tries > 0
-        if isinstance(track := self.run.tracks.get(action.worker), Track):
-            track.given(ticket.seq)
+        self.run.given(action.worker, ticket)
         self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:
         if (times := action.outcome.times) is not None:
             times.ready_at = perf_counter()
         self.run.handoff.put(action.outcome)
-
-    def _read_on(self, action: Read) -> None:
-        run = self.run
-        run.void_count = run.scheduler.void_count
-        run.read_until = max(run.read_until, action.until)
-        run.handoff.wake()
 
     def _replace(self, action: Replace) -> None:
         run, worker = self.run, action.worker
@@ -392,16 +404,28 @@ class Session:
         try:
             self.pool.replace(worker)
         except Exception as error:
-            self.give_up(error)
+            self._give_up(GiveUp(error))
 
-    def _finish(self, action: Finish) -> None:
-        self.run.ended = True
-        self.run.handoff.wake_all()
+    def _lose(self, action: Lose) -> None:
+        run, worker, rests = self.run, action.worker, action.rest_s > 0
+        run.lost(worker)
+        if rests:
+            self._rests[worker] = self.portal.loop.call_later(action.rest_s, self._end_rest, worker)
+        if action.hung:
+            run.faults.timeouts += 1
+            self.apply(run.scheduler.hung(worker, action.cause, rests=rests))
+        else:
+            facts = {"replaceable": action.replaceable, "was_ready": action.was_ready}
+            self.apply(run.scheduler.died(worker, action.cause, rests=rests, **facts))
 
-    def give_up(self, error: Exception) -> None:
-        """No worker can be had: one error stands for everything that is not here yet."""
-        self.gave_up = True
-        self.recovery.stop()
+    def _end_rest(self, worker: int) -> None:
+        del self._rests[worker]
+        self.apply([Replace(worker)])
+        self.apply(self.run.scheduler.rested(worker))
+
+    def _give_up(self, action: GiveUp) -> None:
+        self.gave_up, error = True, action.error
+        self._stop_recovery()
         self._outbox.clear()
         self._read_inbox()
         scheduler = self.run.scheduler
@@ -416,8 +440,11 @@ class Session:
     _do: ClassVar[dict[type, Callable[[Session, Any], None]]] = {
         Send: _send,
         Deliver: _deliver,
-        Read: _read_on,
+        Read: lambda session, action: session.run.read_on(action.until),
         Replace: _replace,
-        Fail: lambda session, action: session.recovery.fail(action),
-        Finish: _finish,
+        Fail: lambda session, action: session.apply(session.run.fail(action)),
+        Lose: _lose,
+        Discard: lambda session, action: session.pool.discard(action.worker),
+        GiveUp: _give_up,
+        Finish: lambda session, action: session.run.finish(),
     }

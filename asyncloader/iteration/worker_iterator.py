@@ -352,7 +352,7 @@ class WorkerIterator(BaseIterator[T_co]):
             if not future.done():
                 future.set_result(error)
 
-        self._session.portal.post(self._session.recovery.overdue, self._settings.timeout, tell)
+        self._session.portal.post(self._session.overdue, self._settings.timeout, tell)
         return future
 
     def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:

@@ -277,7 +277,7 @@ class Model(RuleBasedStateMachine):
                     assert not self.at_work[worker]
                     assert worker not in self.lost_workers | self.resting
                     self.readers[worker] = Reader(self.tracks[worker].start)
-                case Fail(tickets, at_once, leave_out):
+                case Fail(tickets, at_once, leave_out, _):
                     assert not (at_once and leave_out)
                     self._fail(tickets, at_once)
                 case Finish():

@@ -1,0 +1,211 @@
+"""What becomes of workers that are lost, decided without any: events in, actions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader.engine.actions import Discard, GiveUp, Lose, Replace, Ticket
+from asyncloader.engine.recovery import Overdue, Policy, Recovery
+from asyncloader.engine.tracks import make_tracks
+from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
+from asyncloader.workers.protocol.snapshot import Frozen, Start
+
+MAP = Policy(replaceable=True)
+STREAM = Policy(replaceable=False, is_stream=True, tells_place=True)
+TOLD = Start(2, Frozen({"at": 2}))
+KEYS = [1, 2]
+
+
+@dataclass
+class Gone:
+    """What is known of a worker."""
+
+    worker_id: int = 0
+    pid: int = 99
+    exitcode: int | None = -9
+    output: bytearray = field(default_factory=bytearray)
+    is_ready: bool = True
+    is_telling: bool = True
+    was_set_up: bool = True
+    is_alive: bool = False
+    started_at: float = 0.0
+
+    def ask_stack(self, seq: int, tell: Any) -> None:
+        """Nobody asks here."""
+
+
+def lose(recovery: Recovery, process: Gone | None = None, start: Start | None = None) -> Lose:
+    """A worker dies, which is no reason to give up."""
+    (action,) = recovery.died(process or Gone(), start, is_active=True)
+    assert isinstance(action, Lose)
+    return action
+
+
+def overdue(policy: Policy, process: Gone | None = None, start: Start | None = None, **found: Any) -> Any:
+    """The awaited batch has not come in time; return what is decided."""
+    facts = {"timeout_s": 1.0, "stack": "at line 3", "age_s": 5.0, "is_held": True, "may_replace": True, **found}
+    ticket = Ticket(7, KEYS, 0, tries=1)
+    return Recovery(policy, 2).overdue(Overdue(ticket=ticket, process=process or Gone(), **facts), start)
+
+
+def test_a_worker_that_died_is_replaced_at_once_and_named() -> None:
+    """The error is made where tickets are given up, and says which."""
+    action = lose(Recovery(MAP, 2))
+    assert action == Lose(0, action.cause)
+    error = action.cause([Ticket(0, KEYS, tries=2)])
+    assert isinstance(error, WorkerDiedError)
+    assert "SIGKILL" in str(error)
+    assert "1, 2" in str(error)
+
+
+def test_one_that_was_not_ready_had_begun_with_nothing() -> None:
+    """The scheduler blames no ticket for it."""
+    assert not lose(Recovery(MAP, 2), Gone(is_ready=False)).was_ready
+
+
+@given(num_workers=st.integers(1, 8), losses=st.integers(1, 40))
+def test_a_storm_backs_off_and_an_outcome_ends_it(num_workers: int, losses: int) -> None:
+    """One loss for each worker and two more are calm; then each rest is twice the last, a second at most."""
+    recovery = Recovery(MAP, num_workers)
+    rests = [lose(recovery).rest_s for _ in range(losses)]
+    calm = num_workers + 2
+    assert rests[:calm] == [0.0] * min(calm, losses)
+    assert rests[calm:] == [min(0.02 * 2.0**k, 1.0) for k in range(losses - calm)]
+    recovery.reset()
+    assert lose(recovery).rest_s == 0.0
+
+
+@given(num_workers=st.integers(1, 8), ready_after=st.integers(0, 6))
+def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -> None:
+    """So many in a row, counted anew when one has opened the dataset."""
+    recovery = Recovery(MAP, num_workers)
+    for _ in range(min(ready_after, num_workers + 2)):
+        lose(recovery, Gone(is_ready=False))
+    recovery.ready()
+    for _ in range(num_workers + 2):
+        lose(recovery, Gone(is_ready=False))
+    (action,) = recovery.died(Gone(is_ready=False, output=bytearray(b"boom")), None, is_active=True)
+    assert isinstance(action, GiveUp)
+    assert isinstance(action.error, WorkerStartError)
+    assert f"({num_workers + 3} in a row)" in str(action.error)
+    assert "boom" in str(action.error)
+
+
+def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
+    """Every other would end in the same way."""
+    gone = Gone(was_set_up=False, is_ready=False, exitcode=1, output=bytearray(b"no such module"))
+    (action,) = Recovery(MAP, 2).died(gone, None, is_active=True)
+    assert isinstance(action, GiveUp)
+    assert "no such module" in str(action.error)
+
+
+@pytest.mark.parametrize(
+    ("policy", "start", "replaceable"),
+    [
+        (MAP, None, True),
+        (STREAM, Start(), False),
+        (STREAM, TOLD, True),
+        (STREAM._replace(has_initial_state=True), Start(), True),
+        (STREAM._replace(has_initial_state=True), Start(past=(Start(),) * 10), True),
+        (STREAM._replace(has_initial_state=True), Start(past=(Start(),) * 11), False),
+        (STREAM._replace(tells_place=False), TOLD, False),
+        (STREAM._replace(replaceable=True), Start(), True),
+    ],
+)
+def test_who_can_be_replaced(policy: Policy, start: Start | None, replaceable: bool) -> None:
+    """A worker of a stream only where another one can begin where it was; the loader begins no further run else."""
+    recovery = Recovery(policy, 2)
+    action = lose(recovery, start=start)
+    assert action.replaceable is replaceable
+    assert recovery.has_lost is not replaceable
+    notes = getattr(action.cause([Ticket(0, KEYS)]), "__notes__", [])
+    advice = "state_dict" if policy.tells_place else '"retry" makes the batch again'
+    assert any(advice in note for note in notes) is not replaceable
+    assert action.rest_s == 0.0
+    filled = Recovery(policy, 2).fill(Gone(1), start)
+    assert [type(action) for action in filled] == [Replace if replaceable else Lose]
+
+
+@pytest.mark.parametrize(
+    ("policy", "has_lost"), [(MAP, False), (STREAM, True), (STREAM._replace(has_initial_state=True), False)]
+)
+def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(policy: Policy, has_lost: bool) -> None:
+    """It is returned once, when the run is over."""
+    recovery = Recovery(policy, 2)
+    assert recovery.died(Gone(1), Start(), is_active=False) == []
+    assert recovery.has_lost is has_lost
+    assert recovery.stop() == {1}
+    assert recovery.stop() == set()
+
+
+def test_what_another_worker_is_taken_through() -> None:
+    """The runs of those whose state the parent has; of the others it is known by other means."""
+    tracks = make_tracks({0: Start(), 1: Start()}, None, overlaps=False)
+    tracks[0].done(-1, None)
+    assert Recovery(STREAM, 2).past(tracks, {0, 1}) == {}
+    past = Recovery(STREAM._replace(has_initial_state=True), 2).past(tracks, {0})
+    assert past == {0: (Start(1),), 1: (Start(ended=True),)}
+
+
+# ----------------------------------------------------------------------------------------------------------- hangs
+
+
+def test_a_timeout_is_raised_with_the_stack() -> None:
+    """Nothing is killed."""
+    error = overdue(MAP)
+    assert isinstance(error, BatchTimeoutError)
+    assert "at line 3" in str(error)
+    assert "1, 2" in str(error)
+
+
+@pytest.mark.parametrize("on_timeout", ["retry", "skip"])
+def test_a_hung_worker_is_killed_and_lost(on_timeout: Any) -> None:
+    """In this order; the error says how often it was tried."""
+    discard, lose = overdue(MAP._replace(on_timeout=on_timeout))
+    assert discard == Discard(0)
+    assert (lose.worker, lose.hung, lose.replaceable, lose.rest_s) == (0, True, True, 0.0)
+    assert isinstance(lose.cause([Ticket(7, KEYS, 0, tries=3)]), BatchTimeoutError)
+
+
+def test_hangs_back_off_as_deaths_do() -> None:
+    """They count together."""
+    recovery = Recovery(MAP._replace(on_timeout="retry"), 1)
+    for _ in range(3):
+        lose(recovery)
+    decided = recovery.overdue(Overdue(1.0, Ticket(0, KEYS), Gone(), "", 5.0, True, True), None)
+    assert not isinstance(decided, BatchTimeoutError)
+    assert isinstance(decided[1], Lose)
+    assert decided[1].rest_s == 0.02
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("it has come meanwhile", {"is_held": False}),
+        ("it is still opening the dataset", {"process": Gone(is_ready=False), "age_s": 59.0}),
+        ("it has as long as the timeout", {"process": Gone(is_ready=False), "age_s": 99.0, "timeout_s": 100}),
+    ],
+)
+def test_nothing_is_done_where_waiting_helps(what: str, found: dict[str, Any]) -> None:
+    """The consumer waits on."""
+    assert overdue(MAP._replace(on_timeout="retry"), **found) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        (MAP, {"may_replace": False}),
+        (STREAM._replace(on_timeout="retry"), {"start": Start()}),
+        (STREAM._replace(on_timeout="skip"), {"start": TOLD}),
+    ],
+)
+def test_one_that_cannot_be_replaced_is_not_killed(policy: Policy, found: dict[str, Any]) -> None:
+    """The error is raised, and says so where it is about a stream."""
+    error = overdue(policy, **found)
+    assert isinstance(error, BatchTimeoutError)
+    assert bool(getattr(error, "__notes__", [])) is policy.is_stream
