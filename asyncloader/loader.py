@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
@@ -24,7 +24,7 @@ from asyncloader.iteration.runs import Runs
 from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
-from asyncloader.protocols import accept_iterable
+from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, accept_iterable
 from asyncloader.settings import (
     RUN_AHEAD_BYTES,
     OnCrash,
@@ -37,6 +37,7 @@ from asyncloader.settings import (
 )
 
 if TYPE_CHECKING:
+    from asyncloader.iteration.base_iterator import BaseIterator
     from asyncloader.iteration.inline_iterator import InlineIterator
     from asyncloader.iteration.worker_iterator import WorkerIterator
 
@@ -162,7 +163,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __init__(
         self,
-        dataset: Dataset[T_co],
+        dataset: Dataset[T_co] | AsyncDataset[T_co] | AsyncBatchDataset[T_co] | AsyncIterableDataset[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -196,7 +197,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         _import_iterators()
         accept_iterable(dataset)
         super().__init__(
-            dataset,
+            cast(Dataset[T_co], dataset),
             batch_size,
             shuffle,
             sampler,
@@ -269,14 +270,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         now = {name: getattr(self, name) for name in OPTIONS}
         return ", ".join(f"{name}={now[name]!r}" for name in OPTIONS if now[name] != OPTIONS[name].default)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data: workers start, and the first batches are being made when this returns."""
         if (kept := self._kept_iterator()) is not None:
             kept.begin_next(self, self._settings())
             return kept
-        return super().__iter__()
+        return cast("BaseIterator[T_co]", super().__iter__())
 
-    def __aiter__(self) -> Any:
+    def __aiter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data without blocking the loop: what goes wrong is raised by the first ``anext``."""
         if (kept := self._kept_iterator()) is not None:
             kept.begin_next(self, self._settings())
@@ -284,7 +285,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         iterator = self._make_iterator(wait_for_start=False)
         if self.persistent_workers:
             self._iterator = iterator
-        return iterator
+        return cast("BaseIterator[T_co]", iterator)
 
     def _kept_iterator(self) -> WorkerIterator[T_co] | None:
         """Return the iterator of persistent workers, if there is one that can begin another run.

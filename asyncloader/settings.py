@@ -11,6 +11,7 @@ import math
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from os import PathLike
@@ -200,6 +201,11 @@ class Settings:
         if self.snapshot_every_n_steps is not None:
             _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=0)
         self._check_max_errors()
+        if self.on_timeout != "raise" and self.num_workers and not self.timeout:
+            raise ConfigurationError(
+                f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "
+                "does: set timeout, in seconds"
+            )
 
     def _check_max_errors(self) -> None:
         limit = self.max_errors
@@ -222,7 +228,9 @@ def makes_processes(context: BaseContext | None) -> bool:
 def _one_of(name: str, value: object, kind: object) -> None:
     allowed = get_args(kind)
     if value not in allowed:
-        raise ConfigurationError(f"{name} should be one of {', '.join(map(repr, allowed))}, but got {value!r}")
+        close = get_close_matches(str(value), allowed, 1)
+        meant = f". Did you mean {close[0]!r}?" if close else ""
+        raise ConfigurationError(f"{name} should be one of {', '.join(map(repr, allowed))}, but got {value!r}{meant}")
 
 
 def _count(name: str, value: object, *, least: int) -> None:

@@ -182,12 +182,18 @@ def test_a_file_with_a_colon_is_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert "No such file" in done.output
 
 
+def test_a_file_that_is_not_there_is_named() -> None:
+    """Not the module of its name."""
+    with pytest.raises(ValueError, match=r"there is no file 'nope\.py' \(looked for in "):
+        find("nope.py:make")
+
+
 @pytest.mark.parametrize("name", [":f", ".:f", "..a:f", " :f", "a b:f", "missing.py:f", "json.py:f", "a..b:f"])
 def test_what_names_no_function_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A module of another name is not taken in the place of a file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("def f(): ...")
-    with pytest.raises(ValueError, match=r"cannot be imported|cannot import"):
+    with pytest.raises(ValueError, match=r"cannot be imported|cannot import|there is no file"):
         find(name)
 
 

@@ -151,3 +151,18 @@ def test_workers_that_are_there_keep_what_they_were_started_with() -> None:
     both = now.with_workers_of(first)
     assert (both.num_workers, both.on_error, both.samples_at_once, both.prefetch_factor) == (1, "skip", 1, 8)
     assert both.window == 8
+
+
+def test_a_value_that_is_nearly_right_is_named() -> None:
+    """A slip of the pen."""
+    with pytest.raises(ConfigurationError, match=r"but got 'retyr'\. Did you mean 'retry'\?"):
+        DataLoader([1], on_crash="retyr")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on_timeout", ["retry", "skip"])
+def test_what_is_for_a_timeout_wants_one(on_timeout: Any) -> None:
+    """Without one nothing ever is late; without workers, as while debugging, nobody minds."""
+    with pytest.raises(ConfigurationError, match="set timeout, in seconds"):
+        DataLoader([1], num_workers=1, on_timeout=on_timeout)
+    DataLoader([1], num_workers=1, timeout=1, on_timeout=on_timeout)
+    DataLoader([1], on_timeout=on_timeout)

@@ -43,4 +43,9 @@ def bench(source: Source, report: Report, *, seconds: float, rounds: int) -> Non
     report.table("sides", title, rows)
     stats = runs["asyncloader"][-1].stats
     assert stats is not None
-    report.say("verdict", f"asyncloader: {stats.verdict}", stats.verdict.as_dict())
+    report.say("verdict", f"asyncloader, within an epoch: {stats.verdict}", stats.verdict.as_dict())
+    starts = statistics.median(one.waited_s / one.seconds for one in runs["asyncloader"]) - stats.waited_share
+    if starts > 0.05:
+        words = f"{starts:.0%} of the time went by between epochs, while workers started"
+        persistent = "" if stats.options.get("persistent_workers") else ": persistent_workers=True spares that"
+        report.say("starts", words + persistent, {"share": starts})

@@ -92,13 +92,15 @@ def _module(name: str) -> ModuleType:
     is_file = path.suffix == ".py"
     if not is_file and not all(map(str.isidentifier, name.split("."))):
         raise ValueError(f"cannot import {name!r}: it is neither the name of a module nor a file that ends with .py")
+    if is_file and not path.is_file():
+        raise ValueError(f"there is no file {name!r} (looked for in {Path.cwd()})")
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
     try:
         module = importlib.import_module(path.stem if is_file else name)
     except ModuleNotFoundError as error:
         raise ValueError(f"cannot import {name!r}: {error}") from error
     found = getattr(module, "__file__", None)
-    if is_file and (found is None or not path.exists() or not path.samefile(found)):
+    if is_file and (found is None or not path.samefile(found)):
         raise ValueError(
             f"{name!r} cannot be imported: the module {path.stem!r} is another one ({found or 'built in'})"
         )

@@ -174,6 +174,12 @@ class BaseIterator(_BaseDataLoaderIter, Generic[T_co]):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
+    def __next__(self) -> Any:
+        raise NotImplementedError
+
+    async def __anext__(self) -> Any:
+        raise NotImplementedError
+
     def __iter__(self) -> Self:
         return self
 

@@ -96,7 +96,7 @@ class LoaderStats(Figures):
             f"{show_s(self.elapsed_s)} ({self.batches_per_s:.1f} batches/s)",
             f"{self.verdict}",
             f"first batch after {show_s(self.first_batch_s)}; workers busy {self.busy_share:.0%}; "
-            f"window {self.window_used:.1f} of {self.window}, {self.window_ready:.1f} ready",
+            f"{self.window_used:.1f} batches ahead (window {self.window}), {self.window_ready:.1f} of them ready",
             f"{'':10}{'mean':>10}{'p50':>10}{'p99':>10}{'longest':>10}",
         ]
         rows = [("waited", self.waited), ("ready", self.ready), *self.stages]

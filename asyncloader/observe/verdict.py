@@ -21,6 +21,7 @@ Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer"
 
 _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
 _BUSY = 0.8  # workers busy for more than this share of their time are what limits
+_TRAINS = 0.8  # a trainer that is busy for more than this share of a batch's time is what limits
 _FULL = 0.85  # cores in use for more than this share of their time are full
 _MOST_WORKERS = 64
 _MOST_CONCURRENCY = 4096
@@ -218,10 +219,10 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """Workers stood idle although the trainer waited."""
     options = stats.options
     gain = costs.batch / costs.at_best(costs.workers)
+    if gain < 1.1:  # a hiccup or two, no more
+        return _training(stats, costs) if costs.train > _TRAINS * costs.batch else _workers(stats, costs, told)
     slow = stats.work.longest_s / costs.work
     told += f": they stood idle behind slow batches (the slowest took {slow:.0f} times the mean)"
-    if gain < 1.1:  # a hiccup or two, no more
-        return _training(stats, costs)
     if options.get("is_iterable"):
         text = (
             f"{told}; shards of equal cost, or more of them in advance (prefetch_factor), could make it {_times(gain)}"
@@ -250,6 +251,9 @@ def _worker_words(enough: int, now: int) -> str:
 
 def _cores_full(costs: _Costs) -> str:
     full = "the core is full" if costs.cores == 1 else f"all {costs.cores} cores are full"
+    here = costs.main_cpu / costs.batch
+    if here > 0.5 and costs.main_cpu > costs.worker_cpu / 2:
+        return f"{full} ({here:.1f} of them by this process itself)"
     others = costs.stalled > 0.2 * costs.work and costs.workers <= costs.cores
     return full + " (others use them as well)" * others
 

@@ -1,0 +1,72 @@
+"""What the verdict says of figures that are given to it; tests/test_verdict.py has it judge loads that run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncloader.observe.figures import WorkerStats
+from asyncloader.observe.meter import Meter
+from asyncloader.observe.stats import LoaderStats
+from asyncloader.observe.tally import Tally, Timing
+
+BATCHES = 41
+
+
+def timing(seconds: float) -> Timing:
+    """Return what so many batches took, each as long."""
+    tally = Tally(1)
+    for _ in range(BATCHES - 1):
+        tally.add((seconds,))
+    return Timing(tally.take(), 0)
+
+
+def figures(
+    *, train: float, waited: float, fetch: float, busy: float, workers: int = 2, cpu: float = 1.0, **more: Any
+) -> LoaderStats:
+    """Return the statistics of a run whose batches all were alike. Seconds a batch; `busy` and `cpu` are shares."""
+    elapsed = (train + waited) * (BATCHES - 1)
+    stats = Meter(0, workers, 2 * workers).stats()
+    return replace(
+        stats,
+        batches=BATCHES,
+        cores=2,
+        elapsed_s=elapsed,
+        training_s=train * (BATCHES - 1),
+        waited=timing(waited),
+        work=timing(fetch),
+        stages=replace(stats.stages, fetch=timing(fetch)),
+        workers=tuple(WorkerStats(n, BATCHES // workers, busy * elapsed, (1 - busy) * elapsed) for n in range(workers)),
+        worker_cpu_s=cpu * fetch * (BATCHES - 1),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("busy", [0.6, 0.75, 0.95])
+def test_a_trainer_that_waits_is_never_told_to_be_faster(busy: float) -> None:
+    """However busy workers look: where they, or the cores, are what a batch waits for, that is what is said."""
+    stats = figures(train=0.001, waited=0.030, fetch=0.060, busy=busy)
+    verdict = stats.verdict
+    assert verdict.limit == "fetch"
+    assert "keeps up, faster training steps" not in verdict.text
+    assert "all 2 cores are full, so more workers would not help, a cheaper fetch would" in verdict.text
+
+
+def test_a_hiccup_beside_a_slow_trainer_is_no_limit_of_the_loader() -> None:
+    """Nothing to gain: the steps are what takes the time."""
+    verdict = figures(train=0.030, waited=0.002, fetch=0.020, busy=0.3).verdict
+    assert verdict.limit == "training"
+
+
+def test_cores_that_this_process_uses_itself() -> None:
+    """A server in a thread beside the training, say: it is not the workers that fill the cores."""
+    stats = figures(train=0.001, waited=0.030, fetch=0.060, busy=0.95, cpu=0.55, main_cpu_s=0.9 * 0.031 * (BATCHES - 1))
+    assert "all 2 cores are full (0.9 of them by this process itself)" in stats.verdict.text
+
+
+def test_more_batches_ahead_than_the_window() -> None:
+    """Workers that ran ahead: not "37.7 of 4"."""
+    stats = figures(train=0.01, waited=0.0, fetch=0.01, busy=0.5, window_used=37.7, window_ready=30.0)
+    assert "37.7 batches ahead (window 4), 30.0 of them ready" in str(stats)

@@ -1,0 +1,49 @@
+"""What type checkers say of programs that use us: checked by `make typecheck`, and run by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import assert_type
+
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader import DataLoader
+from asyncloader.iteration.base_iterator import BaseIterator
+
+
+class Plain(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+class Awaited:
+    """No base class is needed."""
+
+    async def __getitem__(self, key: int) -> int:
+        return key
+
+
+class AwaitedStream:
+    async def __aiter__(self) -> AsyncIterator[int]:
+        yield 1
+
+
+async def programs() -> None:
+    """Iterators have their methods, and know the dataset's type."""
+    assert_type(DataLoader(Plain()), DataLoader[int])
+    assert_type(DataLoader(Stream()), DataLoader[int])
+    assert_type(DataLoader(Awaited()), DataLoader[int])
+    assert_type(DataLoader(AwaitedStream()), DataLoader[int])
+    iterator = iter(DataLoader(Plain()))
+    assert_type(iterator, BaseIterator[int])
+    iterator.stats().verdict.text.upper()
+    iterator.close()
+    next(iterator).cuda()
+    async with aiter(DataLoader(Awaited(), num_workers=2)) as batches:
+        async for batch in batches:
+            batch.cuda()
