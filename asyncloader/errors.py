@@ -159,7 +159,7 @@ def could_not_start(error: OSError) -> WorkerStartError:
     """Build the error for a system that has no room for another worker, or for the loop."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return WorkerStartError(
-            "Too many open files: a worker process needs 7 descriptors in the main process. Please increase "
+            "Too many open files: a worker process needs about 13 descriptors in the main process. Please increase "
             "the limit with `ulimit -n` in the shell, or use fewer workers."
         )
     if error.errno == errno.EAGAIN:
@@ -232,4 +232,9 @@ def _cause(number: int) -> str:
         )
     if number in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
         return "A native library that the dataset uses crashed."
-    return "Another process sent it."
+    if number != signal.SIGTERM:
+        return "Another process sent it."
+    return (
+        "Another process sent it; or the worker closed its connections to the main process (does something close "
+        "descriptors that it did not open?), and was ended for that."
+    )

@@ -78,7 +78,7 @@ def test_keys_are_described_briefly(keys: Any, text: str) -> None:
             "DataLoader worker (pid 12) is killed by signal: Segmentation fault (SIGSEGV). A native library",
         ),
         (-signal.SIGBUS, "Please try to raise your shared memory limit."),
-        (-signal.SIGTERM, "Another process sent it."),
+        (-signal.SIGTERM, "Another process sent it; or the worker closed its connections to the main process"),
         (-200, "DataLoader worker (pid 12) is killed by signal: 200. Another"),
         (3, "DataLoader worker (pid 12) exited unexpectedly with exit code 3."),
         (0, "DataLoader worker (pid 12) exited unexpectedly with exit code 0."),

@@ -9,7 +9,8 @@ first: ``atexit`` handlers run after threads were joined, which may wait for wha
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # its exit hook must be registered before ours
+import concurrent.futures.process  # its exit hook must be registered before ours
+import concurrent.futures.thread
 import os
 import threading
 import time

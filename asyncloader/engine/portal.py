@@ -7,8 +7,9 @@
 Why a thread of its own: work goes on while the trainer computes, whichever face it uses and whether it has a loop. And
 it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.workers.parent.process`).
 
-Interpreter exit: see :mod:`asyncloader.engine.exits`. The portal closes what is alive, before :mod:`multiprocessing`
-would wait for its processes, without a limit.
+Interpreter exit. A ``ProcessPoolExecutor`` whose worker does not end hangs the exit (its manager thread is joined
+before any ``atexit`` handler runs), so the portal closes what is alive from ``threading._register_atexit``, registered
+after ``concurrent.futures`` was imported and so run before its hook.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class Portal:
     def close(self) -> None:
         """End everything that lives here, then the loop. Bounded; what does not end is killed. Idempotent.
 
-        Workers are killed from this thread where the loop does not turn: multiprocessing waits for its processes at the
-        end of the interpreter, without a limit.
+        Workers are killed from this thread where the loop does not turn: the interpreter waits for the threads of
+        executors, and they for their processes, without a limit.
         """
         if self._is_closed or self.pid != os.getpid():
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures.process
 import concurrent.futures.thread
 import contextlib
 import faulthandler
@@ -73,7 +74,11 @@ def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
 def start(
     worker_id: int, ends: Ends, source: Any, arena: Any, start_method: str, epoch: Any, origin: Origin | None = None
 ) -> None:
-    """Make this process a worker and stay until told to end. Nothing is raised: it is told, or ends the process.
+    """Make this process a worker and stay until told to end: the initializer of the executor, which never needs a task.
+
+    A task would come through the executor's queue, for which two threads of the parent must have their turns while it
+    forks the next worker: 4 ms of the 22 until a first batch. Executors hide what an initializer raises, so nothing is
+    raised in here that `serve` has not dealt with.
 
     Args:
         worker_id: From 0.
@@ -176,9 +181,8 @@ def _leads_a_group() -> bool:
 def _forget_the_parents_exit() -> None:
     """Do not run the exit handlers of the trainer at the end of a forked worker."""
     atexit._clear()
+    cast(Any, concurrent.futures.process)._threads_wakeups.clear()
     cast(Any, concurrent.futures.thread)._threads_queues.clear()
-    if (processes := cast(Any, sys.modules.get("concurrent.futures.process"))) is not None:
-        processes._threads_wakeups.clear()
 
 
 def _report_crashes(output: int) -> None:

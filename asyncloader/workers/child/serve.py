@@ -53,7 +53,10 @@ def _opened(source: Any) -> WorkerSpec | Exception:
 
 
 def _wait_to_be_killed() -> None:
-    """Clean up and stay, for a moment: the connection is gone, so the parent is, or is about to kill this process."""
+    """Clean up and stay, for a moment: the connection is gone, so the parent is, or is about to kill this process.
+
+    To return would have the executor write to connections that may be gone too, and tell of it on stderr.
+    """
     with contextlib.suppress(OSError, ValueError):  # whoever read what it prints may be gone as well
         _clean_up()
     threading.Event().wait(_KILLED_WITHIN_S)

@@ -52,6 +52,7 @@ class Pool:
         self._outstanding = [0] * spec.num_workers
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()
+        self._unreaped: list[WorkerProcess] = []  # gone, but for the thread of their executor that waits for them
         self._closing = False
 
     def __repr__(self) -> str:
@@ -150,7 +151,8 @@ class Pool:
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all processes are gone and reaped, replaced ones too. In any thread but the loop's."""
         deadline = time.monotonic() + timeout_s
-        waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in self._everyone()]
+        everyone = [*self.processes, *self._leaving, *self._unreaped]
+        waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in everyone]
         return all(waits)
 
     # ------------------------------------------------------------------------------------------------- sending
@@ -226,6 +228,7 @@ class Pool:
         """A process is gone."""
         if (loans := self._loans.pop(process, None)) is not None:
             loans.reclaim()
+        self._unreaped = [process, *(other for other in self._unreaped if not other.is_reaped)]
         if process in self._leaving:
             self._leaving.discard(process)
         elif not (expected or self._closing) and self.listener is not None:

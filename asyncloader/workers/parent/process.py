@@ -7,45 +7,47 @@
     output    ───────────────── pipe ─────────────────  faulthandler: stacks, last words
     pidfd     ── readable when the process has ended
 
-Death is learned from the pidfd. The sentinel of :mod:`multiprocessing` and the end of the channel come late when the
+The process is started by a ``ProcessPoolExecutor(max_workers=1)``, one for each worker: a death breaks a whole
+executor, so this way it costs one worker. Its initializer stays in it and serves.
+
+Death is learned from the pidfd. The executor's own sign (a sentinel pipe) and the end of the channel come late when the
 worker left a child behind, which holds copies of both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.process
 import contextlib
 import multiprocessing.process
 import os
 import pickle
-import select
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from asyncloader.errors import could_not_start
 from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, WorkerState
 from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends
 from asyncloader.workers.parent.channel import Channel, open_pair
-from asyncloader.workers.parent.launching import ALL_SIGNALS, Forking, handlers_wait, masked, try_descriptors
+from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, try_descriptors
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind
 from asyncloader.workers.protocol.origin import Origin
 
 _OUTPUT_BYTES = 64 << 10
 _STACK_QUIET_S = 0.03
-_REAP_TRIES = 50
-_KILLED_WITHIN_S = 1.0
+_EXITCODE_TRIES = 50
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
-_DESCRIPTORS = 16  # open at once at most while a worker is started, by us and by multiprocessing
+_DESCRIPTORS = 19  # open at once at most while a worker is started, by us and by multiprocessing
 
 
 class Owner(Protocol):
@@ -84,6 +86,7 @@ class WorkerProcess:
         self._was_killed = False
         self._why_killed = ""
         self._descriptors: dict[str, int] = {}
+        self._manager: Callable[[], threading.Thread | None] = lambda: None
         self._kill_timer: asyncio.TimerHandle | None = None
         self._up_timer: asyncio.TimerHandle | None = None
         self._stack_waiters: list[Callable[[str], None]] = []
@@ -145,16 +148,30 @@ class WorkerProcess:
             raise
         return ends
 
-    def _launch(self, context: BaseContext, forking: Forking, args: tuple[Any, ...]) -> None:
-        process: BaseProcess = context.Process(target=bootstrap.start, args=args)  # type: ignore[attr-defined]
-        if context.get_start_method() != "fork":
-            _start_helpers(context)
-        # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
-        with forking(), handlers_wait(), masked(signal.SIG_BLOCK, ALL_SIGNALS):
-            process.start()
-            self._process = process
-            self.pid = process.pid or -1
-            self._descriptors["pid"] = os.pidfd_open(self.pid)  # before anybody may have reaped it
+    def _launch(self, context: BaseContext, forking: Forking, initargs: tuple[Any, ...]) -> None:
+        # Without SIGCHLD the fork server would never learn of the end of a worker. And multiprocessing's resource
+        # tracker, which an executor may start, leaves signals unblocked that were not.
+        with masked(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
+            executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
+            if context.get_start_method() == "forkserver":
+                forkserver.ensure_running()
+        try:
+            # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
+            with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+                executor.submit(int)  # makes it start the process
+                self._meet(executor)
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+
+    def _meet(self, executor: ProcessPoolExecutor) -> None:
+        """Get to know the process, before anybody may have reaped it."""
+        # The executor drops both when it shuts down, and never tells the exit code. The thread holds descriptors.
+        (self._process,) = executor._processes.values()
+        self._manager = weakref.ref(cast(threading.Thread, executor._executor_manager_thread))
+        self._executor = executor
+        self.pid = self._process.pid or -1
+        self._descriptors["pid"] = os.pidfd_open(self.pid)
 
     def _watch(self) -> None:
         self._loop.add_reader(self._descriptors["pid"], self._on_exit)
@@ -193,7 +210,7 @@ class WorkerProcess:
         """The worker left, or closed what it should not have: the pidfd tells, or the grace ends."""
         if isinstance(error, BadFrame):
             self._why_killed = f"It wrote something that is no message into its channel ({error}), so it was killed."
-        elif not self._has_ended():
+        elif self._find_exitcode() is None:
             self._why_killed = (
                 "It closed its connections to the main process (does something close descriptors that it did not "
                 "open?), so it was killed."
@@ -220,30 +237,42 @@ class WorkerProcess:
         self.output += data
         del self.output[:-_OUTPUT_BYTES]
 
-    def _has_ended(self) -> bool:
-        return bool(select.select([self._descriptors["pid"]], [], [], 0)[0])
-
     def _on_exit(self, tries: int = 0) -> None:
-        """The process has ended: reap it. The fork server tells a moment later, and another thread may be reaping."""
+        """The process has ended. Its exit code may still be on its way through the executor's thread."""
         self._loop.remove_reader(self._descriptors["pid"])
-        self._kill_group()
-        if self._process.is_alive() and tries < _REAP_TRIES:
+        self._kill_group()  # a child that it left behind would hold up the executor's thread
+        self.exitcode = self._find_exitcode()
+        if self.exitcode is None and tries < _EXITCODE_TRIES:
             self._loop.call_later(0.001, self._on_exit, tries + 1)
             return
-        self.exitcode = self._process.exitcode
         expected = self.state is WorkerState.ENDING and not self._unexpected_end
         self._on_output_rest()
-        if not expected and self._was_killed:
+        # The executor, which has seen its connections closed too, is often faster with a SIGTERM.
+        if not expected and (self._was_killed or self.exitcode == -signal.SIGTERM):
             self.output += self._why_killed.encode()
         self.channel.drain()
         self._close()
         owner = self._owner
-        del self._owner, self._process  # no cycle may keep descriptors open
+        del self._owner, self._process, self._executor  # no cycle may keep descriptors open
         owner.on_exit(self, expected)
 
     def _on_output_rest(self) -> None:
         with contextlib.suppress(OSError):
             self._keep_output(os.read(self._descriptors["output"], _OUTPUT_BYTES))
+
+    def _find_exitcode(self) -> int | None:
+        """Look at the status without reaping; the executor's manager thread may be reaping at the same time."""
+        try:
+            status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # reaped already, or a child of the fork server
+            popen = self._process._popen  # type: ignore[attr-defined]
+            if popen.method == "forkserver" and self.is_reaped:
+                return self._process.exitcode
+            code: int | None = popen.returncode
+            return code
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     # ----------------------------------------------------------------------------------------------------- end
 
@@ -255,6 +284,7 @@ class WorkerProcess:
             self._unexpected_end = not expected
             self._move(WorkerState.ENDING)
             self.channel.send(Kind.END)
+            self._executor.shutdown(wait=False)
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         if grace_s <= 0:
@@ -279,16 +309,15 @@ class WorkerProcess:
         for name in ("pid", "output"):
             if name in self._descriptors:
                 self._loop.remove_reader(self._descriptors[name])
-        if self.state is WorkerState.NEW and self.pid > 0:  # Ctrl-C while it was started, and nobody watches it yet
+        if self.state is WorkerState.NEW and self.pid > 0:
             self.kill()
-            self._process.join(_KILLED_WITHIN_S)
         self._kill_group()
         for name in tuple(self._descriptors):
             self._close_descriptor(name)
         if hasattr(self, "channel"):
             self.channel.close()
-        if hasattr(self, "_process"):
-            _let_go(self._process)
+        if hasattr(self, "_executor"):
+            self._executor.shutdown(wait=False)
         _parent_ends.discard(self)
         self._tell_stack()
         self._move(WorkerState.DEAD)
@@ -323,8 +352,18 @@ class WorkerProcess:
         return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
 
     def wait_dead(self, timeout_s: float | None) -> bool:
-        """Wait until the process is gone and reaped. Not on the loop thread."""
-        return self._dead.wait(timeout_s)
+        """Wait until the process is gone and the executor's threads have ended. Not on the loop thread."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._dead.wait(timeout_s):
+            return False
+        if (manager := self._manager()) is not None:
+            manager.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self.is_reaped
+
+    @property
+    def is_reaped(self) -> bool:
+        """Whether the executor's thread, which waits for the process, has ended."""
+        return (manager := self._manager()) is None or not manager.is_alive()
 
     # -------------------------------------------------------------------------------------------------- stacks
 
@@ -373,26 +412,6 @@ class WorkerProcess:
             tell(text)
 
 
-def _start_helpers(context: BaseContext) -> None:
-    """Start what multiprocessing starts besides, with the signals that it needs.
-
-    Without SIGCHLD the fork server would never learn of the end of a worker. And when the resource tracker is started,
-    it leaves signals unblocked that were not.
-    """
-    with masked(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
-        resource_tracker.ensure_running()
-        if context.get_start_method() == "forkserver":
-            forkserver.ensure_running()
-
-
-def _let_go(process: BaseProcess) -> None:
-    """Close what multiprocessing keeps of a process. One that somebody else has reaped it takes for alive."""
-    try:
-        process.close()
-    except ValueError:
-        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-
-
 _parent_ends: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
 
 
@@ -405,10 +424,12 @@ def kill_all() -> None:
 def _close_in_child() -> None:
     """In any forked child, a worker or the trainer's own: close the parent's ends, which would keep pipes open.
 
-    And forget the processes, which the exit hooks of a child would try to join.
+    And forget the processes and the executors' threads, which the exit hooks of a child would try to join.
     """
     for worker in tuple(_parent_ends):
         multiprocessing.process._children.discard(getattr(worker, "_process", None))  # type: ignore[attr-defined]
+        if (manager := worker._manager()) is not None:
+            concurrent.futures.process._threads_wakeups.pop(manager, None)
         for fd in worker._descriptors.values():
             with contextlib.suppress(OSError):
                 os.close(fd)
