@@ -9,6 +9,7 @@ import pytest
 
 import asyncloader
 import asyncloader.datasets
+import asyncloader.samplers
 
 
 def test_public_names() -> None:
@@ -67,6 +68,21 @@ for client in ("aiohttp", "obstore", "fsspec", "asyncpg", "PIL", "pyarrow"):
 import asyncloader.datasets
 """
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+def test_public_names_of_the_samplers() -> None:
+    """What `asyncloader.samplers` offers."""
+    assert asyncloader.samplers.__all__ == [
+        "ElasticSampler",
+        "LengthBatchSampler",
+        "MixtureSampler",
+        "PackingBatchSampler",
+        "Piece",
+        "Pieces",
+        "WeightedSampler",
+        "pack_collate",
+    ]
+    assert all(hasattr(asyncloader.samplers, name) for name in asyncloader.samplers.__all__)
 
 
 def test_other_names_do_not_exist() -> None:

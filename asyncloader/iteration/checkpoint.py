@@ -32,11 +32,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncloader.errors import StateMismatchError
-from asyncloader.iteration.plan import own_state, samplers_within
+from asyncloader.iteration.plan import is_elastic, own_state, samplers_within
 from asyncloader.iteration.progress import Progress, SamplerState
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.protocols import probe
-from asyncloader.samplers import ElasticSampler
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.snapshot import Start, as_plain, dataset_here, from_plain
 
@@ -65,16 +64,16 @@ def check(state: dict[str, Any], settings: Settings) -> None:
 def describe(settings: Settings) -> dict[str, Any]:
     """Return what must be the same for a state to mean the same batches, as plain data."""
     samplers = samplers_within(settings.index_sampler)
-    is_elastic = any(isinstance(sampler, ElasticSampler) for sampler in samplers)
+    elastic = any(map(is_elastic, samplers))
     divided = next((sampler for sampler in samplers if _is_divided(sampler)), None)
     return {
         "dataset_length": None if settings.is_iterable else _length(settings.dataset),
-        "batch_size": None if is_elastic else settings.batch_size,
+        "batch_size": None if elastic else settings.batch_size,
         "drop_last": settings.drop_last,
         "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),
-        "samples": None if is_elastic or settings.is_iterable else _length(settings.sampler),
-        "num_replicas": None if is_elastic or divided is None else divided.num_replicas,
-        "rank": None if is_elastic or divided is None else divided.rank,
+        "samples": None if elastic or settings.is_iterable else _length(settings.sampler),
+        "num_replicas": None if elastic or divided is None else divided.num_replicas,
+        "rank": None if elastic or divided is None else divided.rank,
     }
 
 

@@ -56,7 +56,8 @@ class Plan:
     what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
 
     States of samplers are taken after the first batch, and then as `Pace` allows. Not after a short one, whose sampler
-    has come to its end and may have begun anew: it is drawn again from the state before.
+    has come to its end and may have begun anew: it is drawn again from the state before. Those of elastic samplers are
+    taken after every batch, for what is drawn again is drawn by another number of ranks, it may be.
 
     Args:
         index_sampler: What torch's loader iterates over.
@@ -82,6 +83,7 @@ class Plan:
         self._sampler = stateful_sampler(index_sampler)
         iterated = index_sampler.sampler if self._takes_apart else index_sampler
         self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
+        self._is_elastic = self._is_exact and is_elastic(iterated)
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
         self._pace = pace
@@ -108,7 +110,7 @@ class Plan:
                 raise StopIteration
         if self._is_stateful is None:
             self._is_stateful = self._is_exact or is_stateful(self._inner)
-        if self._is_stateful and not is_short and (self._pace.is_due() or not self._has_state):
+        if self._is_stateful and (self._is_elastic or (not is_short and (self._pace.is_due() or not self._has_state))):
             self._take_state(progress.read + 1)
         if progress.read in self._done:
             keys = Done
@@ -185,6 +187,11 @@ def stateful_sampler(index_sampler: Any) -> Any:
     return next(filter(is_stateful, samplers_within(index_sampler)), None)
 
 
+def is_elastic(sampler: Any) -> bool:
+    """Whether a sampler's states are small, and say for any number of ranks what comes next: it has `state_after`."""
+    return callable(probe(sampler, "state_after"))
+
+
 def may_be_looked_at(index_sampler: Any) -> bool:
     """Whether the user may take a sampler's state beside the loader, and count on how far it is ahead of batches.
 
@@ -192,7 +199,7 @@ def may_be_looked_at(index_sampler: Any) -> bool:
     `ElasticSampler` does, what its state was after any number of samples.
     """
     sampler = stateful_sampler(index_sampler)
-    return sampler is not None and not callable(probe(sampler, "state_after"))
+    return sampler is not None and not is_elastic(sampler)
 
 
 def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Sequence[int | None]) -> None:

@@ -1,6 +1,34 @@
-"""Samplers: plain torch samplers, which work with any loader."""
+"""Samplers: plain torch samplers, which work with any loader.
+
+    ElasticSampler         all samples, shuffled, divided among ranks
+    BlockShuffleSampler    blocks of neighbours, shuffled, and the samples of a few of them mixed
+    MixtureSampler         sources by weight
+    WeightedSampler        samples by weights of their own
+    LengthBatchSampler     batches of like length, under a budget of tokens
+    PackingBatchSampler    blocks of a fixed number of tokens, with pack_collate and Pieces
+
+The order of each is a function of seed and epoch that can be looked at anywhere: nothing of it is stored, and a state
+of any one rank, taken after the same number of steps on all, is gone on with on any number of ranks. The last two can
+be given the order of another sampler.
+"""
 
 from asyncloader.samplers.block_shuffle import BlockShuffleSampler
 from asyncloader.samplers.elastic import ElasticSampler
+from asyncloader.samplers.length_batches import LengthBatchSampler
+from asyncloader.samplers.mixture import MixtureSampler
+from asyncloader.samplers.pack_collate import pack_collate
+from asyncloader.samplers.packing import PackingBatchSampler
+from asyncloader.samplers.pieces import Piece, Pieces
+from asyncloader.samplers.weighted import WeightedSampler
 
-__all__ = ["BlockShuffleSampler", "ElasticSampler"]
+__all__ = [
+    "BlockShuffleSampler",
+    "ElasticSampler",
+    "LengthBatchSampler",
+    "MixtureSampler",
+    "PackingBatchSampler",
+    "Piece",
+    "Pieces",
+    "WeightedSampler",
+    "pack_collate",
+]

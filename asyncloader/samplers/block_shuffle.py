@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.samplers.elastic import ElasticSampler, Order, Shuffle
+from asyncloader.samplers.elastic import ElasticSampler
+from asyncloader.samplers.ordered import Order
+from asyncloader.samplers.shuffle import Shuffle
 
 _WINDOWS_KEPT = 64
 _BLOCKS_IN_WINDOW = 4

@@ -1,0 +1,225 @@
+"""LengthBatchSampler: batches of samples of like length, under a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.samplers.lengths import LengthsLike
+from asyncloader.samplers.ordered import HasOrder, Order
+from asyncloader.samplers.units import Units, shuffled
+from asyncloader.samplers.windows import WindowedBatchSampler, Windows, count_of
+
+_WINDOW = 1 << 14
+_PROBES = 100_000
+_CANDIDATES = 256
+
+
+class LengthBatchSampler(WindowedBatchSampler, HasOrder):
+    """Make batches of samples of like length, as many as a budget of tokens allows; go on anywhere, on any ranks.
+
+    Samples are taken in windows of the shuffled order. Those of a window are sorted by length, cut into batches whose
+    longest sample, times their number, is within the budget, and these batches are shuffled. All ranks get as many
+    batches; a state, of any one rank, is gone on with on any number of ranks.
+
+    Called from the thread that reads it.
+
+    Args:
+        lengths: How many tokens each sample has: a list, an array, a tensor, the path of a .npy file, or a function of
+            an array of indices. Only those of one window are looked at, at construction those of arrays in memory.
+        max_tokens: What a batch has at the most, padding included: samples times the length of the longest.
+        max_batch: How many samples a batch has at the most.
+        buckets: Lengths that batches are padded to, so that they come in few shapes: each batch has samples of one
+            bucket. Or how many: they are chosen then, of the lengths of up to 100,000 samples, so that least is padded.
+            Without, each batch is as long as its longest sample, which pads less.
+        too_long: What becomes of a sample that is longer than `max_tokens`: "raise", or "alone" in a batch above the
+            budget.
+        sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
+            matter. By default all samples, shuffled.
+        num_samples: How many samples there are; needed for a function of lengths without a sampler.
+        window: Samples that are sorted at once.
+        shuffle: Without, and without a sampler, windows are as the samples lie, and each begins with its longest.
+        num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
+        rank: Which of them this is; by default that of the process group, or 0.
+        seed: The same on all ranks.
+        drop_last: Leave out the batches at an epoch's end that are too few for all ranks. Else they are divided once
+            more, so that each rank gets one, and no sample comes twice, unless there are fewer than ranks.
+
+    Raises:
+        ConfigurationError: if lengths are no integers, negative, too long or not as many as the sampler has.
+    """
+
+    def __init__(
+        self,
+        lengths: LengthsLike,
+        *,
+        max_tokens: int,
+        max_batch: int | None = None,
+        buckets: int | Sequence[int] | None = None,
+        too_long: Literal["raise", "alone"] = "raise",
+        sampler: HasOrder | None = None,
+        num_samples: int | None = None,
+        window: int = _WINDOW,
+        shuffle: bool = True,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            lengths,
+            sampler,
+            num_samples=num_samples,
+            window=window,
+            shuffle=shuffle,
+            num_replicas=num_replicas,
+            rank=rank,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self.max_tokens = count_of("max_tokens", max_tokens)
+        self.max_batch = None if max_batch is None else count_of("max_batch", max_batch)
+        if too_long not in ("raise", "alone"):
+            raise ConfigurationError(f'too_long should be "raise" or "alone", but got {too_long!r}')
+        self.too_long = too_long
+        self.buckets = self._find_buckets(buckets)
+        if (longest := self.lengths.longest()) is not None:
+            self._check_length(*longest)
+        self._tokens = self._padded = 0
+
+    @property
+    def padding_share(self) -> float:
+        """Share of tokens, between 0 and 1, that are padding in what was planned so far; at first, one window is."""
+        if not self._padded:
+            self._plan_at(Windows(self._order(), self.window), 0)
+        return 1 - self._tokens / self._padded
+
+    def order(self) -> Order:
+        """Return the order of the epoch that is set, which does not change afterwards."""
+        return _Order(self)
+
+    def num_indices(self) -> int:
+        """Return below which number all of its indices are."""
+        return self.lengths.count
+
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
+        lengths = self.lengths(indices)
+        longest = int(lengths.argmax())
+        self._check_length(int(indices[longest]), int(lengths[longest]))
+        padded = self._padded_lengths(lengths)
+        by_length = np.argsort(-padded, kind="stable")
+        padded = padded[by_length]
+        sizes = self._cut(padded)
+        self._tokens += int(lengths.sum())
+        self._padded += int((padded[np.cumsum(sizes) - sizes] * sizes).sum())
+        if self.shuffle:
+            places, sizes = shuffled(sizes, *key)
+            by_length = by_length[places]
+        return Units(indices[by_length], sizes)
+
+    def _cut(self, padded: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sizes of the batches that samples, the longest first, are cut into."""
+        most = self.max_batch or len(padded)
+        capacity = np.clip(self.max_tokens // np.maximum(padded, 1), 1, most).tolist()
+        ends = np.searchsorted(-padded, -padded, side="right").tolist() if self.buckets else None
+        sizes = []
+        begin = 0
+        while begin < len(padded):
+            end = min(begin + capacity[begin], ends[begin] if ends else len(padded))
+            sizes.append(end - begin)
+            begin = end
+        return np.array(sizes)
+
+    def _padded_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self.buckets:
+            return lengths
+        bucket = np.searchsorted(self.buckets, lengths)
+        beyond = bucket == len(self.buckets)
+        return np.where(beyond, lengths, np.array(self.buckets)[np.where(beyond, 0, bucket)])
+
+    def _find_buckets(self, buckets: int | Sequence[int] | None) -> list[int]:
+        if buckets is None:
+            return []
+        if isinstance(buckets, int):
+            found = _bounds_that_pad_least(self.lengths.sample(_PROBES), count_of("buckets", buckets))
+            longest = self.lengths.longest()
+            buckets = found if longest is None else [*found[:-1], max(1, longest[1])]
+        bounds = sorted({count_of("a bucket", bound) for bound in buckets})
+        if not bounds or (self.too_long == "raise" and bounds[-1] > self.max_tokens):
+            raise ConfigurationError(
+                f"buckets should be lengths between 1 and max_tokens ({self.max_tokens}), but are {bounds}"
+            )
+        return bounds
+
+    def _check_length(self, index: int, length: int) -> None:
+        if length > self.max_tokens and self.too_long == "raise":
+            raise ConfigurationError(
+                f"sample {index} has {length} tokens, more than max_tokens ({self.max_tokens}): raise max_tokens, or "
+                'give too_long="alone" for a batch of its own above the budget'
+            )
+
+    def _fits(self) -> dict[str, Any]:
+        return {
+            **super()._fits(),
+            "max_tokens": self.max_tokens,
+            "max_batch": self.max_batch,
+            "buckets": self.buckets,
+            "too_long": self.too_long,
+        }
+
+
+def _bounds_that_pad_least(lengths: NDArray[np.int64], count: int) -> list[int]:
+    """Return so many lengths, in ascending order, that the lengths given can be padded to with least padding.
+
+    The best bounds among some hundreds of candidates, found by dynamic programming: of the bounds up to each candidate,
+    one bound more at a time.
+    """
+    ordered = np.sort(np.maximum(lengths, 1))
+    spread = [ordered[np.linspace(0, len(ordered) - 1, _CANDIDATES).astype(np.int64)]]
+    spread.append(np.geomspace(ordered[0], ordered[-1], _CANDIDATES).astype(np.int64))
+    candidates = np.unique(np.concatenate([*spread, ordered[-1:]]))
+    below = np.searchsorted(ordered, candidates, side="right")  # samples that are not longer
+    # What it costs to pad those above one candidate, and up to another, to that one.
+    padded = np.where(below[None, :] >= below[:, None], (below[None, :] - below[:, None]) * candidates, np.inf)
+    best = below * candidates.astype(np.float64)
+    chosen = []
+    for _ in range(min(count, len(candidates)) - 1):
+        costs = best[:, None] + padded
+        chosen.append(costs.argmin(axis=0))
+        best = costs.min(axis=0)
+    bounds = [len(candidates) - 1]
+    for before in reversed(chosen):
+        bounds.append(int(before[bounds[-1]]))
+    found: list[int] = candidates[bounds[::-1]].tolist()
+    return found
+
+
+class _Order:
+    """Its samples, batch after batch of all ranks."""
+
+    def __init__(self, sampler: LengthBatchSampler) -> None:
+        self._sampler = sampler
+        self._key = (sampler.seed, sampler.epoch)
+        self._windows = Windows(sampler._order(), sampler.window)
+        self._latest: tuple[int, Units] | None = None
+
+    @property
+    def length(self) -> int | None:
+        return self._windows.length
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        numbers = self._windows.number_of(positions)
+        indices = np.empty_like(positions)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            indices[here] = self._units(number).indices[positions[here] - self._windows.begin(number)]
+        return indices
+
+    def _units(self, number: int) -> Units:
+        if self._latest is None or self._latest[0] != number:
+            self._latest = (number, self._sampler._plan(self._windows.indices(number), *self._key, number))
+        return self._latest[1]

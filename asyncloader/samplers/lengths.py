@@ -1,0 +1,83 @@
+"""The lengths of samples: an array in memory or mapped, or a function; looked at where they are needed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncloader.errors import ConfigurationError
+
+LengthsLike = Sequence[int] | NDArray[Any] | torch.Tensor | str | PathLike[str] | Callable[[NDArray[np.int64]], Any]
+_PROBES = 256
+
+
+class Lengths:
+    """Lengths of samples, by index.
+
+    Args:
+        lengths: One integer for each sample: a list, an array (also one that is mapped), a tensor, the path of a .npy
+            file, which is mapped; or a function of an array of indices that returns the array of their lengths.
+        count: How many samples there are; needed for a function only.
+
+    Raises:
+        ConfigurationError: if they are not integers of at least 0; those that are not in memory are looked at when
+            their samples are planned.
+    """
+
+    def __init__(self, lengths: LengthsLike, count: int | None = None) -> None:
+        self._function: Callable[[NDArray[np.int64]], Any] | None = None
+        self.array: NDArray[Any] | None = None  # if they are in memory
+        if callable(lengths):
+            if count is None:
+                raise ConfigurationError("of a function of lengths, num_samples should say how many samples there are")
+            self._function = lengths
+            self.count = count
+        else:
+            array = np.load(lengths, mmap_mode="r") if isinstance(lengths, (str, PathLike)) else np.asarray(lengths)
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise ConfigurationError(f"lengths should be one row of integers, but are {array.dtype}{array.shape}")
+            if count is not None and count != len(array):
+                raise ConfigurationError(f"there are {len(array)} lengths, but num_samples is {count}")
+            self._function = array.__getitem__
+            self.count = len(array)
+            if not isinstance(array, np.memmap):
+                self.array = array
+        if not self.count:
+            raise ConfigurationError("there are no lengths")
+        if self.array is not None and self.array.min() < 0:
+            worst = int(self.array.argmin())
+            raise ConfigurationError(f"sample {worst} has a length of {self.array[worst]}")
+
+    def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths of these samples."""
+        assert self._function is not None
+        lengths = np.asarray(self._function(indices))
+        if lengths.shape != indices.shape or lengths.dtype.kind not in "iu":
+            raise ConfigurationError(
+                f"lengths of {len(indices)} samples should be as many integers, but are {lengths.dtype}{lengths.shape}"
+            )
+        if len(lengths) and lengths.min() < 0:
+            worst = int(lengths.argmin())
+            raise ConfigurationError(f"sample {indices[worst]} has a length of {lengths[worst]}")
+        return lengths.astype(np.int64)
+
+    def sample(self, count: int) -> NDArray[np.int64]:
+        """Return so many lengths at the most, of samples evenly spread over all."""
+        return self(np.linspace(0, self.count - 1, min(count, self.count)).astype(np.int64))
+
+    def longest(self) -> tuple[int, int] | None:
+        """Return which sample is the longest, and how long it is; None if that is not known without reading all."""
+        if self.array is None:
+            return None
+        index = int(self.array.argmax())
+        return index, int(self.array[index])
+
+    def describe(self) -> dict[str, int]:
+        """Return what tells them from other lengths, as far as some hundreds of them do."""
+        return {"count": self.count, "checksum": zlib.crc32(self.sample(_PROBES).astype("<i8").tobytes())}

@@ -1,0 +1,234 @@
+"""MixtureSampler: sources by weight, resumable anywhere on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence, Sized
+from numbers import Integral
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.samplers.ordered import Order, OrderedSampler
+from asyncloader.samplers.shares import WINDOW, Schedule
+from asyncloader.samplers.shuffle import Reshuffled
+
+log = logging.getLogger("asyncloader")
+
+Stop = Literal["first", "all"]
+Weights = Sequence[float] | Sequence[tuple[int, Sequence[float]]]
+_LEAST_SHARE = 1e-9
+
+
+class MixtureSampler(OrderedSampler):
+    """Mix several sources by weight, over the indices of a `ConcatDataset`.
+
+    Of every 1,000 samples of all ranks together (the first 1,000, the next ...) each source has its share to within
+    one sample, spread evenly; what is rounded evens out over time. A source that comes to its end begins anew in
+    another order. Nothing is stored of the order: memory and states are as small for any lengths, and a state, of any
+    one rank, is gone on with on any number of ranks.
+
+    Called from the thread that reads it.
+
+    Args:
+        lengths: How many samples each source has: numbers, or the datasets themselves, or a `ConcatDataset` of them.
+        weights: What share each source has, in any unit: `[7, 2, 1]`. Or a curriculum: pairs of the sample, counted
+            over all ranks, from which on weights hold, rounded up to a multiple of 1,000, and these weights:
+            `[(0, [1, 0]), (50_000, [1, 1])]`. By default sources are weighted by their lengths.
+        stop: Where an epoch ends: "first" when a source has come to its end and would begin anew, "all" when every
+            source has been gone through at least once, None never.
+        num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
+        rank: Which of them this is; by default that of the process group, or 0.
+        shuffle: Draw each source in an order that `seed`, epoch and its own epoch determine; else in its own order.
+        seed: The same on all ranks.
+        drop_last: Where the samples of an epoch cannot be divided evenly among ranks, leave out the last ones; else
+            those from its beginning are repeated at its end.
+
+    Raises:
+        ConfigurationError: if weights are negative or all 0, do not fit the lengths, or never let an epoch end.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int | Sized] | ConcatDataset[Any],
+        weights: Weights | None = None,
+        *,
+        stop: Stop | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(num_replicas, rank, seed, drop_last)
+        sources: Iterable[Any] = lengths.datasets if isinstance(lengths, ConcatDataset) else lengths
+        self.lengths = [int(source) if isinstance(source, Integral) else len(source) for source in sources]
+        if stop is not None and stop not in get_args(Stop):
+            raise ConfigurationError(f'stop should be "first", "all" or None, but got {stop!r}')
+        if not self.lengths or min(self.lengths) < 0:
+            raise ConfigurationError(f"lengths should name sources, with no less than 0 samples: {self.lengths}")
+        self.stop = stop
+        self.shuffle = shuffle
+        self._schedule = Schedule()
+        self._length: int | None = None
+        self._begin([list(stage) for stage in _stages(self.lengths if weights is None else weights)])
+
+    @property
+    def weights(self) -> list[tuple[int, list[float]]]:
+        """The weights, and from which sample on they hold."""
+        return [(stage.start * WINDOW, list(stage.weights)) for stage in self._schedule.stages]
+
+    def set_weights(self, weights: Sequence[float], at: int) -> None:
+        """Let other weights hold from a sample on, which is recorded in states. All ranks have to say the same.
+
+        What was read, or planned by a sampler that has this one inside, keeps its weights: loaders read ahead, so name
+        a sample well ahead of the one that is trained on.
+
+        Args:
+            weights: One for each source.
+            at: From which sample on, counted over all ranks; rounded up to a multiple of 1,000.
+
+        Raises:
+            ConfigurationError: if weights are bad, or samples there were read or have got other weights already; or if
+                the mixture has an end, which would move.
+        """
+        if self.stop is not None:
+            raise ConfigurationError(
+                "weights can be set on the way where stop=None; else name them all at construction"
+            )
+        window = -(-at // WINDOW)
+        begun = max(self._schedule.stages[-1].start, -(-self._seen.position // WINDOW))
+        if window < begun:
+            raise ConfigurationError(
+                f"weights can be set from sample {begun * WINDOW} on, but not from {at}: the samples there were read "
+                "already, or have got other weights"
+            )
+        self._check(weights)
+        self._schedule.add(window, weights)
+
+    def order(self) -> Order:
+        """Return the order of the epoch that is set, which does not change afterwards."""
+        shuffles = [
+            Reshuffled(length, self.shuffle, self.seed, self.epoch, number)
+            for number, length in enumerate(self.lengths)
+        ]
+        starts = np.cumsum([0, *self.lengths[:-1]])
+        return _Order(self._length, self._schedule, shuffles, starts, self._seen)
+
+    def num_indices(self) -> int:
+        """Return below which number all of its indices are."""
+        return sum(self.lengths)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
+        if epoch != self.epoch:
+            self._seen = _Seen()
+        super().set_epoch(epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator go on from a state, of whichever rank and number of ranks, with the weights in it.
+
+        Raises:
+            StateMismatchError: if the state is of other sources, or a later version.
+        """
+        super().load_state_dict(state)
+        mine = [list(stage) for stage in self.weights]
+        if state["weights"] != mine:
+            log.warning(
+                "The state was taken with weights %s, which the mixture goes on with; it was made with %s. Use "
+                "set_weights to change them from here on.",
+                state["weights"],
+                mine,
+            )
+            self._begin(state["weights"])
+        self._seen.position = state["cursor"]
+
+    def _begin(self, stages: list[Any]) -> None:
+        self._seen = _Seen()
+        self._schedule = Schedule()
+        for at, weights in stages:
+            self._check(weights)
+            self._schedule.add(-(-at // WINDOW), weights)
+        self._length = self._find_end()
+
+    def _check(self, weights: Sequence[float]) -> None:
+        if len(weights) != len(self.lengths):
+            raise ConfigurationError(f"there are {len(self.lengths)} sources, but {len(weights)} weights: {weights}")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
+            raise ConfigurationError(f"weights should be 0 or more, and not all 0, but got {weights}")
+        if any(0 < weight < _LEAST_SHARE * sum(weights) for weight in weights):
+            raise ConfigurationError(f"a weight should be 0 or at least {_LEAST_SHARE} of all, but got {weights}")
+        if any(weight and not length for weight, length in zip(weights, self.lengths, strict=True)):
+            raise ConfigurationError(
+                f"a source without samples has a weight: lengths {self.lengths}, weights {weights}"
+            )
+
+    def _find_end(self) -> int | None:
+        """Return how many samples an epoch has."""
+        if self.stop is None:
+            return None
+        drawn = [
+            source
+            for source in range(len(self.lengths))
+            if any(stage.weights[source] for stage in self._schedule.stages)
+        ]
+        if self.stop == "first":
+            ends = [self._schedule.find(source, self.lengths[source]) for source in drawn]
+            return min(end for end in ends if end is not None)  # a source that is still drawn comes to its end
+        lasts = [self._schedule.find(source, self.lengths[source] - 1) for source in drawn]
+        if None in lasts:
+            source = drawn[lasts.index(None)]
+            raise ConfigurationError(
+                f'with stop="all" the epoch never ends: source {source} is not drawn any more before its end '
+                f"({self.lengths[source]} samples)"
+            )
+        return max(cast("list[int]", lasts)) + 1
+
+    def _fits(self) -> dict[str, Any]:
+        return {"lengths": self.lengths, "stop": self.stop, "shuffle": self.shuffle, "drop_last": self.drop_last}
+
+    def _state_at(self, cursor: int) -> dict[str, Any]:
+        return {**super()._state_at(cursor), "weights": [list(stage) for stage in self.weights]}
+
+
+def _stages(weights: Weights) -> list[tuple[int, Sequence[float]]]:
+    """Return what stages weights consist of."""
+    if not weights or not isinstance(weights[0], (tuple, list)):
+        return [(0, cast("Sequence[float]", weights))]
+    stages = sorted(cast("Sequence[tuple[int, Sequence[float]]]", weights), key=lambda stage: stage[0])
+    if stages[0][0] != 0:
+        raise ConfigurationError(f"the first weights should hold from sample 0 on, but hold from {stages[0][0]}")
+    return stages
+
+
+class _Seen:
+    """Up to which position an order was looked at."""
+
+    position = 0
+
+
+class _Order(NamedTuple):
+    length: int | None
+    schedule: Schedule
+    shuffles: list[Reshuffled]
+    starts: NDArray[np.int64]
+    seen: _Seen
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not len(positions):
+            return positions
+        self.seen.position = max(self.seen.position, int(positions.max()) + 1)
+        windows, row = np.unique(positions // WINDOW, return_inverse=True)
+        sources, draws = self.schedule.slots(windows)
+        slots = positions % WINDOW
+        source, draw = sources[row, slots], draws[row, slots]
+        indices = np.empty_like(positions)
+        by_source = np.argsort(source, kind="stable")
+        for own in np.split(by_source, np.flatnonzero(np.diff(source[by_source])) + 1):
+            number = int(source[own[0]])
+            indices[own] = self.starts[number] + self.shuffles[number](draw[own])
+        return indices

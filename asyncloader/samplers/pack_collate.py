@@ -1,0 +1,147 @@
+"""pack_collate: samples of a batch, laid one behind the other into blocks, with what attention kernels need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncloader.samplers.pieces import has_length
+
+IGNORED = -100
+"""torch's `cross_entropy` leaves out targets of this value by default."""
+
+
+def pack_collate(
+    samples: Sequence[Any],
+    *,
+    block_size: int,
+    batch_size: int | None = None,
+    too_long: Literal["raise", "cut"] = "raise",
+    pad_id: int = 0,
+    shift_labels: bool = False,
+) -> dict[str, Any]:
+    """Lay samples one behind the other into blocks: the `collate_fn` for :class:`PackingBatchSampler`.
+
+    Samples are put in as they come, and the next block begins where the next sample does not fit: in the order of
+    `PackingBatchSampler` that takes no more blocks than it has planned. Give it to a loader with
+    ``functools.partial(pack_collate, block_size=2048, batch_size=8)``.
+
+    Args:
+        samples: Rows of tokens (tensors, arrays or lists of integers), or dictionaries with such a row under
+            "input_ids". Their own "labels" are used if there are any; other rows of the same length are laid out alike.
+        block_size: Tokens of a block.
+        batch_size: How many blocks to make, also where fewer are needed, so that all batches have one shape; by
+            default as many as are needed.
+        too_long: Samples longer than a block: "raise", or "cut" to the tokens that fit.
+        pad_id: What fills the end of a block.
+        shift_labels: Let labels be the tokens that come next. By default they are those at the same place, as the
+            models of transformers, which shift them, want them.
+
+    Returns:
+        "input_ids", int64, blocks × block_size.
+        "labels", int64, the same shape: -100 where nothing is to be predicted, in padding and at the first token of a
+        sample (the last one, with `shift_labels`), which the sample before it would have to predict.
+        "position_ids", int64, the same shape: from 0 in each sample.
+        "document_ids", int32, the same shape: the number of the sample in the batch, -1 in padding. For flex attention
+        (``document_ids[b, q] == document_ids[b, kv]``) and for masks.
+        "cu_seqlens", int32: where samples begin, and at last the end, in the batch laid out as one row; a block's
+        padding counts as a sample. With "max_seqlen", an int, the longest: for flash attention's variable lengths.
+        And what other rows the samples have, filled with 0.
+
+    Raises:
+        ValueError: if a sample is longer than a block, or all need more than `batch_size` blocks: then their lengths
+            are not those that the sampler was given.
+    """
+    rows = [_rows(sample) for sample in samples]
+    sizes = [len(row["input_ids"]) for row in rows]
+    for number, size in enumerate(sizes):
+        if size > block_size and too_long == "raise":
+            raise ValueError(
+                f"sample {number} of the batch has {size} tokens, and a block has {block_size}: wrap the dataset in "
+                'asyncloader.samplers.Pieces if PackingBatchSampler splits samples, or give too_long="cut"'
+            )
+        sizes[number] = min(size, block_size)
+    starts, num_blocks = _lay_out(sizes, block_size)
+    if batch_size is not None:
+        if num_blocks > batch_size:
+            raise ValueError(
+                f"{len(samples)} samples of {sum(sizes)} tokens need {num_blocks} blocks of {block_size}, more than "
+                f"the batch_size of {batch_size}: their lengths are not those that the sampler was given"
+            )
+        num_blocks = batch_size
+    segments, numbers = _segments(starts, sizes, num_blocks, block_size)
+    begins = np.cumsum(segments) - segments
+    is_padding = np.repeat(numbers < 0, segments)
+
+    def laid_out(name: str, fill: int, dtype: Any) -> NDArray[Any]:
+        flat = np.full(num_blocks * block_size, fill, dtype)
+        for row, start, size in zip(rows, starts, sizes, strict=True):
+            flat[start : start + size] = row[name][:size]
+        return flat
+
+    labels = laid_out("labels", IGNORED, np.int64)
+    if shift_labels:
+        labels[:-1] = labels[1:]
+        labels[begins + segments - 1] = IGNORED
+    else:
+        labels[begins] = IGNORED
+    labels[is_padding] = IGNORED
+    flat = {
+        "input_ids": laid_out("input_ids", pad_id, np.int64),
+        "labels": labels,
+        "position_ids": np.arange(len(labels)) - np.repeat(begins, segments),
+        "document_ids": np.repeat(numbers, segments).astype(np.int32),
+    }
+    others = {name: row.dtype for name, row in rows[0].items() if name not in ("input_ids", "labels")} if rows else {}
+    flat.update({name: laid_out(name, 0, dtype) for name, dtype in others.items()})
+    return {
+        **{name: torch.from_numpy(row.reshape(num_blocks, block_size)) for name, row in flat.items()},
+        "cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)),
+        "max_seqlen": int(segments.max(initial=0)),
+    }
+
+
+def _rows(sample: Any) -> dict[str, NDArray[Any]]:
+    """Return a sample's rows as arrays, "input_ids" and "labels" among them."""
+    if not isinstance(sample, Mapping):
+        tokens = np.asarray(sample)
+        return {"input_ids": tokens, "labels": tokens}
+    tokens = np.asarray(sample["input_ids"])
+    rows = {name: np.asarray(row) for name, row in sample.items() if has_length(row, len(tokens))}
+    return {"labels": tokens, **rows, "input_ids": tokens}
+
+
+def _lay_out(sizes: list[int], block_size: int) -> tuple[list[int], int]:
+    """Return where each sample begins, in all blocks one behind the other, and how many blocks there are."""
+    starts = []
+    end = 0
+    for size in sizes:
+        if end % block_size + size > block_size:
+            end += -end % block_size
+        starts.append(end)
+        end += size
+    return starts, -(-end // block_size)
+
+
+def _segments(
+    starts: list[int], sizes: list[int], num_blocks: int, block_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lengths of all that is in the blocks, and the number of the sample it is; -1 for padding."""
+    own = [(start, size, number) for number, (start, size) in enumerate(zip(starts, sizes, strict=True)) if size]
+    segments, numbers = [], []
+    filled = 0
+    for start, size, number in [*own, (num_blocks * block_size, 0, -1)]:
+        while filled < start:  # the padding at the end of a block, and blocks without any sample
+            gap = min(start, (filled // block_size + 1) * block_size) - filled
+            segments.append(gap)
+            numbers.append(-1)
+            filled += gap
+        if size:
+            segments.append(size)
+            numbers.append(number)
+            filled += size
+    return np.array(segments, dtype=np.int64), np.array(numbers, dtype=np.int64)

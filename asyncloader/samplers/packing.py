@@ -1,0 +1,166 @@
+"""PackingBatchSampler: samples packed into blocks of a fixed number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.samplers.best_fit import best_fit
+from asyncloader.samplers.lengths import LengthsLike
+from asyncloader.samplers.ordered import HasOrder
+from asyncloader.samplers.pieces import Piece
+from asyncloader.samplers.shuffle import Shuffle
+from asyncloader.samplers.units import Units
+from asyncloader.samplers.windows import WindowedBatchSampler, Windows, count_of
+
+TooLong = Literal["raise", "split", "cut"]
+_WINDOW = 1 << 13
+
+
+class PackingBatchSampler(WindowedBatchSampler):
+    """Pack samples into blocks of `block_size` tokens, `batch_size` blocks a batch; go on anywhere, on any ranks.
+
+    Samples are taken in windows of the shuffled order; those of a window are packed, the longest first, each into the
+    block that it fills best, and the blocks are shuffled. What is yielded are the keys of a batch's samples, block
+    after block; :func:`pack_collate` makes a batch of the samples. All ranks get as many batches. A state, of any one
+    rank, is gone on with on any number of ranks, and with any `batch_size`.
+
+    Called from the thread that reads it.
+
+    Args:
+        lengths: How many tokens each sample has: a list, an array, a tensor, the path of a .npy file, or a function of
+            an array of indices. Only those of one window are looked at, at construction those of arrays in memory.
+        block_size: Tokens of a block.
+        batch_size: Blocks of one rank's batch.
+        too_long: What becomes of a sample that is longer than a block: "raise"; "cut": it counts as one of
+            `block_size` tokens, and :func:`pack_collate` is told to cut it too; "split": it is yielded in pieces, each
+            a :class:`Piece`, which :class:`Pieces` reads from any dataset.
+        sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
+            matter. By default all samples, shuffled.
+        num_samples: How many samples there are; needed for a function of lengths without a sampler.
+        window: Samples that are packed at once: more fill blocks better, and take longer.
+        shuffle: Without, and without a sampler, windows are as the samples lie, and blocks ordered by their first one.
+        num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
+        rank: Which of them this is; by default that of the process group, or 0.
+        seed: The same on all ranks.
+        drop_last: Leave out the blocks at an epoch's end that are too few for a batch on all ranks. Else they are
+            divided, so that each rank has a last batch, of fewer blocks, and no sample comes twice, unless there are
+            fewer than ranks.
+
+    Raises:
+        ConfigurationError: if lengths are no integers, negative, too long or not as many as the sampler has.
+    """
+
+    def __init__(
+        self,
+        lengths: LengthsLike,
+        *,
+        block_size: int,
+        batch_size: int = 1,
+        too_long: TooLong = "raise",
+        sampler: HasOrder | None = None,
+        num_samples: int | None = None,
+        window: int = _WINDOW,
+        shuffle: bool = True,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            lengths,
+            sampler,
+            num_samples=num_samples,
+            window=window,
+            shuffle=shuffle,
+            num_replicas=num_replicas,
+            rank=rank,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self.block_size = count_of("block_size", block_size)
+        self.batch_size = self._units_per_batch = count_of("batch_size", batch_size)
+        if too_long not in get_args(TooLong):
+            raise ConfigurationError(f'too_long should be "raise", "split" or "cut", but got {too_long!r}')
+        self.too_long = too_long
+        if (longest := self.lengths.longest()) is not None:
+            self._check_length(*longest)
+        self._tokens = self._blocks = 0
+
+    @property
+    def fill(self) -> float:
+        """Share of blocks, between 0 and 1, that are tokens in what was planned so far; at first, one window is."""
+        if not self._blocks:
+            self._plan_at(Windows(self._order(), self.window), 0)
+        return self._tokens / (self._blocks * self.block_size)
+
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
+        lengths = self.lengths(indices)
+        longest = int(lengths.argmax())
+        self._check_length(int(indices[longest]), int(lengths[longest]))
+        samples, starts = np.arange(len(lengths)), np.zeros_like(lengths)
+        if self.too_long == "split":
+            samples, starts = self._split(lengths)
+        sizes = np.minimum(lengths[samples] - starts, self.block_size)
+
+        largest_first = np.argsort(-sizes, kind="stable")
+        blocks = np.empty_like(sizes)
+        blocks[largest_first] = best_fit(sizes[largest_first].tolist(), self.block_size)
+        if self.shuffle:
+            blocks = Shuffle(int(blocks.max()) + 1, *key)(blocks)
+        else:
+            _, first, blocks = np.unique(blocks, return_index=True, return_inverse=True)
+            blocks = np.argsort(np.argsort(first))[blocks]
+        in_blocks = np.argsort(blocks, kind="stable")  # within a block in the order of the window, not by length
+        counts = np.bincount(blocks)
+        self._tokens += int(sizes.sum())
+        self._blocks += len(counts)
+        samples, starts, sizes = samples[in_blocks], starts[in_blocks], sizes[in_blocks]
+        if self.too_long != "split":
+            return Units(indices[samples], counts)
+        return _PiecedUnits(indices[samples], counts, starts, starts + sizes, sizes < lengths[samples])
+
+    def _split(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return of each piece its sample, and where in it the piece begins; samples that fit are one piece."""
+        counts = np.maximum(-(-lengths // self.block_size), 1)
+        samples = np.repeat(np.arange(len(lengths)), counts)
+        number = np.arange(len(samples)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return samples, number * self.block_size
+
+    def _check_length(self, index: int, length: int) -> None:
+        if length > self.block_size and self.too_long == "raise":
+            raise ConfigurationError(
+                f"sample {index} has {length} tokens, and a block has {self.block_size}: give a larger block_size, or "
+                'too_long="split" or "cut"'
+            )
+
+    def _fits(self) -> dict[str, Any]:
+        return {**super()._fits(), "block_size": self.block_size, "too_long": self.too_long}
+
+
+class _PiecedUnits(Units):
+    """Blocks some of whose samples are pieces."""
+
+    def __init__(
+        self,
+        indices: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+        is_piece: NDArray[np.bool_],
+    ) -> None:
+        super().__init__(indices, sizes)
+        self._starts = starts
+        self._stops = stops
+        self._is_piece = is_piece
+
+    def keys(self, unit: int) -> list[Any]:
+        keys = super().keys(unit)
+        own = self.slice(unit)
+        for number in np.flatnonzero(self._is_piece[own]).tolist():
+            at = own.start + number
+            keys[number] = Piece(keys[number], int(self._starts[at]), int(self._stops[at]))
+        return keys

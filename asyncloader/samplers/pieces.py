@@ -1,0 +1,94 @@
+"""Pieces of samples that are longer than a block: their keys, and reading them from any dataset."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, cast
+
+from torch.utils.data import Dataset
+
+from asyncloader.protocols import is_async, is_resource, members, probe
+
+
+class Piece(NamedTuple):
+    """The key of a part of a sample: its tokens from `start` up to `stop`, which is not among them."""
+
+    sample: int
+    start: int
+    stop: int
+
+
+class Pieces(Dataset[Any]):
+    """A dataset that can be asked for a :class:`Piece` of a sample too: that sample is read, and cut.
+
+    Samples are rows of tokens (tensors, arrays, lists), or dictionaries with such a row under "input_ids", whose other
+    rows of the same length are cut alike. An async dataset stays one.
+
+    Args:
+        dataset: A map-style dataset, plain or async.
+    """
+
+    def __new__(cls, dataset: Any = None) -> Self:
+        """Make one that is async for a dataset that is."""
+        if cls is Pieces and dataset is not None and is_async(dataset):
+            return cast(Self, super().__new__(_AsyncPieces))
+        return super().__new__(cls)
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        if callable(probe(dataset, "__getitems__")):  # torch looks for it in the dataset
+            self.__getitems__ = self._fetch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: Any) -> Any:
+        return cut(self.dataset[_index(key)], key)
+
+    def _fetch(self, keys: list[Any]) -> Any:
+        return list(map(cut, self.dataset.__getitems__([*map(_index, keys)]), keys))
+
+
+class _AsyncPieces(Pieces):
+    async def __getitem__(self, key: Any) -> Any:
+        return cut(await self.dataset[_index(key)], key)
+
+    async def _fetch(self, keys: list[Any]) -> Any:
+        return list(map(cut, await self.dataset.__getitems__([*map(_index, keys)]), keys))
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in filter(is_resource, members(self.dataset)):
+                await resource.__aenter__()
+                entered.push_async_exit(resource.__aexit__)
+            entered.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in filter(is_resource, members(self.dataset)):
+                entered.push_async_exit(resource.__aexit__)
+
+
+def cut(sample: Any, key: Any) -> Any:
+    """Return what a key names of its sample."""
+    if type(key) is not Piece:
+        return sample
+    part = slice(key.start, key.stop)
+    if not isinstance(sample, Mapping):
+        return sample[part]
+    length = len(sample["input_ids"])
+    return {name: row[part] if has_length(row, length) else row for name, row in sample.items()}
+
+
+def has_length(row: Any, length: int) -> bool:
+    """Whether something is a row of this length."""
+    try:
+        return not isinstance(row, (str, bytes)) and len(row) == length
+    except TypeError:
+        return False
+
+
+def _index(key: Any) -> Any:
+    return key.sample if type(key) is Piece else key

@@ -1,0 +1,152 @@
+"""How a mixture is divided among its sources: which source each slot of a window has, and which of its draws that is.
+
+A window has 1,000 slots. Weights, put end to end, divide the interval from 0 to 1,000; each slot has a point in it, and
+belongs to the source that its point falls on:
+
+    window m     |.   .   .   .   .   .   .   .   .   .|     points 1 apart, all moved by the same u(m) < 1
+    sources      |----- a -----|-- b --|------ c ------|
+
+So each source has its share of every window, rounded up or down ("systematic sampling"). u(m) is the van der Corput
+sequence, m with its bits in reverse order behind the point: over windows what was rounded evens out, and how many
+draws of a source are before any window can be counted without looking at those windows. Slot s has the point
+619 s mod 1,000, which spreads each source over the window.
+
+All of it is in integers, units of 2**-32 of a slot.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW = 1000
+_STEP = 619  # has no factor in common with 1,000, and is near its golden section
+_BITS = 32
+_UNIT = 1 << _BITS
+_DRIFT = 2 * _BITS + 2
+"""By more than this what was drawn of a source is never off its share: less than 1 for each bit of two bounds."""
+_POINTS = (np.arange(WINDOW) * _STEP % WINDOW) * _UNIT
+
+Array = NDArray[np.int64]
+
+
+class Shares:
+    """Weights that stay the same: what each window has of each source.
+
+    Args:
+        weights: One for each source, at least one of them above 0.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        ends = np.cumsum(np.asarray(weights, dtype=np.float64))
+        self._bounds = np.zeros(len(weights) + 1, dtype=np.int64)
+        self._bounds[1:] = np.rint(ends / ends[-1] * (WINDOW * _UNIT))
+        self._intervals = [_intervals(int(bound) % _UNIT) for bound in self._bounds]
+
+    def sources(self, windows: Array) -> Array:
+        """Return the source of each slot: a row of 1,000 for each of these windows."""
+        points = _POINTS + _van_der_corput(windows)[:, None]
+        return np.searchsorted(self._bounds[1:], points, side="right")
+
+    def before(self, windows: Array) -> Array:
+        """Return how many draws of each source come before each of these windows, one row for each."""
+        below = np.empty((len(windows), len(self._bounds)), dtype=np.int64)
+        for column, (bound, (bits, residues)) in enumerate(zip(self._bounds, self._intervals, strict=True)):
+            hits = (windows[:, None] - residues + (1 << bits) - 1) >> bits
+            below[:, column] = windows * (bound // _UNIT) + hits.sum(axis=1)
+        return np.diff(below, axis=1)
+
+
+class Stage(NamedTuple):
+    """Weights that hold from a window on, until those of the next stage."""
+
+    start: int
+    weights: tuple[float, ...]
+    shares: Shares
+    base: Array  # draws of each source before it
+
+
+class Schedule:
+    """The stages of a mixture, in their order; the first one begins at window 0."""
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
+
+    def add(self, start: int, weights: Sequence[float]) -> None:
+        """Let other weights hold from a window on, which is not before the last stage; there, they replace its own."""
+        base = self.before(start)[0] if self.stages else np.zeros(len(weights), dtype=np.int64)
+        if self.stages and self.stages[-1].start == start:
+            del self.stages[-1]
+        self.stages.append(Stage(start, tuple(map(float, weights)), Shares(weights), base))
+
+    def before(self, window: int, count: int = 1) -> Array:
+        """Return how many draws of each source come before a window; a row for each of so many windows from it on."""
+        windows = np.arange(window, window + count)
+        return np.concatenate([stage.base + stage.shares.before(own) for stage, own in self._divide(windows)])
+
+    def slots(self, windows: Array) -> tuple[Array, Array]:
+        """Return of each slot its source, and which draw of it; a row for each of these windows, which ascend."""
+        sources, draws = [], []
+        for stage, own in self._divide(windows):
+            chosen = stage.shares.sources(own)
+            sources.append(chosen)
+            draws.append(_rank_within_rows(chosen, stage.base + stage.shares.before(own)))
+        return np.concatenate(sources), np.concatenate(draws)
+
+    def find(self, source: int, draw: int) -> int | None:
+        """Return the position of a draw of a source; None if it does not come."""
+        passed = sum(int(stage.base[source]) <= draw for stage in self.stages) - 1
+        stage = self.stages[passed]  # the last one that begins before the draw
+        if not stage.weights[source]:
+            return None
+        left = draw - int(stage.base[source])
+        each = WINDOW * stage.weights[source] / sum(stage.weights)
+        near = range(max(0, int((left - _DRIFT) / each)), int((left + _DRIFT) / each) + 2)
+        number = bisect.bisect_right(near, left, key=lambda own: stage.shares.before(np.array([own]))[0, source])
+        window = stage.start + near[number - 1]
+        sources, draws = self.slots(np.array([window]))
+        return window * WINDOW + int(np.flatnonzero((sources[0] == source) & (draws[0] == draw))[0])
+
+    def _divide(self, windows: Array) -> list[tuple[Stage, Array]]:
+        """Return the stages that windows are in, with the numbers of those windows in the stage."""
+        cuts = np.searchsorted(windows, [stage.start for stage in self.stages[1:]])
+        parts = np.split(windows, cuts)
+        return [(stage, own - stage.start) for stage, own in zip(self.stages, parts, strict=True) if len(own)]
+
+
+def _rank_within_rows(sources: Array, before: Array) -> Array:
+    """Return for each slot how many of the same source are before it in its row, plus those before the row."""
+    rows, slots = sources.shape
+    kind = np.uint16 if before.shape[1] <= 1 << 16 else np.int64  # sorted by their digits, which is faster
+    by_source = np.argsort(sources.astype(kind), axis=1, kind="stable")
+    ordered = np.take_along_axis(sources, by_source, axis=1)
+    begins = np.ones((rows, slots), dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = np.maximum.accumulate(np.where(begins, np.arange(slots), 0), axis=1)
+    ranks = np.arange(slots) - first + np.take_along_axis(before, ordered, axis=1)
+    draws = np.empty_like(ranks)
+    np.put_along_axis(draws, by_source, ranks, axis=1)
+    return draws
+
+
+def _van_der_corput(numbers: Array) -> Array:
+    """Return the last 32 bits of numbers in reverse order."""
+    bits = numbers & (_UNIT - 1)
+    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
+        bits = ((bits >> shift) & mask) | ((bits & mask) << shift)
+    return bits
+
+
+def _intervals(bound: int) -> tuple[Array, Array]:
+    """Divide [0, bound) into intervals of van der Corput's numbers, one for each bit that is set in the bound.
+
+    Returns:
+        For each interval of length 2**(32 - bits) the bits, and the remainder modulo 2**bits of the numbers in it.
+    """
+    levels = np.array([level for level in range(_BITS) if bound >> (_BITS - 1 - level) & 1], dtype=np.int64)
+    starts = (bound >> (_BITS - levels)) << (_BITS - levels)
+    return levels + 1, _van_der_corput(starts)

@@ -1,0 +1,116 @@
+"""WeightedSampler: samples by weights of their own, resumable anywhere on any number of ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.hashing import mix
+from asyncloader.samplers.ordered import Order, OrderedSampler
+from asyncloader.samplers.shuffle import scramble
+
+
+class WeightedSampler(OrderedSampler):
+    """Draw each sample with a probability of its own; go on anywhere, on any number of ranks.
+
+    In place of :class:`torch.utils.data.WeightedRandomSampler`, with its arguments and those of a distributed sampler.
+
+    Called from the thread that reads it.
+
+    Args:
+        weights: One for each sample, 0 or more. 8 bytes are kept for each, and 8 more with replacement.
+        num_samples: How many to draw in an epoch, over all ranks; by default as many as there are weights.
+        replacement: Draw each time from all samples; else each sample comes once at most. Without it the whole epoch
+            is drawn at its beginning and after `load_state_dict`: a second for 10 million samples.
+        num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
+        rank: Which of them this is; by default that of the process group, or 0.
+        seed: The same on all ranks.
+        drop_last: Where the samples cannot be divided evenly, leave out the last ones; else samples from the beginning
+            of the epoch's order are repeated at its end.
+
+    Raises:
+        ConfigurationError: if weights are negative or all 0, or too few to be drawn without replacement.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float] | NDArray[Any],
+        num_samples: int | None = None,
+        replacement: bool = True,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(num_replicas, rank, seed, drop_last)
+        self._weights = np.asarray(weights, dtype=np.float64)
+        self.num_samples = self._weights.size if num_samples is None else num_samples
+        self.replacement = replacement
+        if self._weights.ndim != 1 or not (np.isfinite(self._weights).all() and (self._weights >= 0).all()):
+            raise ConfigurationError("weights should be one row of numbers that are 0 or more")
+        drawable = np.count_nonzero(self._weights)
+        if not drawable:
+            raise ConfigurationError("weights should not be all 0")
+        if isinstance(self.num_samples, bool) or not isinstance(self.num_samples, int) or self.num_samples < 1:
+            raise ConfigurationError(f"num_samples should be an integer of at least 1, but got {num_samples!r}")
+        if not replacement and self.num_samples > drawable:
+            raise ConfigurationError(
+                f"{self.num_samples} samples cannot be drawn without replacement: {drawable} have a weight above 0"
+            )
+        self._ends = np.cumsum(self._weights) if replacement else self._weights
+        self._check = zlib.crc32(self._weights.tobytes())
+
+    def order(self) -> Order:
+        """Return the order of the epoch that is set, which does not change afterwards."""
+        key = np.uint64(mix(self.seed, self.epoch))
+        if self.replacement:
+            return _Order(self.num_samples, key, self._ends, None)
+        # Whoever comes first in a race of exponential clocks, whose rates are the weights, is drawn first.
+        with np.errstate(divide="ignore"):
+            arrivals = -np.log1p(-_uniform(np.arange(len(self._weights)), key)) / self._weights
+        chosen = np.argsort(arrivals, kind="stable")[: self.num_samples]
+        return _Order(self.num_samples, key, self._ends, chosen)
+
+    def num_indices(self) -> int:
+        """Return below which number all of its indices are."""
+        return len(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._positions(0, self.num_samples))
+
+    def _fits(self) -> dict[str, Any]:
+        return {
+            "weights": {"count": len(self._weights), "checksum": self._check},
+            "num_samples": self.num_samples,
+            "replacement": self.replacement,
+            "drop_last": self.drop_last,
+        }
+
+
+class _Order(NamedTuple):
+    length: int
+    key: np.uint64
+    ends: NDArray[np.float64]
+    chosen: NDArray[np.int64] | None
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.chosen is not None:
+            drawn: NDArray[np.int64] = self.chosen[positions]
+            return drawn
+        found: NDArray[np.int64] = np.searchsorted(
+            self.ends, _uniform(positions, self.key) * self.ends[-1], side="right"
+        )
+        # The product may be rounded up to the end.
+        np.minimum(found, np.searchsorted(self.ends, self.ends[-1]), out=found)
+        return found
+
+
+def _uniform(numbers: NDArray[np.int64], key: np.uint64) -> NDArray[np.float64]:
+    """Return a number between 0 and 1, below 1, for each of these."""
+    return (scramble(numbers.astype(np.uint64), key) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,333 @@
+"""What batch samplers have in common that plan batches: windows of an order, dealing what is planned out to ranks.
+
+    order      | window 0           | window 1           | ...      positions of the epoch, all ranks'
+    planned    [u][u][u][u][u][u][u] [u][u][u][u][u][u]   ...      units: batches of like length, or blocks
+    dealt       0  1  2  3  0  1  2   3  0  1  2  3  0    ...      here to four ranks, one unit a batch
+
+What a window is planned to depends on the order, its number, seed and epoch alone. Which unit is next is therefore told
+by two numbers, the window and the unit in it, and these are the state: from there on any number of ranks can deal out
+what is left, each taking any number of units for a batch. Nothing is known of windows that are not planned yet.
+
+At the end of an epoch less may be left than all ranks take in one step. Then it is divided among them once more, so
+that each has a last batch and no sample is left out or comes twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from asyncloader.errors import ConfigurationError, StateMismatchError
+from asyncloader.samplers.elastic import ElasticSampler
+from asyncloader.samplers.lengths import Lengths, LengthsLike
+from asyncloader.samplers.ordered import STATE_VERSION, HasOrder, Order, check_fits, place_in_group
+
+
+class Plan(Protocol):
+    """The units of one window."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def keys(self, unit: int) -> list[Any]:
+        """Return the keys of the samples in a unit."""
+
+
+class WindowedBatchSampler(Sampler[list[Any]]):
+    """Plans units window by window, and deals them out to ranks.
+
+    Called from the thread that reads it.
+
+    Args:
+        lengths: Of the samples, or a function of their indices.
+        sampler: The order of samples; None for one of all samples, shuffled or not.
+        num_samples: How many samples there are; needed for a function of lengths.
+        window: Samples that are planned at once, at most.
+        shuffle: Shuffle what is planned; and the samples, without a sampler.
+        num_replicas, rank: As of :class:`ElasticSampler`.
+        seed: The same on all ranks.
+        drop_last: Leave out the last units of an epoch where they are too few for one batch on each rank.
+    """
+
+    def __init__(
+        self,
+        lengths: LengthsLike,
+        sampler: HasOrder | None,
+        *,
+        num_samples: int | None,
+        window: int,
+        shuffle: bool,
+        num_replicas: int | None,
+        rank: int | None,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self.num_replicas, self.rank = place_in_group(num_replicas, rank)
+        if sampler is not None and not isinstance(sampler, HasOrder):
+            raise ConfigurationError(
+                f"sampler should be one of asyncloader.samplers, whose order can be looked at anywhere, but is a "
+                f"{type(sampler).__name__}"
+            )
+        of_sampler = None if sampler is None else sampler.num_indices()
+        self.lengths = Lengths(lengths, num_samples if num_samples is not None or not callable(lengths) else of_sampler)
+        if of_sampler not in (None, self.lengths.count):
+            raise ConfigurationError(
+                f"there are {self.lengths.count} lengths, but the sampler is one of {of_sampler} samples"
+            )
+        self.window = count_of("window", window)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.sampler = sampler
+        self._units_per_batch = 1
+        self._described_lengths = self.lengths.describe()
+        self._run = _Run((0, 0))
+        self._resume_at: tuple[int, int] | None = None
+        self._num_units: tuple[int, int] | None = None  # the epoch, and how many it has
+
+    def __repr__(self) -> str:
+        window, unit = self._cursor()
+        return f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, {window}:{unit}>"
+
+    def __len__(self) -> int:
+        """Return the batches of this rank in the whole epoch that is set. For that the whole epoch is planned, once.
+
+        Raises:
+            TypeError: if the epoch has no end.
+        """
+        if self._num_units is None or self._num_units[0] != self.epoch:
+            windows = Windows(self._order(), self.window)
+            if windows.count is None:
+                raise TypeError(f"this {type(self).__name__} has no end, and so no length")
+            self._num_units = (self.epoch, sum(len(self._plan_at(windows, n)) for n in range(windows.count)))
+        step = self._units_per_batch * self.num_replicas
+        whole, left = divmod(self._num_units[1], step)
+        return whole + (left > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        run = self._run = _Run(self._resume_at or (0, 0))
+        self._resume_at = None
+        windows = Windows(self._order(), self.window)
+        step = self._units_per_batch * self.num_replicas
+        plans: dict[int, Plan] = {}  # those in hand, by how far their window is from the first
+
+        def keys(unit: int) -> list[Any]:
+            window = bisect_right(run.ends, unit)
+            return plans[window].keys(unit - run.begin_of(window))
+
+        for first in itertools.count(0, step):
+            while run.num_units < first + step and (plan := self._next_plan(windows, run)) is not None:
+                plans[len(run.ends) - 1] = plan
+            if run.num_units < first + step:
+                left = [keys(unit) for unit in range(first, run.num_units)]
+                if left and not self.drop_last:
+                    run.read += 1
+                    yield _share_out(left, self.num_replicas)[self.rank]
+                return
+            mine = first + self.rank * self._units_per_batch
+            batch = [key for unit in range(mine, mine + self._units_per_batch) for key in keys(unit)]
+            current = bisect_right(run.ends, first + step)
+            for passed in [window for window in plans if window < current]:
+                del plans[passed]
+            run.read += 1
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
+        if epoch != self.epoch:
+            self._resume_at = None
+            self._run = _Run((0, 0))
+        self.epoch = epoch
+        inner: Any = self.sampler
+        if inner is not None:
+            inner.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the newest iterator has been read.
+
+        A loader with workers reads ahead of what it yields. :class:`asyncloader.DataLoader` takes that into account;
+        for torch's use `state_after`.
+        """
+        return self._state_at(*self._cursor())
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        """Return the state after so many batches of the newest iterator, counted on this rank."""
+        run = self._run
+        unit = batches * self._units_per_batch * self.num_replicas
+        if unit > run.num_units:
+            windows = Windows(self._order(), self.window)
+            ahead = _Run(run.start, run.ends)
+            while unit > ahead.num_units and self._next_plan(windows, ahead) is not None:
+                pass
+            run = ahead
+        return self._state_at(*run.cursor(unit))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator go on from a state, of whichever rank and number of ranks.
+
+        Raises:
+            StateMismatchError: if the state is of other lengths, another order, or a later version.
+        """
+        check_fits(state, self._fits())
+        inner: Any = self.sampler
+        if (inner is None) != (state["sampler"] is None):
+            raise StateMismatchError("sampler", state["sampler"], inner)
+        if inner is not None:
+            inner.load_state_dict(state["sampler"])
+        self.seed = state["seed"]
+        self.epoch = state["epoch"]
+        window, unit = self._resume_at = (state["cursor"]["window"], state["cursor"]["unit"])
+        self._run = _Run(self._resume_at)
+        if window or unit:  # a mixture is told what is past: there, its weights cannot be changed any more
+            Windows(self._order(), self.window).look_before(window + (unit > 0))
+
+    @abstractmethod
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Plan:
+        """Plan the units of a window.
+
+        Args:
+            indices: Of its samples, in their order.
+            key: What its random numbers are to depend on.
+        """
+
+    @abstractmethod
+    def _fits(self) -> dict[str, Any]:
+        """Return what must be the same for a state to mean the same, as plain data; the rest of it is added to this."""
+        return {
+            "lengths": self._described_lengths,
+            "window": self.window,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _order(self) -> Order:
+        if self.sampler is not None:
+            return self.sampler.order()
+        own = ElasticSampler(self.lengths.count, 1, 0, self.shuffle, self.seed)
+        own.set_epoch(self.epoch)
+        return own.order()
+
+    def _plan_at(self, windows: Windows, number: int) -> Plan:
+        return self._plan(windows.indices(number), self.seed, self.epoch, number)
+
+    def _next_plan(self, windows: Windows, run: _Run) -> Plan | None:
+        """Plan the next window of a run; None at the end."""
+        number = run.start[0] + len(run.ends)
+        if windows.count is not None and number >= windows.count:
+            return None
+        plan = self._plan_at(windows, number)
+        run.add(len(plan))
+        return plan
+
+    def _cursor(self) -> tuple[int, int]:
+        return self._run.cursor(self._run.read * self._units_per_batch * self.num_replicas)
+
+    def _state_at(self, window: int, unit: int) -> dict[str, Any]:
+        inner: Any = self.sampler
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "cursor": {"window": window, "unit": unit},
+            "world": self.num_replicas,
+            "seed": self.seed,
+            **self._fits(),
+            "sampler": None if inner is None else inner.state_dict(),
+        }
+
+
+class Windows:
+    """An order in windows: as many as it takes, all alike in size, or of the size that is given if there is no end."""
+
+    def __init__(self, order: Order, size: int) -> None:
+        self._order = order
+        self._size = size
+        self.length = order.length
+        self.count = None if order.length is None else -(-order.length // size)
+
+    def indices(self, number: int) -> NDArray[np.int64]:
+        """Return the indices in a window."""
+        return self._order(np.arange(self.begin(number), self.begin(number + 1)))
+
+    def look_before(self, number: int) -> None:
+        """Look at the last position before a window."""
+        self._order(np.array([self.begin(number) - 1]))
+
+    def number_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the windows that positions are in."""
+        if self.count is None or self._order.length is None:
+            return positions // self._size
+        return ((positions + 1) * self.count - 1) // self._order.length
+
+    def begin(self, number: int) -> int:
+        """Return the position at which a window begins."""
+        if self.count is None or self._order.length is None:
+            return number * self._size
+        return number * self._order.length // self.count
+
+
+class _Run:
+    """One iterator: the window and unit where it began, how many units its windows have, and what was read of it.
+
+    Attributes:
+        ends: For each window that was planned, up to which unit the run is at its end.
+        read: Batches.
+    """
+
+    def __init__(self, start: tuple[int, int], ends: list[int] | None = None) -> None:
+        self.start = start
+        self.ends = list(ends or ())
+        self.read = 0
+
+    @property
+    def num_units(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def add(self, units: int) -> None:
+        """Note how many units the next window has."""
+        self.ends.append(self.num_units + units if self.ends else units - self.start[1])
+
+    def begin_of(self, window: int) -> int:
+        """Return at which unit of the run a window begins; below 0 where the run began in its middle."""
+        return self.ends[window - 1] if window else -self.start[1]
+
+    def cursor(self, unit: int) -> tuple[int, int]:
+        """Return window and unit where the run is after so many units, or at its end."""
+        window = bisect_right(self.ends, unit)
+        if window == len(self.ends):
+            return self.start if not window else (self.start[0] + window, 0)
+        return self.start[0] + window, unit - self.begin_of(window)
+
+
+def _share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
+    """Divide the last units of an epoch among ranks: whole ones, or parts of them where there are too few.
+
+    Where there are fewer samples than ranks, some come to several.
+    """
+    while len(units) < ranks and (longest := max(range(len(units)), key=lambda unit: len(units[unit]))) >= 0:
+        keys = units[longest]
+        if len(keys) < 2:
+            break
+        units[longest : longest + 1] = [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
+    if len(units) < ranks:
+        return [units[rank % len(units)] for rank in range(ranks)]
+    bounds = [rank * len(units) // ranks for rank in range(ranks + 1)]
+    return [[*itertools.chain.from_iterable(units[first:last])] for first, last in itertools.pairwise(bounds)]
+
+
+def count_of(name: str, value: Any) -> int:
+    """Return a number that counts something.
+
+    Raises:
+        ConfigurationError: if it does not.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ConfigurationError(f"{name} should be an integer of at least 1, but got {value!r}")
+    return int(value)

@@ -1,0 +1,222 @@
+"""MixtureSampler: shares, epochs of sources, ends, curricula, ranks that change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+from asyncloader import ConfigurationError, StateMismatchError
+from asyncloader.samplers import MixtureSampler
+from tests.samplers.legs import draw
+
+WEIGHTS = st.lists(st.floats(0.001, 10) | st.just(0.0), min_size=1, max_size=6).filter(any)
+
+
+def sources_of(sampler: MixtureSampler, samples: list[int]) -> np.ndarray[Any, Any]:
+    return np.searchsorted(np.cumsum(sampler.lengths), samples, side="right")
+
+
+@settings(deadline=None, max_examples=40)
+@given(weights=WEIGHTS, seed=st.integers(0, 9), data=st.data())
+def test_every_window_has_each_source_within_one_of_its_share(weights: list[float], seed: int, data: Any) -> None:
+    """Of each 1,000 samples, and over all of them together within a few."""
+    lengths = [data.draw(st.sampled_from([1, 3, 250, 10_000, 10**9])) for _ in weights]
+    sampler = MixtureSampler(lengths, weights, seed=seed)
+    found = sources_of(sampler, list(itertools.islice(sampler, 12_000))).reshape(12, 1000)
+    share = 1000 * np.array(weights) / sum(weights)
+    counts = np.stack([np.bincount(window, minlength=len(weights)) for window in found])
+    assert (np.abs(counts - share) < 1.001).all()
+    assert (np.abs(counts.sum(axis=0) - 12 * share) < 5).all()
+
+
+def test_shares_of_thousandths_hold_from_any_sample_on() -> None:
+    """Also in windows that begin anywhere; and a batch of 50 is near its share."""
+    sampler = MixtureSampler([1000, 1000, 50], [0.5, 0.3, 0.2])
+    found = sources_of(sampler, list(itertools.islice(sampler, 5000)))
+    for source, share in enumerate([0.5, 0.3, 0.2]):
+        before = np.concatenate([[0], np.cumsum(found == source)])
+        assert (before[1000:] - before[:-1000] == 1000 * share).all()
+        assert (np.abs(before[50:] - before[:-50] - 50 * share) <= 3).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(1, 60) | st.just(5000), min_size=1, max_size=4), data=st.data())
+def test_each_source_is_gone_through_epoch_by_epoch(lengths: list[int], data: Any) -> None:
+    """Each sample once before any comes again; and each epoch of a source has an order of its own."""
+    weights = [data.draw(st.floats(0.1, 1)) for _ in lengths]
+    sampler = MixtureSampler(lengths, weights, seed=data.draw(st.integers(0, 99)))
+    samples = np.array(list(itertools.islice(sampler, 20_000)))
+    found = sources_of(sampler, samples.tolist())
+    start = 0
+    for source, length in enumerate(lengths):
+        own = samples[found == source] - start
+        epochs = [own[first : first + length].tolist() for first in range(0, len(own) - length + 1, length)]
+        assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
+        if length > 20:
+            assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+        start += length
+
+
+def test_orders_of_short_sources_are_uniform() -> None:
+    """Each of the 24 orders of four samples comes about equally often over the epochs of a source."""
+    samples = list(itertools.islice(MixtureSampler([4], seed=3), 4800))
+    seen = Counter(tuple(samples[first : first + 4]) for first in range(0, 4800, 4))
+    deviation = sum((seen[order] - 50) ** 2 / 50 for order in itertools.permutations(range(4)))
+    assert deviation < 60  # chi-squared with 23 degrees of freedom: above in 4 of 100,000 cases
+
+
+@settings(deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=4), data=st.data())
+def test_where_an_epoch_ends(lengths: list[int], data: Any) -> None:
+    """ "first": before any sample comes twice, and one would come next. "all": with the last sample that is missing."""
+    weights = [data.draw(st.floats(0.05, 1)) for _ in lengths]
+    first = MixtureSampler(lengths, weights, stop="first")
+    samples = list(first)
+    assert len(samples) == len(first) == len(set(samples))
+    endless = list(itertools.islice(MixtureSampler(lengths, weights), len(samples) + 1))
+    assert endless[:-1] == samples
+    assert endless[-1] in samples
+    whole = MixtureSampler(lengths, weights, stop="all")
+    samples = list(whole)
+    assert len(samples) == len(whole)
+    assert set(samples) == set(range(sum(lengths)))
+    assert set(samples[:-1]) != set(range(sum(lengths)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    legs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400)), max_size=4),
+    last=st.integers(1, 9),
+    stop=st.sampled_from(["first", "all"]),
+    told_by=st.integers(0, 8),
+)
+def test_ranks_may_change_at_any_step(legs: list[tuple[int, int]], last: int, stop: Any, told_by: int) -> None:
+    """Together they draw what one rank draws: nothing is repeated or left out before the end."""
+
+    def make(ranks: int, rank: int) -> MixtureSampler:
+        stages = [(0, [5, 3, 0]), (1000, [1, 1, 1])]
+        return MixtureSampler([700, 40, 900], stages, stop=stop, num_replicas=ranks, rank=rank, seed=7)
+
+    whole = list(make(1, 0))
+    drawn = draw(make, legs, last, told_by=told_by)
+    assert drawn[: len(whole)] == whole
+    assert len(drawn) < len(whole) + 9
+
+
+def test_a_curriculum_changes_shares_and_is_in_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that is set on the way, which a sampler made without it goes on with, and says so."""
+    sampler = MixtureSampler([100, 100_000], [(0, [1, 0]), (1500, [1, 3])], seed=1)
+    iterator = iter(sampler)
+    samples = [next(iterator) for _ in range(1000)]
+    sampler.set_weights([0, 1], at=4100)
+    samples += [next(iterator) for _ in range(6000)]
+    found = sources_of(sampler, samples).reshape(7, 1000)
+    assert found.sum(axis=1).tolist() == [0, 0, 750, 750, 750, 1000, 1000]
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert state["weights"] == [[0, [1, 0]], [2000, [1, 3]], [5000, [0, 1]]]
+    assert (state["epoch"], state["cursor"], state["world"]) == (0, 7000, 1)
+
+    resumed = MixtureSampler([100, 100_000], [1, 1], seed=1)
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        resumed.load_state_dict(state)
+    assert "Use set_weights to change them" in caplog.text
+    assert resumed.weights == sampler.weights
+    assert list(itertools.islice(resumed, 500)) == list(itertools.islice(iterator, 500))
+    with pytest.raises(ConfigurationError, match="from sample 12000 on, but not from 7000"):
+        resumed.set_weights([1, 0], at=7000)
+
+
+def test_weights_that_would_change_the_past_or_the_end_are_refused() -> None:
+    """What was read has its weights, and what has an end keeps it."""
+    sampler = MixtureSampler([10, 10], [1, 1])
+    next(iter(sampler))
+    with pytest.raises(ConfigurationError, match="can be set from sample 5000 on, but not from 1"):
+        sampler.set_weights([1, 0], at=1)
+    with pytest.raises(ConfigurationError, match="stop=None"):
+        MixtureSampler([10, 10], [1, 1], stop="all").set_weights([1, 0], at=1000)
+
+
+def test_huge_sources_take_no_memory() -> None:
+    """Sources of ten billion samples: an order, a state and going on in the middle, in some hundred kilobytes."""
+    lengths = [10**10, 3 * 10**10]
+    sampler = MixtureSampler(lengths, stop="first")
+    tracemalloc.start()
+    drawn = list(itertools.islice(sampler, 3000))
+    state = {**sampler.state_dict(), "cursor": 12_345_678_901}
+    resumed = MixtureSampler(lengths, stop="first")
+    resumed.load_state_dict(state)
+    drawn += itertools.islice(resumed, 3000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(drawn)) == 6000
+    assert peak < 3_000_000
+    assert len(json.dumps(state)) < 400
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    """The same numbers give the same order; without shuffling, each source is in its own."""
+    sampler = MixtureSampler([500, 500], stop="first", seed=1)
+    orders = [list(sampler), list(sampler), list(MixtureSampler([500, 500], stop="first", seed=2))]
+    sampler.set_epoch(1)
+    orders.append(list(sampler))
+    assert orders[0] == orders[1]
+    assert len({tuple(order) for order in orders}) == 3
+    plain = list(MixtureSampler([500, 500], stop="first", shuffle=False))
+    assert [sample for sample in plain if sample < 500] == list(range(500))
+
+
+def test_over_a_concatenated_dataset_with_torchs_loader() -> None:
+    """Lengths are those of its parts."""
+    parts = [TensorDataset(torch.arange(30)), TensorDataset(torch.arange(30, 40))]
+    dataset = ConcatDataset(parts)
+    sampler = MixtureSampler(dataset, [1, 1], stop="all")
+    assert sampler.lengths == [30, 10]
+    loader = DataLoader(dataset, batch_size=10, sampler=sampler, num_workers=1)
+    first = [int(value) for batch in itertools.islice(loader, 2) for value in batch[0]]
+    sampler.load_state_dict(sampler.state_after(20))
+    rest = [int(value) for batch in loader for value in batch[0]]
+    assert first + rest == list(MixtureSampler(dataset, [1, 1], stop="all"))
+    with pytest.raises(TypeError, match="has no end"):
+        len(MixtureSampler(dataset, [1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [], "weights": []}, "should name sources"),
+        ({"lengths": [3, -1], "weights": [1, 1]}, "no less than 0 samples"),
+        ({"lengths": [3, 3], "weights": [1]}, "there are 2 sources, but 1 weights"),
+        ({"lengths": [3, 3], "weights": [1, -1]}, "0 or more, and not all 0"),
+        ({"lengths": [3, 3], "weights": [0, 0]}, "0 or more, and not all 0"),
+        ({"lengths": [3, 3], "weights": [1, float("nan")]}, "0 or more, and not all 0"),
+        ({"lengths": [3, 3], "weights": [1, 1e-12]}, "at least 1e-09 of all"),
+        ({"lengths": [3, 0], "weights": [1, 1]}, "a source without samples has a weight"),
+        ({"lengths": [3, 3], "weights": [(10, [1, 1])]}, "should hold from sample 0 on"),
+        ({"lengths": [3, 5000], "weights": [(0, [1, 1]), (1000, [1, 0])], "stop": "all"}, "never ends: source 1"),
+        ({"lengths": [3, 3], "weights": [1, 1], "stop": "last"}, '"first", "all" or None'),
+        ({"lengths": [3, 3], "weights": [1, 1], "num_replicas": 2, "rank": 2}, "Invalid rank 2"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    """At construction, with what is wrong."""
+    with pytest.raises(ConfigurationError, match=message):
+        MixtureSampler(**options)
+
+
+def test_a_state_of_another_mixture_is_refused() -> None:
+    """With the field that differs."""
+    state = MixtureSampler([3, 4]).state_dict()
+    for other, field in ((MixtureSampler([3, 5]), "lengths"), (MixtureSampler([3, 4], stop="all"), "stop")):
+        with pytest.raises(StateMismatchError, match=f"{field} was"):
+            other.load_state_dict(state)

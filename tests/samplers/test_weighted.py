@@ -1,0 +1,79 @@
+"""WeightedSampler: probabilities, with and without replacement, ranks that change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader import ConfigurationError, StateMismatchError
+from asyncloader.samplers import WeightedSampler
+from tests.samplers.legs import draw
+
+
+def test_samples_come_by_their_weights() -> None:
+    """As often as their share says, to within chance; those without a weight never."""
+    weights = [1.0, 0.0, 2.0, 5.0, 0.0]
+    seen = Counter(WeightedSampler(weights, 16_000, seed=5))
+    assert set(seen) == {0, 2, 3}
+    deviation = sum((seen[i] - 2000 * weights[i]) ** 2 / (2000 * weights[i]) for i in seen)
+    assert deviation < 20  # chi-squared with 2 degrees of freedom: above in 5 of 100,000 cases
+
+
+def test_without_replacement_each_comes_once_and_the_heavy_ones_first() -> None:
+    """The first one drawn is each sample with the probability that is its share."""
+    weights = np.array([1.0, 3.0, 0.0, 4.0])
+    first: Counter[int] = Counter()
+    for seed in range(1600):
+        drawn = list(WeightedSampler(weights, 3, replacement=False, seed=seed))
+        assert sorted(drawn) == [0, 1, 3]
+        first[drawn[0]] += 1
+    deviation = sum((first[i] - 200 * weights[i]) ** 2 / (200 * weights[i]) for i in (0, 1, 3))
+    assert deviation < 20
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    legs=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=4),
+    last=st.integers(1, 6),
+    replacement=st.booleans(),
+)
+def test_ranks_may_change_at_any_step(legs: list[tuple[int, int]], last: int, replacement: bool) -> None:
+    """Together they draw what one rank draws."""
+    weights = np.arange(1, 201)
+
+    def make(ranks: int, rank: int) -> WeightedSampler:
+        return WeightedSampler(weights, 150, replacement, num_replicas=ranks, rank=rank, seed=2)
+
+    whole = list(make(1, 0))
+    assert len(whole) == len(make(1, 0)) == 150
+    drawn = draw(make, legs, last)
+    assert drawn[:150] == whole
+    assert len(drawn) < 156
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "message"),
+    [
+        ([1, -1], {}, "0 or more"),
+        ([1, float("inf")], {}, "0 or more"),
+        ([[1, 1]], {}, "one row"),
+        ([0, 0], {}, "not be all 0"),
+        ([1, 0], {"num_samples": 2, "replacement": False}, "2 samples cannot be drawn without replacement: 1 have"),
+        ([1, 1], {"num_samples": 0}, "at least 1"),
+    ],
+)
+def test_bad_options_are_refused(weights: Any, options: dict[str, Any], message: str) -> None:
+    """At construction, with what is wrong."""
+    with pytest.raises(ConfigurationError, match=message):
+        WeightedSampler(weights, **options)
+
+
+def test_a_state_of_other_weights_is_refused() -> None:
+    """By a checksum of them."""
+    with pytest.raises(StateMismatchError, match="weights was"):
+        WeightedSampler([1, 2]).load_state_dict(WeightedSampler([1, 3]).state_dict())

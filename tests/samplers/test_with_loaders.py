@@ -1,0 +1,205 @@
+"""Samplers in loaders with workers that run ahead: states are as of what was yielded, on any ranks and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+from asyncloader import DataLoader, ElasticSampler
+from asyncloader.iteration.plan import Pace
+from asyncloader.samplers import (
+    LengthBatchSampler,
+    MixtureSampler,
+    PackingBatchSampler,
+    Piece,
+    Pieces,
+    WeightedSampler,
+    pack_collate,
+)
+from asyncloader.testing import assert_resumable
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+COUNT = 3000
+LENGTHS = np.random.default_rng(0).integers(1, 60, COUNT)
+
+
+class Documents(Dataset[Any]):
+    """Each token is the number of its document."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((int(LENGTHS[index]),), index)
+
+
+class AsyncDocuments(Documents):
+    async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().__getitem__(index)
+
+
+def firsts(samples: list[torch.Tensor]) -> list[int]:
+    return [int(sample[0]) for sample in samples]
+
+
+def in_batches(sampler: Any, workers: int) -> DataLoader[Any]:
+    return DataLoader(Documents(), 16, sampler=sampler, num_workers=workers, collate_fn=firsts)
+
+
+def as_batches(sampler: Any, workers: int) -> DataLoader[Any]:
+    return DataLoader(Documents(), batch_sampler=sampler, num_workers=workers, collate_fn=firsts)
+
+
+MAKERS: dict[str, Callable[[int, int, int], DataLoader[Any]]] = {
+    "elastic": lambda ranks, rank, workers: in_batches(ElasticSampler(COUNT, ranks, rank), workers),
+    "weighted": lambda ranks, rank, workers: in_batches(
+        WeightedSampler(LENGTHS, replacement=False, num_replicas=ranks, rank=rank), workers
+    ),
+    "mixture": lambda ranks, rank, workers: in_batches(
+        MixtureSampler([1000, 2000], [1, 2], stop="all", num_replicas=ranks, rank=rank), workers
+    ),
+    "lengths": lambda ranks, rank, workers: as_batches(
+        LengthBatchSampler(LENGTHS, max_tokens=300, window=500, num_replicas=ranks, rank=rank), workers
+    ),
+    "packing": lambda ranks, rank, workers: as_batches(
+        PackingBatchSampler(LENGTHS, block_size=100, batch_size=3, window=500, num_replicas=ranks, rank=rank), workers
+    ),
+}
+
+
+def take(loader: DataLoader[Any], steps: int | None) -> tuple[list[list[int]], dict[str, Any]]:
+    """Take so many batches; return them and the state then, which workers are ahead of."""
+    iterator = iter(loader)
+    batches = list(itertools.islice(iterator, steps))
+    state = json.loads(json.dumps(loader.state_dict()))
+    iterator.close()
+    return batches, state
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_from_four_ranks_to_two_to_eight_and_from_one_worker_to_three(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sample is counted: nothing is lost, and nothing comes twice but what fills the end up.
+
+    Also where states of other samplers would not be due: what is drawn since one cannot be drawn by other ranks.
+    """
+    monkeypatch.setattr(Pace, "is_due", lambda self: False)
+    make = MAKERS[kind]
+    drawn: Counter[int] = Counter()
+    state: dict[str, Any] | None = None
+    legs = [(4, 1, 5), (2, 3, 8), (8, 0, 3), (3, 1, None)]
+    for ranks, workers, steps in legs:
+        taken = []
+        for rank in range(ranks):
+            # The workers of one rank are as good as those of all.
+            loader = make(ranks, rank, workers if rank == ranks - 1 else 0)
+            if state is not None:
+                loader.load_state_dict(state)
+            taken.append(take(loader, steps))
+        assert len({len(batches) for batches, _ in taken}) == 1
+        states = [told["samplers"] for _, told in taken]
+        assert states == [states[0]] * ranks
+        drawn.update(index for batches, _ in taken for batch in batches for index in batch)
+        state = taken[-1][1]
+    assert set(drawn) == set(range(COUNT))
+    length = (
+        len(list(make(1, 0, 0).batch_sampler.sampler)) if kind == "mixture" else COUNT
+    )  # of shares: it has a few more
+    assert drawn.total() - length <= 2
+
+
+def small(kind: str, workers: int) -> DataLoader[Any]:
+    if kind == "mixture":
+        return in_batches(MixtureSampler([30, 60], [1, 2], stop="all"), workers)
+    return MAKERS[kind](2, 1, workers)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_going_on_from_every_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this epoch and the next, with workers and without."""
+    monkeypatch.setitem(globals(), "COUNT", 90)
+    monkeypatch.setitem(globals(), "LENGTHS", LENGTHS[:90])
+    assert_resumable(lambda: small(kind, 1), resume_with=lambda: small(kind, 0))
+
+
+def test_the_last_short_batch_is_in_the_state() -> None:
+    """On one rank nothing is left after it, when all four ranks had theirs."""
+    taken = [take(MAKERS["elastic"](4, rank, rank % 2), COUNT // 64 + 1) for rank in range(4)]
+    assert all(len(batches[-1]) < 16 for batches, _ in taken)
+    other = MAKERS["elastic"](1, 0, 0)
+    other.load_state_dict(taken[2][1])
+    assert take(other, None)[0] == []
+
+
+def test_torchs_loader_goes_on_from_state_after() -> None:
+    """It reads ahead; `state_after` counts what it has yielded. From four ranks to one."""
+    drawn = []
+    for rank in range(4):
+        sampler = PackingBatchSampler(LENGTHS, block_size=100, batch_size=3, num_replicas=4, rank=rank)
+        loader = TorchLoader(Documents(), batch_sampler=sampler, num_workers=rank % 2, collate_fn=firsts)
+        drawn += list(itertools.islice(loader, 20))
+        state = json.loads(json.dumps(sampler.state_after(20)))
+    sampler = PackingBatchSampler(LENGTHS, block_size=100, batch_size=5, num_replicas=1, rank=0)
+    sampler.load_state_dict(state)
+    drawn += TorchLoader(Documents(), batch_sampler=sampler, collate_fn=firsts)
+    assert sorted(index for batch in drawn for index in batch) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("dataset", [Documents, AsyncDocuments])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pieces_of_plain_and_async_datasets(dataset: type[Documents], num_workers: int) -> None:
+    """Split samples come whole, in blocks, from workers too."""
+    sampler = PackingBatchSampler(LENGTHS, block_size=32, batch_size=4, too_long="split")
+    collate = partial(pack_collate, block_size=32, batch_size=4)
+    seen: Counter[int] = Counter()
+    loader = DataLoader(Pieces(dataset()), batch_sampler=sampler, collate_fn=collate, num_workers=num_workers)
+    with iter(loader) as batches:
+        for batch in batches:
+            seen.update(batch["input_ids"][batch["document_ids"] >= 0].tolist())
+    assert seen == Counter(dict(enumerate(LENGTHS.tolist())))
+
+
+class Opened:
+    """An async dataset that has to be open."""
+
+    is_open = False
+
+    def __len__(self) -> int:
+        return 1
+
+    async def __aenter__(self) -> Opened:
+        self.is_open = True
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.is_open = False
+
+    async def __getitem__(self, index: int) -> list[int]:
+        assert self.is_open
+        return [1, 2, 3]
+
+    async def __getitems__(self, indices: list[int]) -> list[list[int]]:
+        return [await self[index] for index in indices]
+
+
+def test_pieces_open_and_close_what_they_read_from() -> None:
+    """An async dataset is opened with them."""
+    inner = Opened()
+    loader = DataLoader(Pieces(inner), batch_sampler=[[Piece(0, 1, 2), 0]], collate_fn=list)
+    with iter(loader) as batches:
+        assert list(batches) == [[[2], [1, 2, 3]]]
+    assert not inner.is_open
