@@ -23,7 +23,8 @@ class Pieces(Dataset[Any]):
     """A dataset that can be asked for a :class:`Piece` of a sample too: that sample is read, and cut.
 
     Samples are rows of tokens (tensors, arrays, lists), or dictionaries with such a row under "input_ids", whose other
-    rows of the same length are cut alike. An async dataset stays one.
+    rows of the same length are cut alike. An async dataset stays one; whatever else a dataset has, such as `set_epoch`
+    or a state, is had of the pieces too.
 
     Args:
         dataset: A map-style dataset, plain or async.
@@ -39,6 +40,12 @@ class Pieces(Dataset[Any]):
         self.dataset = dataset
         if callable(probe(dataset, "__getitems__")):  # torch looks for it in the dataset
             self.__getitems__ = self._fetch
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the dataset has: `set_epoch`, a state."""
+        if name == "dataset":  # it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -169,6 +170,10 @@ class Bulk:
 
     def __init__(self, docs: Tokens) -> None:
         self.docs = docs
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.docs)
@@ -187,8 +192,12 @@ def test_pieces_are_cut_of_their_samples() -> None:
     assert Pieces(docs)[piece].tolist() == [1004, 1005]
     assert Pieces(docs)[1] is docs[1]
     assert len(Pieces(docs)) == 2
+    assert pickle.loads(pickle.dumps(Pieces(docs)))[piece].tolist() == [1004, 1005]
     assert not hasattr(Pieces(docs), "__getitems__")
     found = Pieces(Bulk(docs)).__getitems__([piece, 1])
     assert [row.tolist() for row in found] == [[1004, 1005], docs[1].tolist()]
+    bulk = Pieces(Bulk(docs))
+    bulk.set_epoch(3)
+    assert pickle.loads(pickle.dumps(bulk)).epoch == bulk.dataset.epoch == 3
     sample = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "mask": [0, 1, 0, 1, 0, 1, 0], "name": "of seven", "source": 2}
     assert Pieces([sample])[piece] == {"input_ids": [5, 6], "mask": [0, 1], "name": "of seven", "source": 2}
