@@ -8,7 +8,7 @@
     PackingBatchSampler    blocks of a fixed number of tokens, with pack_collate and Pieces
 
 The order of each is a function of seed and epoch that can be looked at anywhere: nothing of it is stored, and a state
-of any one rank, taken after the same number of steps on all, is gone on with on any number of ranks. The last two can
+of any one rank, taken after the same number of steps on all, is resumed on any number of ranks. The last two can
 be given the order of another sampler.
 """
 

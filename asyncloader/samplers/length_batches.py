@@ -24,7 +24,7 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
 
     Samples are taken in windows of the shuffled order. Those of a window are sorted by length, cut into batches whose
     longest sample, times their number, is within the budget, and these batches are shuffled. All ranks get as many
-    batches; a state, of any one rank, is gone on with on any number of ranks.
+    batches; a state, of any one rank, is resumed on any number of ranks.
 
     Called from the thread that reads it.
 

@@ -30,7 +30,7 @@ class MixtureSampler(OrderedSampler):
     Of every 1,000 samples of all ranks together (the first 1,000, the next ...) each source has its share to within
     one sample, spread evenly; what is rounded evens out over time. A source that comes to its end begins anew in
     another order. Nothing is stored of the order: memory and states are as small for any lengths, and a state, of any
-    one rank, is gone on with on any number of ranks.
+    one rank, is resumed on any number of ranks.
 
     Called from the thread that reads it.
 
@@ -43,7 +43,7 @@ class MixtureSampler(OrderedSampler):
             source has been gone through at least once, None never.
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
-        shuffle: Draw each source in an order that `seed`, epoch and its own epoch determine; else in its own order.
+        shuffle: Draw each source in an order that `seed`, epoch and its own epoch determine; or else in its own.
         seed: The same on all ranks.
         drop_last: Where the samples of an epoch cannot be divided evenly among ranks, leave out the last ones; else
             those from its beginning are repeated at its end.
@@ -98,7 +98,7 @@ class MixtureSampler(OrderedSampler):
         """
         if self.stop is not None:
             raise ConfigurationError(
-                "weights can be set on the way where stop=None; else name them all at construction"
+                "weights can be set on the way where stop=None; otherwise name them all at construction"
             )
         window = -(-at // WINDOW)
         begun = max(self._schedule.stages[-1].start, -(-self._seen.position // WINDOW))

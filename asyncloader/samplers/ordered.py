@@ -74,8 +74,8 @@ class OrderedSampler(Sampler[int], HasOrder):
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
         seed: The same on all ranks.
-        drop_last: Where the samples cannot be divided evenly, leave out the last ones; else samples from the beginning
-            of the epoch's order are repeated at its end.
+        drop_last: Where the samples cannot be divided evenly, leave out the last ones; otherwise samples from the
+            beginning of the epoch's order are repeated at its end.
 
     Raises:
         ConfigurationError: if the rank is not one of the ranks.

@@ -26,7 +26,7 @@ class PackingBatchSampler(WindowedBatchSampler):
     Samples are taken in windows of the shuffled order; those of a window are packed, the longest first, each into the
     block that it fills best, and the blocks are shuffled. What is yielded are the keys of a batch's samples, block
     after block; :func:`pack_collate` makes a batch of the samples. All ranks get as many batches. A state, of any one
-    rank, is gone on with on any number of ranks, and with any `batch_size`.
+    rank, is resumed on any number of ranks, and with any `batch_size`.
 
     Called from the thread that reads it.
 

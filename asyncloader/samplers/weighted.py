@@ -25,13 +25,13 @@ class WeightedSampler(OrderedSampler):
     Args:
         weights: One for each sample, 0 or more. 8 bytes are kept for each, and 8 more with replacement.
         num_samples: How many to draw in an epoch, over all ranks; by default as many as there are weights.
-        replacement: Draw each time from all samples; else each sample comes once at most. Without it the whole epoch
-            is drawn at its beginning and after `load_state_dict`: a second for 10 million samples.
+        replacement: Draw each time from all samples; otherwise each sample comes once at most. Without it the whole
+            epoch is drawn at its beginning and after `load_state_dict`: a second for 10 million samples.
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
         seed: The same on all ranks.
-        drop_last: Where the samples cannot be divided evenly, leave out the last ones; else samples from the beginning
-            of the epoch's order are repeated at its end.
+        drop_last: Where the samples cannot be divided evenly, leave out the last ones; otherwise samples from the
+            beginning of the epoch's order are repeated at its end.
 
     Raises:
         ConfigurationError: if weights are negative or all 0, or too few to be drawn without replacement.
