@@ -13,7 +13,8 @@ from tests.conformance.__main__ import PAGE, page
 from tests.nursery import Program
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guides").glob("[!i]*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```([\w{}-]*) ?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
