@@ -8,6 +8,7 @@ from typing import Any
 
 import accelerate.data_loader
 import datasets
+import datasets.distributed
 import pytest
 import torch
 import torch.utils.data
@@ -168,6 +169,89 @@ def test_datasets_transform_runs_in_our_workers(table: datasets.Dataset) -> None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_is_one_look_up(table: datasets.Dataset, num_workers: int) -> None:
+    """`__getitems__` of the table is used: a transform sees all rows of a batch together, and no more often."""
+
+    def counted(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {**rows, "together": [len(rows["index"])] * len(rows["index"])}
+
+    loader = DataLoader(table.with_transform(counted), batch_size=16, num_workers=num_workers)
+    assert [set(batch["together"].tolist()) for batch in loader] == [{16}, {16}, {8}]
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "arrow", "pandas"])
+def test_every_format_gives_what_it_gives_torch(table: datasets.Dataset, name: str) -> None:
+    """Row by row where it has rows; whole batches of indices, for formats that are tables."""
+    formatted = table.select_columns(["index", "x"]).with_format(name)
+    batches = torch.utils.data.BatchSampler(range(40), 16, drop_last=False)
+
+    def whole(loader_class: type) -> list[Any]:
+        loader = loader_class(formatted, batch_size=None, sampler=batches, num_workers=2)
+        return [[type(rows), list(map(int, rows["index"]))] for rows in loader]
+
+    assert whole(DataLoader) == whole(torch.utils.data.DataLoader)
+    if name != "arrow":  # which `datasets` itself cannot take rows of
+        ours, theirs = (
+            [[batch["index"].tolist(), [x.tolist() for x in batch["x"]]] for batch in loader_class(formatted, 16)]
+            for loader_class in (DataLoader, torch.utils.data.DataLoader)
+        )
+        assert ours == theirs
+
+
+def test_epochs_reach_streams_in_persistent_workers(table: datasets.Dataset) -> None:
+    """`loader.set_epoch` gives the order that the stream has in that epoch, whichever epochs came before."""
+    stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=10).with_format("torch")
+
+    def fresh(epoch: int) -> list[int]:
+        stream.set_epoch(epoch)
+        return indices(DataLoader(stream, batch_size=8, num_workers=2))
+
+    expected = [fresh(epoch) for epoch in (0, 1, 2)]
+    assert expected[0] != expected[1]
+    stream.set_epoch(0)
+    loader = DataLoader(stream, batch_size=8, num_workers=2, persistent_workers=True)
+    for epoch in (0, 2, 1):
+        loader.set_epoch(epoch)
+        assert indices(loader) == expected[epoch]
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("buffer_size", [None, 10])
+def test_streams_go_on_where_they_were(table: datasets.Dataset, num_workers: int, buffer_size: int | None) -> None:
+    """By the stream's own state; one that is shuffled, whose state lacks its buffer, is read again."""
+    options = {"batch_size": 4, "num_workers": num_workers, "snapshot_every_n_steps": 1 if buffer_size is None else 0}
+
+    def loader() -> DataLoader[Any]:
+        stream = table.to_iterable_dataset(num_shards=4)
+        stream = stream if buffer_size is None else stream.shuffle(seed=3, buffer_size=buffer_size)
+        return DataLoader(stream.with_format("torch"), **options)
+
+    first = loader()
+    first.set_epoch(1)
+    with iter(first) as batches:
+        before = [next(batches)["index"].tolist() for _ in range(4)]
+        state = first.state_dict()
+        rest = [batch["index"].tolist() for batch in batches]
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert [batch["index"].tolist() for batch in resumed] == rest
+    assert sorted(index for batch in before + rest for index in batch) == list(range(40))
+
+
+def test_ranks_share_a_stream(table: datasets.Dataset) -> None:
+    """`split_dataset_by_node` divides the shards among ranks, and each of our loaders its part among workers."""
+    stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=10).with_format("torch")
+    found = []
+    for rank in range(2):
+        own = datasets.distributed.split_dataset_by_node(stream, rank=rank, world_size=2)
+        mine = indices(DataLoader(own, batch_size=4, num_workers=2))
+        assert len(mine) == 20
+        found += mine
+    assert sorted(found) == list(range(40))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_streamed_datasets_are_divided_among_workers(table: datasets.Dataset, num_workers: int) -> None:
     """A `datasets.IterableDataset` gives each worker its shards: the batches that torch gives, new in each epoch."""
     stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=10).with_format("torch")
@@ -196,6 +280,7 @@ def test_streamed_datasets_come_from_our_workers(table: datasets.Dataset) -> Non
 
 def test_a_layer_trains_on_a_table(table: datasets.Dataset) -> None:
     """The whole way, without a Trainer: a loss falls."""
+    torch.manual_seed(0)
     layer = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), 0.2)
     losses = []
