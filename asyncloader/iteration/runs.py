@@ -45,6 +45,15 @@ class Runs:
             return copy.deepcopy(self.loaded)
         return initial_state(settings, self.begun) if self.latest is None else self.latest.state_dict()
 
+    @property
+    def done(self) -> int:
+        """How many batches of the newest run are done with, or of the one that a loaded state goes on with."""
+        if self.loaded is not None:
+            return int(self.loaded["position"]) + len(self.loaded["ahead"])
+        if self.latest is None or self.latest.progress.finished:
+            return 0
+        return self.latest.progress.position + len(self.latest.progress.ahead)
+
     def load(self, state: dict[str, Any], settings: Settings) -> None:
         """Have the next run begin from a state; an empty one for the very first."""
         if state:
