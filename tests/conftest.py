@@ -112,6 +112,7 @@ def process_wide_singletons(pytestconfig: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest, process_wide_singletons: None) -> Iterator[None]:
     """Fail a test after which there are more children, threads, descriptors or segments than before it."""
+    small_forks.settle_if_grown()
     before = Holdings.now()
     yield
     if request.node.get_closest_marker("leaks") or not request.node.stash.get(PASSED, False):

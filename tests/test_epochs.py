@@ -285,3 +285,54 @@ def test_what_is_no_epoch_is_refused(epoch: Any) -> None:
     with pytest.raises(ConfigurationError, match="an integer, but got"):
         DataLoader(dataset).set_epoch(epoch)
     assert dataset.calls == []
+
+
+class Remembers(Stream):
+    """Has a state, the epoch among others, as shards have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.position = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        samples = list(super().__iter__())
+        begin, self.position = self.position, 0
+        for self.position in range(begin + 1, len(samples) + 1):
+            yield samples[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position % (8 if get_worker_info() is None else 4)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+def test_an_epoch_that_is_set_goes_before_the_state_of_the_one_that_has_ended(
+    num_workers: int, persistent: bool
+) -> None:
+    """But not before that of one that goes on, in which it says what is so already."""
+
+    def make() -> DataLoader[int]:
+        return DataLoader(Remembers(), batch_size=2, num_workers=num_workers, persistent_workers=persistent)
+
+    loader = make()
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    first = [next(iterator).tolist() for _ in range(2)]
+    middle = loader.state_dict()
+    list(iterator)
+    end = loader.state_dict()
+    del iterator
+    other = make()
+    other.load_state_dict(middle)
+    other.set_epoch(3)
+    assert sorted([*first[0], *first[1], *samples(other)]) == in_epoch(3)
+    other = make()
+    other.load_state_dict(end)
+    for epoch in (4, 5):
+        other.set_epoch(epoch)
+        assert samples(other) == in_epoch(epoch)

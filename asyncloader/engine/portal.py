@@ -33,7 +33,7 @@ from asyncloader.transport.slab import slab_pool
 from asyncloader.workers.backend import Launch
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.loops import run_forever
-from asyncloader.workers.parent.launching import try_descriptors
+from asyncloader.workers.parent.launching import handlers_wait, try_descriptors
 from asyncloader.workers.parent.process import kill_all
 
 T = TypeVar("T")
@@ -227,7 +227,8 @@ def get_portal() -> Portal:
         exits.stop_daemon()
     with _making:
         if _portal is None:
-            _portal = Portal()
+            with handlers_wait():  # Ctrl-C must not meet a portal that is half made
+                _portal = Portal()
         return _portal
 
 

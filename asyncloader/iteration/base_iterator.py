@@ -17,7 +17,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _shar
 from asyncloader.epochs import Told, told
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.checkpoint import Checkpointer, check
-from asyncloader.iteration.plan import set_epochs
 from asyncloader.iteration.run_start import Drawn, RunStart, begin
 from asyncloader.iteration.runs import Runs
 from asyncloader.observe.meter import Meter
@@ -148,7 +147,7 @@ class BaseIterator(_BaseDataLoaderIter, Generic[T_co]):
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
         check(state, self._settings)
-        self._runs.epochs_when_loaded = set_epochs(self._settings.index_sampler)
+        self._runs.note_epochs(self._settings)
         self._begin_anew(loader, copy.deepcopy(state))
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncloader.epochs import restore, told
+from asyncloader.epochs import Told, restore, tell, told
 from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
 from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
 from asyncloader.iteration.progress import Progress, SamplerState
@@ -103,7 +103,8 @@ def begin(
     samplers = _load_samplers(index_sampler, state, states, runs.latest)
     if state is not None:
         restore(settings.dataset, state.get("dataset_epochs", ()))
-    is_dataset_loaded = inline and _load_dataset(settings, state)
+    news = runs.told_since(state, settings)
+    is_dataset_loaded = inline and _load_dataset(settings, state, news)
     order = _Order(iterate(), begun, inline, samplers)
     if order.drawn.num_yielded or is_drawn_from(order.drawn.keys):
         order = _past_patches(order, settings, state, rng, before, inline=inline)
@@ -112,7 +113,7 @@ def begin(
     drawn, begun, is_seed_first, samplers = order
     epoch = runs.begun if state is None else state["epoch"]
     key = (drawn.base_seed, epoch, drawn.rank)
-    starts = _starts(settings, None if is_dataset_loaded else state)
+    starts = _starts(settings, None if is_dataset_loaded else state, news)
     progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
     progress.begin_after(samplers)
     plan = Plan(index_sampler, drawn.keys, progress, Pace(), is_batched=settings.auto_collation)
@@ -229,7 +230,7 @@ def _load_samplers(
     return samplers if samplers.state is not None else samplers._replace(state=own_state(index_sampler))
 
 
-def _load_dataset(settings: Settings, state: dict[str, Any] | None) -> bool:
+def _load_dataset(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...]) -> bool:
     """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
 
     It may be that the state sets a global generator. Where batches were made since, they are made again later.
@@ -240,10 +241,13 @@ def _load_dataset(settings: Settings, state: dict[str, Any] | None) -> bool:
     if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(settings.dataset):
         return False
     settings.dataset.load_state_dict(starts[0].snapshot["dataset"])
+    tell(settings.dataset, news, ())
     return True
 
 
-def _starts(settings: Settings, state: dict[str, Any] | None) -> dict[int, Start] | None:
+def _starts(
+    settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...] = ()
+) -> dict[int, Start] | None:
     """Return where workers begin, if the dataset is one that they have a place or a state in."""
     if not settings.is_iterable and not (settings.snapshot_every and is_stateful(settings.dataset)):
         return None
@@ -265,7 +269,7 @@ def _starts(settings: Settings, state: dict[str, Any] | None) -> dict[int, Start
             "batches are read again and dropped.",
             again,
         )
-    return starts
+    return {worker: start._replace(epochs=news) for worker, start in starts.items()}
 
 
 def _known(settings: Settings, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:

@@ -7,8 +7,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from asyncloader.epochs import Told
-from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state
+from asyncloader.epochs import Told, told
+from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state, is_between_runs
 from asyncloader.iteration.plan import set_epochs
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace
@@ -25,6 +25,7 @@ class Runs:
         loaded: A state that the next one begins from.
         told: Of an epoch by `set_epoch` of the loader, at last.
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
+        told_when_loaded: What `set_epoch` of the dataset had been called with then.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class Runs:
         self.loaded: dict[str, Any] | None = None
         self.told = Told()
         self.epochs_when_loaded: list[int | None] = []
+        self.told_when_loaded: tuple[Told, ...] = ()
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,9 +61,20 @@ class Runs:
         if state:
             check(state, settings)
         self.loaded = copy.deepcopy(state) or None
-        self.epochs_when_loaded = set_epochs(settings.index_sampler)
+        self.note_epochs(settings)
         self.latest = None
         self.begun = 0
+
+    def note_epochs(self, settings: Settings) -> None:
+        """Note which epochs are set when a state is loaded: one that is set afterwards goes before the state's."""
+        self.epochs_when_loaded = set_epochs(settings.index_sampler)
+        self.told_when_loaded = told(settings.dataset, self.told)
+
+    def told_since(self, state: dict[str, Any] | None, settings: Settings) -> tuple[Told, ...]:
+        """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
+        now = told(settings.dataset, self.told)
+        is_news = state is not None and is_between_runs(state) and now != self.told_when_loaded
+        return now if is_news else ()
 
     def open_trace(self, settings: Settings) -> Trace | None:
         """Return where the timeline of a run is written: one file for all runs."""

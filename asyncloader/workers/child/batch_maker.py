@@ -221,6 +221,7 @@ class BatchMaker:
                 if epoch.starts is not None:
                     start = epoch.starts[self._id]
                     self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
+                    tell(dataset, start.epochs, ())
                 (open_source or self.open_fetcher)(dataset)
                 if self._fetch is not None and self.keeper is not None and self.keeper.made:
                     with self._aside():

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncloader.epochs import Told
 from asyncloader.protocols import probe
 
 _SHARE = 50
@@ -188,6 +189,8 @@ class Start(NamedTuple):
 
     ``past`` are the runs of a stream that it had been through where it has told no state since: how far it was in each,
     and whether it had ``ended``. Another worker is taken through them first (`relive`).
+
+    ``epochs`` is what `set_epoch` has told the dataset since the snapshot, which is of the end of the run before.
     """
 
     batches: int = 0
@@ -196,11 +199,12 @@ class Start(NamedTuple):
     made: tuple[Made, ...] = ()
     past: Sequence[Start] = ()
     ended: bool = False
+    epochs: tuple[Told, ...] = ()
 
     def after(self, snapshot: Any) -> Start:
         """Return where a stream is one batch later, with nothing ahead."""
         if snapshot is None:
-            return Start(self.batches + 1, self.snapshot, past=self.past)
+            return Start(self.batches + 1, self.snapshot, past=self.past, epochs=self.epochs)
         return Start(0, snapshot)
 
     def gaps(self) -> list[int]:
