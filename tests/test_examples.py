@@ -90,6 +90,16 @@ def test_train_from_postgres_compares_and_trains(digits: Path) -> None:
     )
 
 
+def test_train_gpt_has_the_losses_of_a_run_without_a_stop() -> None:
+    """Two ranks, stopped after four steps, and one rank for the rest: each loss is printed beside the other."""
+    done = run_example("train_gpt.py", "--steps", "10", "--stop-after", "4")
+    *rows, difference = closing_lines(done, 5)
+    steps = [re.fullmatch(r" *(\d+) +(\d\.\d{4}) +(\d\.\d{4})(   two ranks)?", row) for row in rows]
+    assert [(int(row[1]), bool(row[4])) for row in steps if row] == [(1, True), (4, True), (5, False), (10, False)]
+    assert all(abs(float(row[2]) - float(row[3])) < 1e-3 for row in steps if row)
+    assert re.fullmatch(r"largest difference of 10 losses: 0\.000\d{3}", difference)
+
+
 @pytest.mark.slow
 def test_tinyloader_experiment_draws_a_picture(tmp_path: Path) -> None:
     """A small run measures the three loaders, prints a table with all of them and draws the picture."""
