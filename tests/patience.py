@@ -1,12 +1,14 @@
-"""Tests whose subject is time, on machines that do other things as well."""
+"""Tests whose subject is time, on machines that do other things as well; and what another thread is about to do."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 TRIES = 3
+PATIENCE_S = 30.0
 
 
 def best_of_three(test: Callable[..., None]) -> Callable[..., None]:
@@ -22,3 +24,11 @@ def best_of_three(test: Callable[..., None]) -> Callable[..., None]:
         return test(*args, **kwargs)
 
     return tried
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait for what is certain to happen, in another thread or process."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.001)

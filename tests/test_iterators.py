@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.portal import get_portal
+from tests.patience import wait_until
 
 SOON_S = 20.0
 
@@ -65,14 +66,6 @@ class Gated(Numbers):
 def numbers(num_workers: int, length: int = 40, **options: Any) -> DataLoader[Any]:
     """Return a loader of batches of four numbers."""
     return DataLoader(Numbers(length), batch_size=4, num_workers=num_workers, **options)
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = SOON_S) -> None:
-    """Wait for something that happens on another thread."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager
@@ -241,7 +234,7 @@ def test_close_wakes_those_who_wait(num_workers: int) -> None:
     iterator = iter(DataLoader(Numbers(seconds=0.3), batch_size=4, num_workers=num_workers))
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(next, iterator) for _ in range(3)]
-        wait_until(lambda: iterator._consumer.run.handoff.waiting == 3)
+        wait_until(lambda: iterator._run.handoff.waiting == 3)
         iterator.close()
         for future in waiting:
             assert isinstance(future.exception(SOON_S), LoaderClosedError)

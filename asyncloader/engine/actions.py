@@ -100,4 +100,5 @@ class Finish(NamedTuple):
 Action: TypeAlias = Send | Deliver | Read | Replace | Fail | Lose | Discard | GiveUp | Finish
 
 VOID = object()
-"""The outcome of a ticket that makes no batch: it keeps its place in the order and is passed over."""
+"""Nothing is there, and its place in the order is passed over. In the plan, in place of keys: it was yielded before.
+As an outcome: the ticket makes no batch."""

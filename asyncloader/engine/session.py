@@ -17,6 +17,7 @@ import enum
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -40,7 +41,7 @@ from asyncloader.engine.actions import (
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue, Policy, Recovery
-from asyncloader.engine.run import Item, PlanEnd, Run, failed
+from asyncloader.engine.run import Item, Run, failed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
@@ -83,8 +84,7 @@ class Session:
         self._is_stream = policy.is_stream
         self.recovery = Recovery(policy, run.scheduler.num_workers)
         self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
-        self._inbox: deque[Any] = deque()
-        self._wake_posted = False
+        self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
         self.gave_up = False  # no worker can be had any more
         self._outbox: dict[int, list[tuple[int, Any]]] = {}
@@ -99,21 +99,22 @@ class Session:
 
     # -------------------------------------------------------------------------------------------- any thread
 
-    def push(self, keys: Any) -> None:
-        """Take the next batch of keys of the plan, or PlanEnd, or a new Run, to which what follows belongs.
+    def push(self, run: Run) -> None:
+        """Have another run begin, and what is left of the last one dropped."""
+        self._next_runs.append(run)
+        self.wake()
 
-        One wake-up of the loop serves all that is pushed before it gets its turn: that is what coalesces the traffic
-        of a consumer that finds its batches ready.
-        """
-        self._inbox.append(keys)
-        if not self._wake_posted:
-            try:
-                self._wake_posted = True
-                self.portal.post(self._read_inbox)
-            except BaseException:  # Ctrl-C: the next push must not rely on this wake-up
-                self._wake_posted = False
-                self.portal.stop_daemon()
-                raise
+    def wake(self) -> None:
+        """Have the loop look what has come."""
+        try:
+            self.portal.post(self._read_inbox)
+        except BaseException:
+            self.portal.stop_daemon()
+            raise
+
+    def waker(self) -> Callable[[], None]:
+        """Return `wake` for a run, which must not keep the session alive."""
+        return partial(_wake, weakref.ref(self))
 
     def request_close(self, grace_s: float = END_GRACE_S) -> None:
         """Begin to close, and return. Finalizers call this: no lock, nothing logged, nothing in a forked child."""
@@ -168,8 +169,7 @@ class Session:
         if self.state is State.CLOSED:
             return
         self._move(State.CLOSING)
-        self.run.handoff.ready.clear()
-        self.run.handoff.wake_all()
+        self.run.close()
         self._read_inbox()
         self._stop_recovery()
         self.run.meter.write_trace()
@@ -189,28 +189,15 @@ class Session:
     # -------------------------------------------------------------------------------------------------- events
 
     def _read_inbox(self) -> None:
-        # Cleared before the inbox is read: a push in between posts one wake-up too many, never one too few.
-        self._wake_posted = False
         if self.state is State.NEW:
             return
-        inbox = self._inbox
-        batches: list[Any] = []
-        while inbox:
-            keys = inbox.popleft()
-            if type(keys) is Run:
-                self._begin(keys)
-                batches = []
-            elif type(keys) is PlanEnd:
-                self._plan(batches)
-                batches = []
-                self.apply(self.run.scheduler.plan_ended())
-            else:
-                batches.append(keys)
-        self._plan(batches)
-
-    def _plan(self, batches: list[Any]) -> None:
+        while self._next_runs:
+            self._begin(self._next_runs.popleft())
+        batches, plan_ended = self.run.read_inbox()
         if self.state is State.OPEN and batches:
             self.apply(self.run.scheduler.planned(batches))
+        if plan_ended:
+            self.apply(self.run.scheduler.plan_ended())
 
     def _begin(self, run: Run) -> None:
         """Begin another run with the same workers. What is left of the last one is dropped."""
@@ -222,7 +209,7 @@ class Session:
             self.pool.begin_epoch(run.epoch)
             self._fill_places()
         else:
-            run.handoff.wake_all()
+            run.close()
 
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
@@ -440,7 +427,7 @@ class Session:
     _do: ClassVar[dict[type, Callable[[Session, Any], None]]] = {
         Send: _send,
         Deliver: _deliver,
-        Read: lambda session, action: session.run.read_on(action.until),
+        Read: lambda session, action: session.run.let_read(action.until),
         Replace: _replace,
         Fail: lambda session, action: session.apply(session.run.fail(action)),
         Lose: _lose,
@@ -448,3 +435,8 @@ class Session:
         GiveUp: _give_up,
         Finish: lambda session, action: session.run.finish(),
     }
+
+
+def _wake(session: weakref.ref[Session]) -> None:
+    if (alive := session()) is not None:
+        alive.wake()

@@ -31,9 +31,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.errors import StateMismatchError
 from asyncloader.iteration.plan import is_elastic, own_state, samplers_within
-from asyncloader.iteration.progress import Progress, SamplerState
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.protocols import probe
 from asyncloader.settings import Settings

@@ -23,13 +23,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.engine import exits
+from asyncloader.engine.actions import VOID
+from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.run import Item
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
-from asyncloader.iteration.error_limit import ErrorLimit
 from asyncloader.iteration.fetching import FetchThread, InlineHost, InlineMaker, fetch_threads, is_of_a_sample
-from asyncloader.iteration.plan import Done
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
@@ -362,7 +362,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if self._held is _NOTHING:
             # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
             for keys in self._sampler_iter:
-                if keys is not Done:
+                if keys is not VOID:
                     self._held = keys
                     break
             else:

@@ -14,17 +14,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from asyncloader.engine.actions import VOID
+from asyncloader.engine.progress import Progress
 from asyncloader.epochs import epoch_of
 from asyncloader.protocols import probe
 from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.workers.protocol.snapshot import Frozen, Pace, is_stateful
-
-if TYPE_CHECKING:
-    from asyncloader.iteration.progress import Progress
 
 log = logging.getLogger("asyncloader")
 
@@ -45,12 +44,8 @@ _NOTHING: Any = object()
 _torch_iter = BatchSampler.__iter__
 
 
-class Done:
-    """In place of keys: a batch of the plan that was yielded before the run that goes on here."""
-
-
 class Plan:
-    """Iterator over the batches of keys of one epoch.
+    """Iterator over the batches of keys of one epoch; VOID in place of those that were yielded before the run.
 
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
     what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
@@ -113,7 +108,7 @@ class Plan:
         if self._is_stateful and (self._is_elastic or (not is_short and (self._pace.is_due() or not self._has_state))):
             self._take_state(progress.read + 1)
         if progress.read in self._done:
-            keys = Done
+            keys = VOID
         else:
             progress.named_samples += len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
         progress.read += 1

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.epochs import Told, restore, tell, told
 from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
 from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
-from asyncloader.iteration.progress import Progress, SamplerState
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
 from asyncloader.settings import Settings

@@ -4,7 +4,7 @@
     ├── WorkerIterator    over a session with workers
     └── InlineIterator    num_workers=0, in asyncloader.iteration.inline_iterator
 
-Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncloader.iteration.consumer`.
+Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncloader.engine.run`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_loop
 from asyncloader.engine.recovery import Policy
@@ -29,8 +30,6 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import END_GRACE_S, Session, State
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
-from asyncloader.iteration.consumer import Consumer
-from asyncloader.iteration.error_limit import ErrorLimit
 from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
@@ -89,7 +88,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._session = self._make_session(run)
         self._finalizer = weakref.finalize(self, self._session.request_close)
         self._finalizer.atexit = False
-        self._read(run, start)
+        self._begin_run(run, start)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
         if wait and self._session.pool.forks:
@@ -124,7 +123,12 @@ class WorkerIterator(BaseIterator[T_co]):
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
         run = self._make_run(start)
         self._session.push(run)
-        self._read(run, start)
+        self._begin_run(run, start)
+
+    def _begin_run(self, run: Run, start: RunStart) -> None:
+        run.begin(self._session.waker())
+        self._run = run
+        start.settle()
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self._finalizer()
@@ -163,14 +167,8 @@ class WorkerIterator(BaseIterator[T_co]):
         checkpointer, epochs = start.checkpointer, self._epochs()
         spec = EpochSpec(next(self._run_numbers), start.key, checkpointer.shared_seed, start.starts, epochs)
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
-        return Run(scheduler, spec, faults, self._meter, **kind)
-
-    def _read(self, run: Run, start: RunStart) -> None:
-        """Begin to read the sampler."""
-        settings, progress = self._settings, start.checkpointer.progress
-        limit = ErrorLimit(settings, progress, run.faults)
-        self._consumer = Consumer(self._session, run, start.plan, settings.window, progress, limit)
-        start.settle()
+        limit = ErrorLimit(settings, progress, faults)
+        return Run(scheduler, spec, self._meter, start.plan, progress, limit, settings.window, **kind)
 
     # ------------------------------------------------------------------------------------------------- workers
 
@@ -225,8 +223,8 @@ class WorkerIterator(BaseIterator[T_co]):
         return self._next()
 
     def _next(self) -> Any:
-        consumer = self._consumer
-        if consumer.run.handoff.ready and self._session.pid == os.getpid() and (item := consumer.take()) is not None:
+        run = self._run
+        if run.handoff.ready and self._session.pid == os.getpid() and (item := run.take()) is not None:
             try:
                 return self._open(item)
             finally:
@@ -239,10 +237,10 @@ class WorkerIterator(BaseIterator[T_co]):
         self._check_usable()
         deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
         while (item := self._take_or_read_on(asked_at)) is None:
-            consumer = self._consumer  # that of another run, if the iterator has begun one meanwhile
-            if not consumer.run.handoff.wait(consumer.has_news, deadline) and not consumer.has_news():
+            run = self._run  # another one, if the iterator has begun it meanwhile
+            if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
                 error = self._wait_report(self._report_overdue())
-                if error is not None and not consumer.has_news():  # it may have come in the last moment
+                if error is not None and not run.has_news():  # it may have come in the last moment
                     try:
                         raise error
                     finally:
@@ -282,7 +280,7 @@ class WorkerIterator(BaseIterator[T_co]):
             check_owner(self._session.pid)
             await self._wait_started_async(self._started)
         self._check_usable()
-        if (item := self._consumer.take()) is None:
+        if (item := self._run.take()) is None:
             item = await self._wait_async(asked_at)
         try:
             return self._open(item)
@@ -302,10 +300,10 @@ class WorkerIterator(BaseIterator[T_co]):
                 raise stand_in(raised, in_async_for=True) from raised
             if item is not None:
                 return item
-            consumer = self._consumer
-            if not await consumer.run.handoff.wait_async(consumer.has_news, deadline) and not consumer.has_news():
+            run = self._run
+            if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
                 error = await self._wait_report_async(self._report_overdue())
-                if error is not None and not consumer.has_news():
+                if error is not None and not run.has_news():
                     try:
                         raise error
                     finally:
@@ -315,14 +313,14 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _take_or_read_on(self, asked_at: float) -> Item | None:
         """Take an item, or find out that there will be none, or do what can be done before waiting."""
-        consumer = self._consumer
-        if (item := consumer.take(asked_at)) is not None:
+        run = self._run
+        if (item := run.take(asked_at)) is not None:
             return item
         self._check_usable()
         try:
-            consumer.read_on()
+            run.read_on()
         finally:
-            if consumer.exhausted and not self._persistent_workers:
+            if run.exhausted and not self._persistent_workers:
                 self._finalizer()  # the workers may go
         return None
 
@@ -338,7 +336,7 @@ class WorkerIterator(BaseIterator[T_co]):
     def _check_usable(self) -> None:
         session = self._session
         check_owner(session.pid)
-        if session.state in (State.CLOSING, State.CLOSED) and not self._consumer.exhausted:
+        if session.state in (State.CLOSING, State.CLOSED) and not self._run.exhausted:
             session.portal.stop_daemon()
             raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
 
@@ -396,4 +394,4 @@ class WorkerIterator(BaseIterator[T_co]):
         return [WorkerHandle(worker) for worker in workers if isinstance(worker, WorkerProcess)]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} taken={self._consumer.taken} {self._session!r}>"
+        return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asyncloader.engine.handoff import Handoff
+from tests.patience import wait_until
 
 SOON_S = 10.0
 
@@ -29,14 +30,6 @@ class Steps:
             assert self._changed.wait_for(lambda: self._next == number, SOON_S), f"step {number} never came"
             self._next += 1
             self._changed.notify_all()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread is about to do."""
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 def in_thread(function: Callable[[], object]) -> threading.Thread:

@@ -108,7 +108,7 @@ def test_a_copy_that_is_slow_holds_up_no_worker(in_order: bool) -> None:
 
     batches = pinned(copy, in_order=in_order)
     with batches:
-        scheduler = batches._consumer.run.scheduler
+        scheduler = batches._run.scheduler
         deadline = threading.Event()
         while sum(map(len, scheduler.in_flight)) and not deadline.wait(0.01):
             pass  # the window is made although nothing of it has been pinned

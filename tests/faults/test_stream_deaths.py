@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError
 from asyncloader.datasets import TarShards
 from asyncloader.testing import assert_resumable
 from tests.faults.test_deaths import DEATHS
+from tests.patience import wait_until
 
 LENGTH = 60
 PATIENCE_S = 20.0
@@ -192,14 +192,6 @@ def undisturbed(kind: Callable[[Path], Any], folder: Path, **options: Any) -> li
 def times_begun(folder: Path) -> Counter[int]:
     """Return how often each sample was begun with."""
     return Counter(map(int, (folder.parent / "begun").read_text().split()))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what is certain to happen."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.002)
 
 
 def wait_for_parked(iterator: Any, count: int) -> None:

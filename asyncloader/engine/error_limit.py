@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from asyncloader.engine.progress import Progress
 from asyncloader.errors import describe_keys
-from asyncloader.iteration.progress import Progress
 from asyncloader.observe.faults import Faults
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.failure import BadSample
@@ -36,7 +36,7 @@ class ErrorLimit:
         self._planned_before = progress.position * (settings.batch_size or 1)
         self._bad_before = progress.bad_count
         self._progress = progress
-        self._faults = faults
+        self.faults = faults
 
     def count(self, bad: Sequence[BadSample]) -> Exception | None:
         """Count bad samples; return the error to raise if there are too many by now.
@@ -44,7 +44,7 @@ class ErrorLimit:
         Args:
             bad: Those of one batch.
         """
-        faults, progress, first = self._faults, self._progress, bad[0]
+        faults, progress, first = self.faults, self._progress, bad[0]
         if not faults.bad_count:
             log.warning(
                 "The sample with the index %s raised %s, and the batch is made without it, as on_error says. Further "
@@ -63,7 +63,7 @@ class ErrorLimit:
 
     def rewind(self) -> None:
         """Forget the bad samples of a batch that was interrupted: the progress has been rewound."""
-        self._faults.rewind(self._progress.bad_count - self._bad_before)
+        self.faults.rewind(self._progress.bad_count - self._bad_before)
 
     def _allowed(self) -> float:
         limit = self._limit

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from asyncloader.iteration.error_limit import ErrorLimit
-from asyncloader.iteration.progress import Progress
+from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.progress import Progress
 from asyncloader.observe.faults import Faults
 from asyncloader.workers.protocol.failure import BadSample, RemoteError
 

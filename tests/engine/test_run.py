@@ -1,0 +1,267 @@
+"""One run, driven by hand: what consumers read and take, what the loop hands over, in any order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader import DataLoader
+from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send, Ticket
+from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.progress import Progress
+from asyncloader.engine.run import Item, Run
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.observe.faults import Faults
+from asyncloader.observe.meter import Meter
+from asyncloader.workers.protocol.failure import BadSample, RemoteError
+from asyncloader.workers.protocol.messages import EpochSpec
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, LeftOut, Outcome
+from tests.patience import wait_until
+
+WORKERS, FACTOR = 2, 2
+WINDOW = WORKERS * FACTOR
+
+
+class Driver:
+    """The loop thread of one run, in this one: `turn` gives it a turn, `answer` has a worker answer a ticket."""
+
+    def __init__(self, plan: Iterable[Any], *, max_errors: int | None = None, position: int = 0) -> None:
+        options: dict[str, Any] = {} if max_errors is None else {"on_error": "skip", "max_errors": max_errors}
+        settings = DataLoader(range(100), 1, **options)._settings()  # type: ignore[arg-type]
+        progress, faults = Progress(position), Faults()
+        scheduler = Scheduler(num_workers=WORKERS, prefetch_factor=FACTOR, first=position)
+        limit, meter = ErrorLimit(settings, progress, faults), Meter(0, WORKERS, WINDOW, faults)
+        self.run = Run(scheduler, EpochSpec(1, (0, 0, 0)), meter, iter(plan), progress, limit, WINDOW)
+        self.wakes = 0
+        self.sent: dict[int, Ticket] = {}
+        self.planned: list[Any] = []
+
+    def wake(self) -> None:
+        """The run asks for a turn."""
+        self.wakes += 1
+
+    def turn(self) -> None:
+        """Look into the inbox."""
+        batches, plan_ended = self.run.read_inbox()
+        self.planned += batches
+        self.apply(self.run.scheduler.planned(batches))
+        if plan_ended:
+            self.apply(self.run.scheduler.plan_ended())
+
+    def answer(self, seq: int, outcome: Outcome | None = None) -> None:
+        """A worker has come to this outcome; to the keys by default."""
+        ticket = self.sent.pop(seq)
+        scheduler = self.run.scheduler
+        item = Item(outcome or Batch(NO_RECORD, ticket.keys), seq, ticket.worker)
+        self.apply(scheduler.returned(ticket.worker, seq) + scheduler.ready(seq, item))
+
+    def apply(self, actions: list[Action]) -> None:
+        """Carry out what the scheduler decided."""
+        for action in actions:
+            match action:
+                case Send(_, ticket):
+                    self.sent[ticket.seq] = ticket
+                case Deliver(item):
+                    self.run.handoff.put(item)
+                case Read(until):
+                    self.run.let_read(until)
+                case Fail():
+                    self.apply(self.run.fail(action))
+                case Finish():
+                    self.run.finish()
+                case _:
+                    assert isinstance(action, Replace)
+
+
+def begun(plan: Iterable[Any], **options: Any) -> Driver:
+    """A run whose first window was read, and planned."""
+    driver = Driver(plan, **options)
+    driver.run.begin(driver.wake)
+    driver.turn()
+    return driver
+
+
+def bad(key: int) -> BadSample:
+    """A sample that raised."""
+    return BadSample(key, 0, RemoteError.capture(ValueError(key), "in a test"))
+
+
+def test_a_window_is_read_and_then_a_batch_for_each_that_is_taken() -> None:
+    """With one wake-up for all that is read before the loop gets its turn."""
+    driver = begun(range(10))
+    assert driver.planned == [0, 1, 2, 3]
+    assert driver.wakes == 1
+    for seq in range(3):
+        driver.answer(seq)
+    assert [driver.run.take().open() for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+    assert driver.wakes == 2
+    driver.turn()
+    assert driver.planned == [*range(7)]
+    assert driver.run.take() is None
+
+
+def test_a_run_that_goes_on_has_the_numbers_behind_those_before() -> None:
+    """Batches of the plan that were yielded before keep their places, and are passed over."""
+    driver = begun([VOID, "b", "c"], position=5)
+    assert list(driver.sent) == [6, 7]
+    driver.answer(6)
+    item = driver.run.take()
+    assert item is not None
+    assert (item.open(), item.seq) == ("b", 6)
+    assert driver.run.progress.position == 7
+
+
+@given(st.integers(0, 12), st.sets(st.integers(0, 11)), st.lists(st.integers(0, 5), max_size=60))
+def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], choices: list[int]) -> None:
+    """However the consumer, the loop and the workers take turns; what is left out is passed over."""
+    driver, seen = Driver(range(count)), []
+    run = driver.run
+    run.begin(driver.wake)
+    for choice in chain(choices, cycle(range(3))):
+        if choice == 0:
+            driver.turn()
+        elif choice == 1:
+            if (item := run.take()) is not None:
+                seen.append(item.open())
+        elif choice == 2:
+            try:
+                run.read_on()
+            except StopIteration:
+                break
+        if choice >= 2 and driver.sent:
+            seq = sorted(driver.sent)[choice % len(driver.sent)]
+            driver.answer(seq, LeftOut(NO_RECORD) if seq in left_out else None)
+    assert seen == [seq for seq in range(count) if seq not in left_out]
+    assert run.exhausted
+    assert run.progress.position == count
+
+
+def test_what_the_sampler_raises_comes_after_the_batches_before() -> None:
+    """And what it yields after that follows, if it goes on."""
+
+    class Moody:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            self.at += 1
+            if self.at == 3:
+                raise KeyError("third")
+            if self.at == 5:
+                raise StopIteration
+            return self.at
+
+    driver = begun(Moody())
+    assert driver.planned == [1, 2]
+    driver.run.read_on()  # not its turn yet
+    for seq in range(2):
+        driver.answer(seq)
+        assert driver.run.has_news()
+        driver.run.take()
+    assert driver.run.has_news()
+    with pytest.raises(KeyError, match="third"):
+        driver.run.read_on()
+    driver.run.read_on()
+    driver.turn()
+    driver.answer(2)
+    assert driver.run.take().open() == 4  # type: ignore[union-attr]
+    with pytest.raises(StopIteration):
+        driver.run.read_on()
+
+
+def test_an_interrupt_in_the_sampler_loses_no_batch() -> None:
+    """The one that was being taken is there for the next call."""
+
+    def plan() -> Iterator[int]:
+        yield from range(WINDOW)
+        raise KeyboardInterrupt
+
+    driver = begun(plan())
+    driver.answer(0)
+    with pytest.raises(KeyboardInterrupt):
+        driver.run.take()
+    assert driver.run.taken == 0
+    assert driver.run.take().open() == 0  # type: ignore[union-attr]
+
+
+def test_an_interrupted_wake_up_is_made_up_for_by_the_next() -> None:
+    """What was read before is not stuck in the inbox."""
+    driver = Driver(range(10))
+    raising = iter([KeyboardInterrupt()])
+
+    def wake() -> None:
+        for error in raising:
+            raise error
+        driver.wake()
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.run.begin(wake)
+    driver.run.read_on()
+    assert driver.wakes == 1
+    driver.turn()
+    assert driver.planned == [*range(WINDOW)]
+
+
+def test_too_many_bad_samples_are_an_error_in_the_place_of_their_batch() -> None:
+    """It counts as one, and what follows comes."""
+    driver = begun(range(10), max_errors=1)
+    for seq in range(3):
+        driver.answer(seq, Batch(NO_RECORD, seq, 0, (bad(seq),) if seq < 2 else ()))
+    assert driver.run.take().open() == 0  # type: ignore[union-attr]
+    error = driver.run.take()
+    with pytest.raises(ValueError, match="1"):
+        error.open()  # type: ignore[union-attr]
+    assert driver.run.take().open() == 2  # type: ignore[union-attr]
+    stats = driver.run.meter.stats()
+    assert (stats.errors, stats.bad_count) == (1, 2)
+
+
+def test_an_error_at_once_comes_before_what_is_ready() -> None:
+    """It takes no place in the window."""
+    driver = begun(range(10))
+    driver.answer(0)
+    driver.apply([Fail([driver.sent[1]], at_once=True, cause=lambda tickets: OSError(tickets[0].keys))])
+    taken = driver.run.taken
+    with pytest.raises(OSError, match="1"):
+        driver.run.take().open()  # type: ignore[union-attr]
+    assert driver.run.taken == taken
+    assert driver.run.take().open() == 0  # type: ignore[union-attr]
+
+
+def test_a_batch_that_is_given_up_is_an_error_in_its_place_or_left_out() -> None:
+    """As the scheduler says."""
+    driver = begun(range(10))
+    for seq in (0, 1):
+        ticket = driver.sent.pop(seq)
+        driver.apply(driver.run.scheduler.returned(ticket.worker, seq))
+        driver.apply([Fail([ticket], at_once=False, leave_out=seq == 1, cause=lambda _: OSError("gone"))])
+    driver.answer(2)
+    with pytest.raises(OSError, match="gone"):
+        driver.run.take().open()  # type: ignore[union-attr]
+    assert driver.run.take() is None
+    assert driver.run.take().open() == 2  # type: ignore[union-attr]
+    assert [*driver.run.faults.left_out] == [1]
+
+
+def test_closing_drops_what_is_ready_and_wakes_who_waits() -> None:
+    """Consumers find out by themselves what has happened."""
+    driver = begun(range(10))
+    run = driver.run
+    woken: list[bool] = []
+    thread = threading.Thread(target=lambda: woken.append(run.handoff.wait(run.has_news, None)))
+    thread.start()
+    wait_until(lambda: run.handoff.waiting == 1)
+    run.close()
+    thread.join(10.0)
+    assert woken == [True]
+    assert run.has_news()
+    assert not run.handoff.ready
