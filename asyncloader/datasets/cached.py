@@ -19,7 +19,15 @@ from asyncloader.datasets.opened import Openable, Threads
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import available_bytes
-from asyncloader.protocols import is_async, is_async_iterable, is_resource, members, probe
+from asyncloader.protocols import (
+    has_samples,
+    is_async,
+    is_async_iterable,
+    is_collated,
+    is_resource,
+    members,
+    probe,
+)
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -102,7 +110,7 @@ class CachedDataset(Dataset[T_co]):
         else:
             of = given(fingerprint, length) if fingerprint is not None else given(fingerprint_of(dataset).hex(), length)
             self._store = _on_disk(Path(where), length, max_bytes, of)
-        if not probe(dataset, "__getitems__"):
+        if not probe(dataset, "__getitems__") or is_collated(dataset):  # a batch is no list of samples
             self.__getitems__ = None  # type: ignore[method-assign, assignment]  # samples are asked for one by one
 
     def __len__(self) -> int:
@@ -231,6 +239,11 @@ async def _value(sample: Any) -> Any:
 
 
 def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint: Any) -> None:
+    if is_collated(dataset) and not has_samples(dataset):
+        raise ConfigurationError(
+            f"samples are kept one by one, and {type(dataset).__name__} gives batches alone (collated = True); "
+            "give it a __getitem__ as well"
+        )
     if isinstance(dataset, IterableDataset) or is_async_iterable(dataset) or not _has_keys(dataset):
         raise ConfigurationError(
             f"samples are kept by their keys, and a {type(dataset).__name__} has none: it is no map-style dataset"

@@ -46,7 +46,7 @@ class SharedList(Sequence[T_co]):
     Args:
         rows: The rows; a generator is read block by block, so that what it yields never is in memory as a whole.
         consume: Empty the list ``rows`` as it is read, so that rows are in memory twice for one block only. What else
-            refers to them keeps them alive.
+            refers to them keeps them alive. If a row cannot be pickled, those before it are gone.
 
     Raises:
         ConfigurationError: ``consume`` is asked for, and ``rows`` is no list.

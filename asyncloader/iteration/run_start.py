@@ -245,9 +245,7 @@ def _load_dataset(settings: Settings, state: dict[str, Any] | None, news: tuple[
     return True
 
 
-def _starts(
-    settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...] = ()
-) -> dict[int, Start] | None:
+def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...] = ()) -> dict[int, Start] | None:
     """Return where workers begin, if the dataset is one that they have a place or a state in."""
     if not settings.is_iterable and not (settings.snapshot_every and is_stateful(settings.dataset)):
         return None

@@ -4,14 +4,19 @@ Measured, each in a fresh process: a dataset that holds 1,000,000 dicts (a path,
 order, in batches of 1,000; whatever is fetched is collated and dropped. Growth is what the process tree takes at its
 most during the epoch beyond what it took before the loader: anonymous and file pages by proportional set size (see
 measure.Memory), without batches in shared memory and without the rows of a SharedList, whose size stands beside it and
-does not grow. Workers are 2 and 8, forked, and started by a fork server that has imported torch before. "no rows" is
-the same loader over numbers: what workers take by themselves. With --quick 200,000 dicts and 2 workers.
+does not grow. Workers are 2 and 8, forked, and started by a fork server that has imported `asyncloader.preload`, for
+both loaders. "no rows" is the same loader over numbers: what workers, and the fork server, take by themselves. With
+--quick 200,000 dicts and 2 workers.
 
 Then what rows cost in a SharedList: rows a second when it is made, time to read one (least of five rounds, 20,000
 random rows each), bytes of its pickle.
 
 Targets: growth with a SharedList <= 10 % of torch's with a list, beyond what workers take by themselves (the share with
 that stands beside it); >= 500,000 rows/s; <= 10 us an item; <= 1 kB; with a list no more than torch's, within 5 %.
+
+What workers of a fork server take by themselves: with torch alone imported beforehand, each had 49 MB of its own when
+it began, of which 30 were pages that its garbage collector had written to while the main module was imported;
+`asyncloader.preload` freezes the collector in the fork server, and it is 14.
 
 Why a list grows: CPython counts references in the objects themselves, so a worker that only reads writes to their
 pages, which are copied; a worker that is not forked has a copy from the beginning. No loader can avoid that; a dataset
@@ -73,7 +78,7 @@ DATASETS: dict[str, Callable[[int], Rows]] = {
 
 def epoch(bench: Bench, side: str, num_workers: str, method: str) -> dict[str, float]:
     """Run through one epoch, and look at the memory a few times."""
-    multiprocessing.set_forkserver_preload(["torch", "numpy", "torch.utils.data"])
+    multiprocessing.set_forkserver_preload(["asyncloader.preload"])
     name, kind = side.split(", ")
     dataset = DATASETS[kind](count(bench))
     gc.collect()

@@ -269,6 +269,37 @@ def test_missing_samples_of_a_batch_are_asked_for_together(where: str, log: Path
     assert CachedDataset(Noted(log), where).__getitems__ is None
 
 
+class Collated(Dataset[Any]):
+    """Its batches are batches."""
+
+    collated = True
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return index, index * 2
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        raise AssertionError("a batch is no list of samples")
+
+
+def test_samples_of_a_dataset_that_collates(where: str) -> None:
+    """Are asked for one by one; one that has none is refused."""
+    loader = DataLoader(CachedDataset(Collated(), where), 3)
+    for _ in range(2):
+        assert [[part.tolist() for part in batch] for batch in loader] == [
+            [[0, 1, 2], [0, 2, 4]],
+            [[3, 4, 5], [6, 8, 10]],
+        ]
+
+    class Only(Collated):
+        __getitem__ = Dataset.__getitem__
+
+    with pytest.raises(ConfigurationError, match="gives batches alone"):
+        CachedDataset(Only(), where)
+
+
 def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
     """What does not fit any more is made each time; nothing that is kept goes."""
     cached = CachedDataset(Noted(log), where, max_bytes=5000)

@@ -276,6 +276,32 @@ def test_a_list_is_emptied_as_it_is_read() -> None:
         SharedList((1, 2), consume=True)
 
 
+class Alive:
+    """Knows how many of its kind there are, and how few there were when one was pickled."""
+
+    count = 0
+    fewest = 1 << 20
+
+    def __init__(self) -> None:
+        Alive.count += 1
+
+    def __del__(self) -> None:
+        Alive.count -= 1
+
+    def __reduce__(self) -> Any:
+        Alive.fewest = min(Alive.fewest, Alive.count)
+        return bytes, (1000,)
+
+
+def test_rows_are_freed_while_others_are_still_to_be_read() -> None:
+    """Not all at the end, as when the list is only cleared."""
+    rows = [Alive() for _ in range(10_000)]
+    shared = SharedList(rows, consume=True)
+    assert Alive.fewest < 6000
+    assert Alive.count == 0
+    assert shared[-1] == bytes(1000)
+
+
 def test_little_memory_is_needed_to_make_one() -> None:
     """60 MB of rows from a generator, with less than 40 MB at any time."""
     tracemalloc.start()
