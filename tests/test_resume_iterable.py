@@ -297,7 +297,8 @@ def test_a_stream_goes_on_after_deaths(dataset: Any, tmp_path: Path) -> None:
         return [repr([part.tolist() for part in batch] if isinstance(batch, list) else batch) for batch in loader]
 
     expected = run([])
-    for deaths, options in (([8, 13, 20], {}), ([10], {"prefetch_factor": 5}), ([8, 9, 12], {"on_timeout": "retry"})):
+    patient = {"timeout": 30, "on_timeout": "retry"}
+    for deaths, options in (([8, 13, 20], {}), ([10], {"prefetch_factor": 5}), ([8, 9, 12], patient)):
         assert run(deaths, **options) == expected
         assert not list(tmp_path.iterdir())
 
