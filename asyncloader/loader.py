@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Sampler
 from asyncloader.epochs import Told, hears, listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.iteration.checkpoint import check
+from asyncloader.iteration.in_step import in_step
 from asyncloader.iteration.plan import samplers_within
 from asyncloader.iteration.runs import Runs
 from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
@@ -27,6 +28,7 @@ from asyncloader.observe.stats import LoaderStats
 from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, accept_iterable
 from asyncloader.settings import (
     RUN_AHEAD_BYTES,
+    EqualSteps,
     OnCrash,
     OnError,
     OnTimeout,
@@ -152,6 +154,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             or less often where that would cost more than a fiftieth of the time. What came since is made again and
             dropped to resume. 0 or None for never: then a stream is read again from its beginning, and the state of a
             map-style dataset is not kept.
+        equal_steps: What ranks do about iterable datasets that give them different numbers of batches: "drop" leaves
+            out what not all have; "pad" has a rank repeat its last batch until all are at their end. They agree some
+            steps ahead and hold up to 17 batches for it. All have to begin, leave and resume a run at the same step.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -193,6 +198,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         worker_backend: WorkerBackend = "process",
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
+        equal_steps: EqualSteps | None = None,
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
@@ -219,7 +225,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
         self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
         self.scheduling, self.seeding, self.snapshot_every_n_steps = scheduling, seeding, snapshot_every_n_steps
-        self._newest, self._runs = _nothing, Runs()
+        self.equal_steps, self._newest, self._runs = equal_steps, _nothing, Runs()
         self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -263,6 +269,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             worker_backend=self.worker_backend,
             trace=self.trace,
             snapshot_every_n_steps=self.snapshot_every_n_steps,
+            equal_steps=self.equal_steps,
         )
 
     def _changed_options(self) -> str:
@@ -272,33 +279,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __iter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data: workers start, and the first batches are being made when this returns."""
-        if (kept := self._kept_iterator()) is not None:
-            kept.begin_next(self, self._settings())
-            return kept
-        return cast("BaseIterator[T_co]", super().__iter__())
+        iterator = self._begin_with_kept_workers()
+        return self._in_step(super().__iter__() if iterator is None else iterator)
 
     def __aiter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data without blocking the loop: what goes wrong is raised by the first ``anext``."""
-        if (kept := self._kept_iterator()) is not None:
-            kept.begin_next(self, self._settings())
-            return kept
-        iterator = self._make_iterator(wait_for_start=False)
-        if self.persistent_workers:
-            self._iterator = iterator
-        return cast("BaseIterator[T_co]", iterator)
+        if (iterator := self._begin_with_kept_workers()) is None:
+            iterator = self._make_iterator(wait_for_start=False)
+            if self.persistent_workers:
+                self._iterator = iterator
+        return self._in_step(iterator)
 
-    def _kept_iterator(self) -> WorkerIterator[T_co] | None:
-        """Return the iterator of persistent workers, if there is one that can begin another run.
+    def _in_step(self, iterator: Any) -> BaseIterator[T_co]:
+        """Have ranks take equally many steps, where that is asked for."""
+        if (taken := in_step(iterator, self.equal_steps, self._runs)) is not iterator:
+            self._newest = weakref.ref(taken)
+        return cast("BaseIterator[T_co]", taken)
 
-        Not if they were closed, or belong to the process that this one was forked from.
-        """
+    def _begin_with_kept_workers(self) -> WorkerIterator[T_co] | None:
+        """Begin a run with persistent workers; None if there are none, or closed ones, or those of another process."""
         iterator: Any = self._iterator
         if not isinstance(iterator, _import_iterators()[1]):  # a subclass may use torch's
             return None
         if not iterator.is_usable:
             self._iterator = None
             return None
-        return iterator if self.num_workers else None
+        if self.num_workers:
+            iterator.begin_next(self, self._settings())
+        return cast("WorkerIterator[T_co]", iterator) if self.num_workers else None
 
     def _get_iterator(self) -> Any:
         return self._make_iterator(wait_for_start=True)

@@ -29,6 +29,7 @@ OnError = Literal["raise", "skip", "replace"]
 OnTimeout = Literal["raise", "retry", "skip"]
 OnCrash = Literal["raise", "retry", "skip"]
 WorkerBackend = Literal["process", "thread"]
+EqualSteps = Literal["drop", "pad"]
 
 RUN_AHEAD_BYTES = 64 << 20
 
@@ -88,6 +89,7 @@ class Settings:
     worker_backend: WorkerBackend
     trace: str | PathLike[str] | None
     snapshot_every_n_steps: int | None
+    equal_steps: EqualSteps | None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -201,6 +203,13 @@ class Settings:
         if self.snapshot_every_n_steps is not None:
             _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=0)
         self._check_max_errors()
+        if self.equal_steps is not None:
+            _one_of("equal_steps", self.equal_steps, EqualSteps)
+            if not isinstance(self.dataset, IterableDataset):
+                raise ConfigurationError(
+                    "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
+                    "samples: torch's DistributedSampler, or ElasticSampler"
+                )
         if self.on_timeout != "raise" and self.num_workers and not self.timeout:
             raise ConfigurationError(
                 f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ from asyncloader import AsyncLoaderError, ConfigurationError, DataLoader
 from asyncloader.loader import OPTIONS
 
 OURS = list(OPTIONS)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """An iterable dataset, which some options are for."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -89,11 +97,13 @@ def test_each_option_takes_another_value() -> None:
         "worker_backend": "thread",
         "trace": "trace.json",
         "snapshot_every_n_steps": 3,
+        "equal_steps": "pad",
     }
     assert sorted(values) == sorted(OURS)
     for name, value in values.items():
         needs = {"on_error": "skip"} if name == "max_errors" else {}
-        loader = DataLoader([1], **{**needs, name: value})
+        dataset: Any = Stream() if name == "equal_steps" else [1]
+        loader = DataLoader(dataset, **{**needs, name: value})
         assert getattr(loader, name) == value
 
 

@@ -36,8 +36,8 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
 
     Each shard is read by one worker of one rank, as a stream. If there are fewer shards than workers of all ranks
     together, several read the same shard and each takes its share of the samples; so no sample comes twice, and none is
-    left out. Ranks may get different numbers of samples; where each step needs all ranks, take as many batches on each
-    as there are on all, or :class:`IndexedTarShards`.
+    left out. Ranks may get different numbers of samples; where each step needs all ranks, see ``equal_steps`` of
+    :class:`asyncloader.DataLoader`, or take :class:`IndexedTarShards`.
 
     The order depends on ``seed``, the epoch, and the numbers of ranks and workers. Call :meth:`set_epoch` before each
     epoch, as with torch's DistributedSampler; otherwise all are alike. Persistent workers, whose copies of the dataset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from asyncloader.epochs import Told, told
 from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state, is_between_runs
@@ -13,6 +13,12 @@ from asyncloader.iteration.plan import set_epochs
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace
 from asyncloader.settings import Settings
+
+
+class _Yielded(Protocol):
+    @property
+    def done(self) -> int: ...
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 class Runs:
@@ -23,6 +29,7 @@ class Runs:
         latest: Makes states of the newest one.
         meter: Counts what happens in the newest one.
         loaded: A state that the next one begins from.
+        yielded: Makes states of the newest one where batches are held back from the consumer, or None.
         told: Of an epoch by `set_epoch` of the loader, at last.
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
         told_when_loaded: What `set_epoch` of the dataset had been called with then.
@@ -33,18 +40,21 @@ class Runs:
         self.latest: Checkpointer | None = None
         self.meter: Meter | None = None
         self.loaded: dict[str, Any] | None = None
+        self.yielded: _Yielded | None = None
         self.told = Told()
         self.epochs_when_loaded: list[int | None] = []
         self.told_when_loaded: tuple[Told, ...] = ()
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "latest": None, "meter": None, "_trace": None}
+        return {**vars(self), "latest": None, "meter": None, "yielded": None, "_trace": None}
 
     def state_dict(self, settings: Settings) -> dict[str, Any]:
         """Return a state to go on from: in the middle of the newest run, or before the next one."""
         if self.loaded is not None:
             return copy.deepcopy(self.loaded)
+        if self.yielded is not None:
+            return self.yielded.state_dict()
         return initial_state(settings, self.begun) if self.latest is None else self.latest.state_dict()
 
     @property
@@ -52,6 +62,8 @@ class Runs:
         """How many batches of the newest run are done with, or of the one that a loaded state goes on with."""
         if self.loaded is not None:
             return int(self.loaded["position"]) + len(self.loaded["ahead"])
+        if self.yielded is not None:
+            return self.yielded.done
         if self.latest is None or self.latest.progress.finished:
             return 0
         return self.latest.progress.position + len(self.latest.progress.ahead)
@@ -62,7 +74,7 @@ class Runs:
             check(state, settings)
         self.loaded = copy.deepcopy(state) or None
         self.note_epochs(settings)
-        self.latest = None
+        self.latest = self.yielded = None
         self.begun = 0
 
     def note_epochs(self, settings: Settings) -> None:

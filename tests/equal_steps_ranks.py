@@ -1,0 +1,107 @@
+"""A program, run once per rank: takes uneven streams in equal steps, with a collective in each step.
+
+python tests/equal_steps_ranks.py FOLDER_WITH_SHARDS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from asyncloader import AsyncLoaderError, DataLoader
+from asyncloader.datasets import TarShards
+from tests.ranks import tell
+
+
+class Uneven(IterableDataset[int]):
+    """So many samples for each rank, divided among its workers; numbers that say whose they are."""
+
+    def __init__(self, lengths: list[float]) -> None:
+        self.length = lengths[dist.get_rank()]
+        self.first = 1000 * dist.get_rank()
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for number in itertools.count(worker, workers):
+            if number >= self.length:
+                return
+            yield self.first + number
+
+
+def in_step() -> None:
+    """What a trainer does in each step: it waits for all ranks."""
+    dist.all_reduce(torch.ones(()))
+
+
+def taken(batches: Any, steps: int | None = None) -> list[list[int]]:
+    found = []
+    for batch in itertools.islice(batches, steps):
+        found.append(batch.tolist())
+        batch.fill_(-1)  # what a trainer does to its batches is not seen in those that are repeated
+        in_step()
+    return found
+
+
+async def taken_async(loader: Any) -> list[list[int]]:
+    found = []
+    async for batch in loader:
+        found.append(batch.tolist())
+        in_step()
+    return found
+
+
+def resumed(make: Any, steps: int) -> list[list[int]]:
+    """Take some steps, go on from the state of those with another loader to the end, and begin the next epoch."""
+    loader = make()
+    found = taken(loader, steps)
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = make()
+    other.load_state_dict(state)
+    found += taken(other)
+    assert other.state_dict()["finished"] or len(found) == steps
+    return found
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    shards = sorted(Path(sys.argv[1]).glob("*.tar"))
+    found: dict[str, Any] = {}
+    for mode in ("drop", "pad"):
+        for workers in (0, 2):
+
+            def make(lengths: Any = (21, 34, 22, 40), mode: Any = mode, workers: int = workers, **options: Any) -> Any:
+                return DataLoader(Uneven(lengths), 2, num_workers=workers, equal_steps=mode, **options)
+
+            found[f"{mode} {workers}"] = taken(make())
+            found[f"{mode} {workers} even"] = taken(make([6, 6, 6, 6]))
+            found[f"{mode} {workers} async"] = asyncio.run(taken_async(make()))
+            for steps in (3, 11, 15):
+                found[f"{mode} {workers} resumed after {steps}"] = resumed(make, steps)
+        persistent = make(persistent_workers=True)
+        found[f"{mode} persistent"] = [taken(persistent, 5), taken(persistent), taken(persistent)]
+        persistent.close()
+        tar = TarShards(shards, lambda sample: int(sample["txt"]), shuffle_shards=True)
+        found[f"{mode} shards"] = taken(DataLoader(tar, 2, num_workers=1, equal_steps=mode))  # type: ignore[arg-type]
+    found["endless"] = taken(make([5, float("inf"), float("inf"), 9], mode="drop"))
+    found["nothing"] = taken(make([5, 0, 3, 9], mode="drop"))
+    try:
+        taken(make([5, 0, 3, 9], mode="pad"))
+    except AsyncLoaderError as error:
+        found["nothing to repeat"] = str(error)
+    tell(dist.get_rank(), found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
