@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.portal import get_portal
-from tests.patience import wait_until
+from tests.patience import until, wait_until
 
 SOON_S = 20.0
 
@@ -66,6 +66,13 @@ class Gated(Numbers):
 def numbers(num_workers: int, length: int = 40, **options: Any) -> DataLoader[Any]:
     """Return a loader of batches of four numbers."""
     return DataLoader(Numbers(length), batch_size=4, num_workers=num_workers, **options)
+
+
+def num_waiting(iterator: Any) -> int:
+    """Return how many consumers wait for a batch."""
+    source = iterator._run if hasattr(iterator, "_run") else iterator._fetching
+    waiting: int = source.handoff.waiting
+    return waiting
 
 
 @contextlib.contextmanager
@@ -206,7 +213,8 @@ def test_closing_is_not_the_end_of_the_data(num_workers: int, length: int) -> No
     for _ in exhausted:
         pass
     exhausted.close()
-    time.sleep(0.05)  # batches of the other one are made
+    if num_workers:
+        wait_until(lambda: closed._run.handoff.ready)  # batches of the other one are made
     closed.close()
     with pytest.raises(LoaderClosedError):
         next(closed)
@@ -234,7 +242,7 @@ def test_close_wakes_those_who_wait(num_workers: int) -> None:
     iterator = iter(DataLoader(Numbers(seconds=0.3), batch_size=4, num_workers=num_workers))
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(next, iterator) for _ in range(3)]
-        wait_until(lambda: iterator._run.handoff.waiting == 3)
+        wait_until(lambda: num_waiting(iterator) == 3)
         iterator.close()
         for future in waiting:
             assert isinstance(future.exception(SOON_S), LoaderClosedError)
@@ -245,7 +253,7 @@ async def test_aclose_wakes_those_who_wait(num_workers: int) -> None:
     """The same by the other face."""
     iterator = aiter(DataLoader(Numbers(seconds=0.1), batch_size=4, num_workers=num_workers))
     tasks = [asyncio.create_task(anext(iterator)) for _ in range(3)]
-    await asyncio.sleep(0.05)
+    await until(lambda: num_waiting(iterator) == 3)
     await iterator.aclose()
     for task in tasks:
         with pytest.raises(LoaderClosedError):
@@ -355,8 +363,7 @@ async def test_the_end_is_told_when_the_last_batch_is_taken(num_workers: int, tm
     iterator = aiter(DataLoader(Gated(gate), batch_size=4, num_workers=num_workers))
     assert (await anext(iterator)).tolist() == [0, 1, 2, 3]
     first, second, third = (asyncio.ensure_future(anext(iterator)) for _ in range(3))
-    done, _ = await asyncio.wait([first, second, third], timeout=0.1)
-    assert not done
+    await until(lambda: num_waiting(iterator) == 3)
     first.cancel()
     await asyncio.sleep(0)
     gate.touch()
@@ -375,14 +382,14 @@ async def test_a_thread_and_a_task_want_the_batch_of_one_that_is_cancelled(num_w
     iterator = aiter(DataLoader(Gated(gate, 12), batch_size=4, num_workers=num_workers))
     assert (await anext(iterator)).tolist() == [0, 1, 2, 3]
     first = asyncio.create_task(anext(iterator))
-    await asyncio.sleep(0.05)
+    await until(lambda: num_waiting(iterator) == 1)
     first.cancel()
-    await asyncio.sleep(0)
+    await until(first.done)
     with ThreadPoolExecutor(1) as threads:
         in_thread = asyncio.wrap_future(threads.submit(next, iterator))
-        await asyncio.sleep(0.05)
+        await until(lambda: num_waiting(iterator) == 1)
         in_task = asyncio.ensure_future(anext(iterator))
-        await asyncio.sleep(0.05)
+        await until(lambda: num_waiting(iterator) == 2)
         gate.touch()
         async with asyncio.timeout(SOON_S):
             found = await asyncio.gather(in_thread, in_task)
@@ -401,7 +408,7 @@ async def test_a_state_is_loaded_while_a_task_waits(num_workers: int, tmp_path: 
     await anext(iterator)
     waiting = asyncio.ensure_future(anext(iterator))
     first = None
-    await asyncio.sleep(0.05)
+    await until(lambda: num_waiting(iterator) == 1)
     gate.touch()
     await asyncio.to_thread(iterator.load_state_dict, state)
     async with asyncio.timeout(SOON_S):

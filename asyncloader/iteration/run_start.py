@@ -82,8 +82,7 @@ def begin(
         inline: Nothing is read of the sampler before the first batch, and ``iterate`` draws the base seed.
         last: The run before this one, if its workers make this one too.
     """
-    index_sampler = settings.index_sampler
-    rng = RNGSnapshot(settings.generator, samplers_within(index_sampler))
+    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
     before = begun = rng.capture()
     left_alone = [False] * len(before)
     states = None if state is None else unplain(state["samplers"])
@@ -91,7 +90,7 @@ def begin(
     if state is not None:
         left_alone = [now == saved for now, saved in zip_longest(rng.check(), state["check"][: len(before)])]
         if state["is_over"]:
-            _finish_last_run(index_sampler, states, state["drawn"], runs.epochs_when_loaded)
+            _finish_last_run(settings.index_sampler, states, state["drawn"], runs.epochs_when_loaded)
         begun = rng.from_text(state["draws"])
         rng.restore(begun)
     if prepare is not None:
@@ -100,7 +99,7 @@ def begin(
             rng.restore(begun)
         else:
             begun = rng.capture()
-    samplers = _load_samplers(index_sampler, state, states, runs.latest)
+    samplers = _load_samplers(settings.index_sampler, state, states, runs.latest)
     if state is not None:
         restore(settings.dataset, state.get("dataset_epochs", ()))
     news = runs.told_since(state, settings)
@@ -115,10 +114,7 @@ def begin(
     key = (drawn.base_seed, epoch, drawn.rank)
     starts = _starts(settings, None if is_dataset_loaded else state, news)
     progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
-    progress.begin_after(samplers)
-    plan = Plan(index_sampler, drawn.keys, progress, Pace(), is_batched=settings.auto_collation)
-    if state is not None and progress.position and not settings.is_iterable:
-        plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
+    plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)
     epochs = [each.number for each in told(settings.dataset, runs.told)]
     checkpointer = Checkpointer(
         settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
@@ -172,6 +168,23 @@ def _as_drawn_before(
     elif state["inline"] and not inline:
         _draw_base_seed(settings)
     return order._replace(drawn=drawn, is_seed_first=state["inline"])
+
+
+def _plan(
+    settings: Settings,
+    drawn: Drawn,
+    progress: Progress,
+    samplers: SamplerState,
+    states: dict[str, Any] | None,
+    *,
+    goes_on: bool,
+) -> Plan:
+    """Return the plan, from where the run begins."""
+    progress.begin_after(samplers)
+    plan = Plan(settings.index_sampler, drawn.keys, progress, Pace(), is_batched=settings.auto_collation)
+    if goes_on and progress.position and not settings.is_iterable:
+        plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
+    return plan
 
 
 def _progress(
