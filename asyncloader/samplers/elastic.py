@@ -57,6 +57,9 @@ class ElasticSampler(OrderedSampler):
         """Return below which number all of its indices are."""
         return self.dataset if isinstance(self.dataset, int) else len(self.dataset)
 
+    def _num_positions(self) -> int:
+        return self.num_indices()
+
     def _fits(self) -> dict[str, Any]:
         return {"length": self.num_indices(), "shuffle": self.shuffle, "drop_last": self.drop_last}
 

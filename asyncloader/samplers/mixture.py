@@ -188,6 +188,9 @@ class MixtureSampler(OrderedSampler):
             )
         return max(cast("list[int]", lasts)) + 1
 
+    def _num_positions(self) -> int | None:
+        return self._length
+
     def _fits(self) -> dict[str, Any]:
         return {"lengths": self.lengths, "stop": self.stop, "shuffle": self.shuffle, "drop_last": self.drop_last}
 

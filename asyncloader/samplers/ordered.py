@@ -90,7 +90,7 @@ class OrderedSampler(Sampler[int], HasOrder):
         self._run = _Run(0)
 
     def __repr__(self) -> str:
-        length = self.order().length
+        length = self._num_positions()
         return (
             f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, "
             f"{self._cursor()} of {'endless' if length is None else length} samples>"
@@ -102,7 +102,7 @@ class OrderedSampler(Sampler[int], HasOrder):
         Raises:
             TypeError: if it has no end.
         """
-        length = self.order().length
+        length = self._num_positions()
         if length is None:
             raise TypeError(f"this {type(self).__name__} has no end, and so no length")
         return len(self._positions(0, length))
@@ -155,6 +155,10 @@ class OrderedSampler(Sampler[int], HasOrder):
     @abstractmethod
     def _fits(self) -> dict[str, Any]:
         """Return what of the sampler must be the same for a state to mean the same samples, as plain data."""
+
+    @abstractmethod
+    def _num_positions(self) -> int | None:
+        """Return the length of the order, without making it."""
 
     def _state_at(self, cursor: int) -> dict[str, Any]:
         return {

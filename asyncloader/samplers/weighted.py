@@ -81,8 +81,8 @@ class WeightedSampler(OrderedSampler):
         """Return below which number all of its indices are."""
         return len(self._weights)
 
-    def __len__(self) -> int:
-        return len(self._positions(0, self.num_samples))
+    def _num_positions(self) -> int:
+        return self.num_samples
 
     def _fits(self) -> dict[str, Any]:
         return {

@@ -311,9 +311,11 @@ def _share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
 
     Where there are fewer samples than ranks, some come to several.
     """
-    while len(units) < ranks and (longest := max(range(len(units)), key=lambda unit: len(units[unit]))) >= 0:
+    units = list(units)
+    while len(units) < ranks:
+        longest = max(range(len(units)), key=lambda unit: len(units[unit]))
         keys = units[longest]
-        if len(keys) < 2:
+        if len(keys) == 1:
             break
         units[longest : longest + 1] = [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
     if len(units) < ranks:

@@ -27,7 +27,7 @@ def sources_of(sampler: MixtureSampler, samples: list[int]) -> np.ndarray[Any, A
     return np.searchsorted(np.cumsum(sampler.lengths), samples, side="right")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(weights=WEIGHTS, seed=st.integers(0, 9), data=st.data())
 def test_every_window_has_each_source_within_one_of_its_share(weights: list[float], seed: int, data: Any) -> None:
     """Of each 1,000 samples, and over all of them together within a few."""
@@ -50,7 +50,7 @@ def test_shares_of_thousandths_hold_from_any_sample_on() -> None:
         assert (np.abs(before[50:] - before[:-50] - 50 * share) <= 3).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(lengths=st.lists(st.integers(1, 60) | st.just(5000), min_size=1, max_size=4), data=st.data())
 def test_each_source_is_gone_through_epoch_by_epoch(lengths: list[int], data: Any) -> None:
     """Each sample once before any comes again; and each epoch of a source has an order of its own."""
@@ -76,7 +76,7 @@ def test_orders_of_short_sources_are_uniform() -> None:
     assert deviation < 60  # chi-squared with 23 degrees of freedom: above in 4 of 100,000 cases
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(lengths=st.lists(st.integers(1, 900), min_size=1, max_size=4), data=st.data())
 def test_where_an_epoch_ends(lengths: list[int], data: Any) -> None:
     """ "first": before any sample comes twice, and one would come next. "all": with the last sample that is missing."""
@@ -94,7 +94,7 @@ def test_where_an_epoch_ends(lengths: list[int], data: Any) -> None:
     assert set(samples[:-1]) != set(range(sum(lengths)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     legs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400)), max_size=4),
     last=st.integers(1, 9),

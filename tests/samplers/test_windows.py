@@ -43,7 +43,7 @@ def some_lengths(count: int, seed: int = 0) -> Lengths:
 
 
 @each_kind
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     count=st.integers(1, 700),
     legs=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 25)), max_size=4),
@@ -77,7 +77,7 @@ def test_from_four_ranks_to_two_to_eight(kind: str) -> None:
 
 @each_kind
 @given(count=st.integers(1, 300), ranks=st.integers(1, 8), drop_last=st.booleans(), epoch=st.integers(0, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_ranks_have_as_many_batches_as_they_say(kind: str, count: int, ranks: int, drop_last: bool, epoch: int) -> None:
     """`len` is the same on all ranks, and what they yield; what `drop_last` leaves out is less than one step."""
     samplers = [KINDS[kind](some_lengths(count), ranks, rank, drop_last=drop_last) for rank in range(ranks)]
@@ -111,7 +111,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(kind: str) -> None:
 
 
 @each_kind
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     legs=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 20)), max_size=3),
     last=st.integers(1, 5),
