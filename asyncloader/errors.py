@@ -110,6 +110,24 @@ class WorkerDiedError(WorkerError):
         self.output = output
 
 
+MAIN_IS_IMPORTED = (
+    "Workers that are not forked import the main module again. What is only for the trainer goes under "
+    '`if __name__ == "__main__":`.'
+)
+
+NO_GUARD = """The main module iterates over a DataLoader while it is imported for a worker, since it has no guard. Write
+
+    def main():
+        for batch in DataLoader(...):
+            ...
+
+    if __name__ == "__main__":
+        main()
+
+Workers that are not forked (spawn, or the fork server, which is the default from Python 3.14 on) import the main module
+again, to find the classes and functions in it; what trains must not run then."""
+
+
 def describe_keys(keys: Any) -> str:
     """Write the indices of one batch for a message, shortened in the middle if there are many."""
     if isinstance(keys, (list, tuple)):

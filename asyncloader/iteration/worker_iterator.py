@@ -38,6 +38,7 @@ from asyncloader.observe.meter import Meter
 from asyncloader.protocols import probe
 from asyncloader.settings import Settings
 from asyncloader.workers.backend import Backend
+from asyncloader.workers.child.bootstrap import refuse_in_main
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.pool import Pool, WorkerHandle
 from asyncloader.workers.parent.process import WorkerProcess
@@ -76,6 +77,8 @@ class WorkerIterator(BaseIterator[T_co]):
     ) -> None:
         if wait_for_start:
             refuse_to_block_the_loop()
+        if not settings.is_in_process and settings.start_context.get_start_method() != "fork":
+            refuse_in_main()
         super().__init__(loader, settings, runs)
         self._start(loader, state, wait=wait_for_start)
 
@@ -91,7 +94,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._begin_run(run, start)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
-        if wait and self._session.pool.forks:
+        if wait and self._session.pool.has_processes:
             self._start_from_here()
         else:
             self._started = self._session.portal.call(self._session.start)

@@ -96,8 +96,8 @@ class Backend(Protocol):
         """The workers that are there now, by id."""
 
     @property
-    def forks(self) -> bool:
-        """Whether its workers are copies of the thread that launches them."""
+    def has_processes(self) -> bool:
+        """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one worker after the other; `started` is called after each: it can be given tickets before the next.

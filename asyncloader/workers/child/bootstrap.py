@@ -13,15 +13,21 @@ import concurrent.futures.thread
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
+import pickle
 import select
 import signal
 import socket
 import sys
 import threading
 from dataclasses import dataclass
-from multiprocessing.reduction import DupFd
+from multiprocessing import spawn
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from asyncloader.errors import MAIN_IS_IMPORTED, NO_GUARD, WorkerStartError
+from asyncloader.workers.child.inherited import leave_servers
 
 if TYPE_CHECKING:
     from asyncloader.workers.protocol.origin import Origin
@@ -36,6 +42,10 @@ _LARGEST_KEPT_BYTES = (32 << 20) - 8192  # with malloc's header and a page to sp
 
 CAN_TELL = b"\n"
 """The first that a worker writes into its pipe for output: from now on the signal does not end it."""
+
+_ABOVE_MAIN = (__file__, spawn.__file__, "<frozen runpy>")
+
+_output = -1  # of a worker that is importing the main module
 
 CANNOT_START = "The worker could not be set up:\n"
 """Stands in its output before the exception, where that came before any of the user's code."""
@@ -71,8 +81,36 @@ def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
     return Ends(socket.socket(fileno=channel.detach()), liveness.detach(), output.detach())
 
 
+class Later:
+    """Something that a process that is not forked unpickles when it is asked for: after the main module was imported.
+
+    What that sets before it imports torch, environment variables for example, is in force then.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def __reduce__(self) -> Any:
+        return _Pickled, (bytes(ForkingPickler.dumps(self._content)),)
+
+    def open(self) -> Any:
+        """Return it."""
+        return self._content
+
+
+class _Pickled:
+    """What has become of a `Later` on its way to another process."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def open(self) -> Any:
+        """Unpickle it."""
+        return pickle.loads(self._data)
+
+
 def start(
-    worker_id: int, ends: Ends, source: Any, arena: Any, start_method: str, epoch: Any, origin: Origin | None = None
+    worker_id: int, ends: Ends, work: Later, start_method: str, origin: Origin | None, main: dict[str, str]
 ) -> None:
     """Make this process a worker and stay until told to end: the initializer of the executor, which never needs a task.
 
@@ -83,11 +121,11 @@ def start(
     Args:
         worker_id: From 0.
         ends: Connections to the parent.
-        source: The work: a WorkerSpec under fork, otherwise a PickledSpec of one.
-        arena: Handle of the shared memory, or None.
+        work: A WorkerSpec under fork, else a PickledSpec of one; handle of the shared memory, or None; the run over the
+            data that the first tickets belong to.
         start_method: How the process was started.
-        epoch: The run over the data that the first tickets belong to.
         origin: The thread that iterates.
+        main: The main module, if it is to be imported here, as multiprocessing names it.
     """
     try:
         if origin is not None:
@@ -95,20 +133,67 @@ def start(
                 origin.forget_imports_of_others()  # before anything is imported
             origin.adopt()
         _become_worker(ends, start_method)
+        if main:
+            _import_main(main, ends.output)
         from asyncloader.workers.child.serve import serve
-    except BaseException:
-        _give_up(ends.output)
+
+        source, arena, epoch = work.open()
+        del work
+    except BaseException as error:
+        _give_up(ends.output, _shown(error))
 
     serve(worker_id, ends.channel, source, arena, start_method, epoch)
 
 
-def _give_up(output: int) -> NoReturn:
+def _give_up(output: int, why: str) -> NoReturn:
     """Tell the parent what has happened, and end."""
+    with contextlib.suppress(OSError):
+        os.write(output, CAN_TELL + (CANNOT_START + why).encode())
+    os._exit(1)
+
+
+def _shown(error: BaseException) -> str:
+    """Return the traceback, from the user's code on where it has come so far."""
     import traceback
 
-    with contextlib.suppress(OSError):
-        os.write(output, CAN_TELL + (CANNOT_START + traceback.format_exc()).encode())
-    os._exit(1)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _ABOVE_MAIN:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def _import_main(main: dict[str, str], output: int) -> None:
+    """Import the main module, as multiprocessing does, but connected: what happens can be told."""
+    global _output
+    process: Any = multiprocessing.current_process()
+    _output = output
+    process._inheriting = True
+    try:
+        spawn.prepare(main)
+    except BaseException as error:
+        error.add_note(MAIN_IS_IMPORTED)
+        raise
+    finally:
+        del process._inheriting
+        _output = -1
+
+
+def refuse_in_main() -> None:
+    """Refuse to start workers while the main module is imported for one: they would import it, and so on.
+
+    A worker of ours ends here and now: nobody is interested in how its main module goes on from there.
+
+    Raises:
+        WorkerStartError: in a process of the user's own.
+        SystemExit: in the fork server, which shows no traceback then.
+    """
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    if _output >= 0:
+        _give_up(_output, NO_GUARD)
+    if multiprocessing.parent_process() is None:
+        raise SystemExit(f"The fork server ends. {NO_GUARD.splitlines()[0]}")
+    raise WorkerStartError(NO_GUARD)
 
 
 def _become_worker(ends: Ends, start_method: str) -> None:
@@ -119,6 +204,7 @@ def _become_worker(ends: Ends, start_method: str) -> None:
     _die_with_parent(ends.liveness)
     if start_method == "fork":
         _forget_the_parents_exit()
+        leave_servers()
     # What is here by now stays. Under fork a collection would write to, and so copy, every page that holds objects of
     # the trainer; and one over all that torch has brought takes 60 ms.
     gc.freeze()

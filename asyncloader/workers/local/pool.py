@@ -41,8 +41,8 @@ class LocalPool:
         return f"<LocalPool {self.processes!r}>"
 
     @property
-    def forks(self) -> bool:
-        """Whether its workers are copies of the thread that launches them."""
+    def has_processes(self) -> bool:
+        """Whether launching its workers takes a while; these are launched at once."""
         return False
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:

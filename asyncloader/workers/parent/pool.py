@@ -81,9 +81,9 @@ class Pool:
             raise
 
     @property
-    def forks(self) -> bool:
-        """Whether its workers are copies of the thread that launches them."""
-        return self._context.get_start_method() == "fork"
+    def has_processes(self) -> bool:
+        """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
+        return True
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one process after the other; `started` is called after each. On failure those that did start are ended.

@@ -29,14 +29,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol, cast
 
 from asyncloader.errors import could_not_start
 from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, WorkerState
 from asyncloader.workers.child import bootstrap
-from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends
+from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
+from asyncloader.workers.parent import fresh
 from asyncloader.workers.parent.channel import Channel, open_pair
 from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, try_descriptors
 from asyncloader.workers.protocol.frames import BadFrame
@@ -117,7 +117,8 @@ class WorkerProcess:
             try_descriptors(_DESCRIPTORS)
             ends = self._connect()
             try:
-                initargs = (self.worker_id, ends, source, arena, method, epoch, origin)
+                context, main = fresh.own(context)
+                initargs = (self.worker_id, ends, Later((source, arena, epoch)), method, origin, main)
                 yield partial(self._launch, context, forking, initargs)
             finally:
                 ends.close()
@@ -154,7 +155,7 @@ class WorkerProcess:
         with masked(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
             executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
             if context.get_start_method() == "forkserver":
-                forkserver.ensure_running()
+                fresh.start_server()
         try:
             # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
             with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
