@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import secrets
@@ -165,6 +166,18 @@ class _AsyncCachedDataset(CachedDataset[T_co]):
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(dataset, *args, **kwargs)
         self._threads = _Threads()
+        functions = (self.transform, type(self.transform).__call__)
+        self._awaits_transform = any(map(inspect.iscoroutinefunction, functions))
+
+    def getitem_nowait(self, key: Any) -> tuple[Any] | None:
+        """Return a sample, in a tuple, if nothing is to be awaited for it; None otherwise. A loader asks this first."""
+        if self._awaits_transform:
+            return None
+        try:
+            sample = self._store.get(key, wait=False)
+        except BlockingIOError:
+            return None
+        return None if sample is MISSING else (self._transformed(sample),)
 
     async def __getitem__(self, key: Any) -> Any:  # type: ignore[override]
         """Return a sample, from the cache or else of the dataset."""

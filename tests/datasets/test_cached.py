@@ -12,16 +12,17 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from asyncloader import ConfigurationError, DataLoader, SharedList
+from asyncloader import ConfigurationError, DataLoader, SharedList, sample_rng
 from asyncloader.datasets import CachedDataset, FileDataset
 from asyncloader.datasets.fingerprint import fingerprint_of
+from asyncloader.workers.child.overlap import TaskFetcher
 from tests.nursery import Program
 
 COUNT = 40
@@ -378,6 +379,73 @@ def test_async_datasets(where: str, log: Path, num_workers: int) -> None:
     assert num_workers or dataset.was_closed.wait(10)
 
 
+class Draws:
+    """Numbers, awaited."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 12
+
+    async def __getitem__(self, index: int) -> int:
+        return index
+
+    def transformed(self, index: int) -> tuple[int, float]:
+        if index == self.bad:
+            raise KeyError(index)
+        return index, sample_rng().random()
+
+
+class Drawn(Draws):
+    """The same, without a cache."""
+
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        return self.transformed(await super().__getitem__(index))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_what_is_at_hand_needs_no_task(where: str, on_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch from the cache has the samples, generators and errors that it would have without; a Subset too."""
+    spawned: list[int] = []
+    spawn = TaskFetcher._spawn
+
+    def spawn_noted(self: TaskFetcher, *args: Any) -> None:
+        spawned.append(args[1])
+        spawn(self, *args)
+
+    monkeypatch.setattr(TaskFetcher, "_spawn", spawn_noted)
+    draws = Draws(bad=7 if on_error == "skip" else -1)
+    cached = Subset(CachedDataset(draws, where, transform=draws.transformed), range(1, 12))
+    plain = Subset(cast(Any, Drawn(draws.bad)), range(1, 12))
+    loaders = [
+        DataLoader(cast(Any, dataset), 4, shuffle=True, generator=torch.Generator().manual_seed(1), on_error=on_error)
+        for dataset in (cached, plain)
+    ]
+    epochs = []
+    for loader in loaders:
+        epochs.append([])
+        for _ in range(2):
+            spawned.clear()
+            epochs[-1].append([[part.tolist() for part in batch] for batch in loader])
+            if loader is loaders[0] and where == "ram":  # a file system may not be able to tell what it has at hand
+                assert len(spawned) == (0 if len(epochs[-1]) == 2 else 11)
+    assert epochs[0] == epochs[1]
+    assert cached.dataset.getitem_nowait(0) is None
+
+
+def test_async_transforms_are_awaited(where: str) -> None:
+    """From the cache too."""
+
+    async def double(sample: int) -> int:
+        return 2 * sample
+
+    for transform in (double, lambda sample: double(sample)):
+        cached: Any = CachedDataset(Draws(), where, transform=transform)
+        for _ in range(2):
+            assert [batch.tolist() for batch in DataLoader(cached, 6)] == [[*range(0, 12, 2)], [*range(12, 24, 2)]]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_async_batches(where: str, num_workers: int) -> None:
     """A dataset that awaits batches, and knows nothing else."""
@@ -499,6 +567,7 @@ def test_what_tells_datasets_apart(tmp_path: Path) -> None:
 SAME = """
     import sys
     from asyncloader.datasets.fingerprint import fingerprint_of
+from asyncloader.workers.child.overlap import TaskFetcher
 
     class Named:
         def __init__(self):

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import StackDataset, Subset
 
-from asyncloader.protocols import has_samples, is_async, members
+from asyncloader.protocols import has_samples, is_async, members, probe
 from asyncloader.workers.child import sample_context
 from asyncloader.workers.child.batch_maker import Gathered
 from asyncloader.workers.child.fetch import settle
@@ -34,6 +34,7 @@ from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.child.stacks import task_stack
 
 _TASKS_SHOWN = 3
+_TURN_S = 0.002  # for so long samples that are at hand are taken before others have their turn on the loop
 
 
 class Job(Gathered):
@@ -204,17 +205,32 @@ class Base:
 
 
 class TaskFetcher(Base):
-    """Samples of a map-style dataset, each in a task of its own."""
+    """Samples of a map-style dataset, each in a task of its own, but for those that a dataset has at hand."""
 
     def __init__(self, dataset: Any, whole: WholeBatches, *args: Any) -> None:
         super().__init__(*args)
         self._dataset = dataset
         self._whole = whole
         self._get_samples = batch_method(dataset) if self._auto_collation else None
+        self._get_nowait = nowait_method(dataset)
+        self._is_filling = False
         self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
 
     def _fill(self) -> None:
+        if self._is_filling:  # whoever takes a sample that was at hand comes here again
+            return
+        self._is_filling = True
+        try:
+            self._ask_for_samples()
+        finally:
+            self._is_filling = False
+
+    def _ask_for_samples(self) -> None:
+        until = None if self._get_nowait is None else perf_counter() + _TURN_S
         while self._free > 0 and self._waiting:
+            if until is not None and perf_counter() > until:
+                self._loop.call_soon(self._fill)  # after what else there is to do on the loop
+                return
             job = self._waiting[0]
             if not job.started:
                 job.began = perf_counter()
@@ -227,7 +243,30 @@ class TaskFetcher(Base):
                 if job.started == job.count:
                     self._waiting.popleft()
                 self._free -= 1
-                self._spawn(job, position, self._get(job, position))
+                if self._get_nowait is None or not self._take_nowait(self._get_nowait, job, position):
+                    self._spawn(job, position, self._get(job, position))
+
+    def _take_nowait(self, get_nowait: Callable[[Any], tuple[Any] | None], job: Job, position: int) -> bool:
+        """Take a sample if the dataset has it at hand, without a task for it; return whether it has."""
+        outside = sample_context.current.set(sample_context.SampleContext(self._key, job.seq, position))
+        found: tuple[Any] | None = None
+        error: BaseException | None = None
+        try:
+            found = get_nowait(job.keys[position] if self._auto_collation else job.keys)
+        except BaseException as raised:
+            error = raised
+        finally:
+            sample_context.current.reset(outside)
+        try:
+            if found is None and error is None:
+                return False
+            if found is not None and hasattr(type(found[0]), "__await__"):
+                self._spawn(job, position, self._get(job, position, found[0]))
+                return True
+            self._take(job, position, None if found is None else found[0], error)
+            return True
+        finally:
+            del job, found, error  # a traceback refers to this frame
 
     def _start_whole(self, job: Job) -> None:
         """Ask for all samples in one call. It takes as many slots; more than there are, if need be."""
@@ -235,11 +274,13 @@ class TaskFetcher(Base):
         self._free -= job.count
         self._spawn(job, sample_context.BATCH, self._get_whole(job))
 
-    async def _get(self, job: Job, position: int) -> None:
+    async def _get(self, job: Job, position: int, begun: Any = None) -> None:
         sample_context.enter(self._key, job.seq, position)
         sample, error = None, None
         try:
-            sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
+            sample = begun
+            if begun is None:
+                sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
             if hasattr(type(sample), "__await__"):
                 sample = await sample
             if self._is_stacked:
@@ -296,6 +337,18 @@ def _pass_on_cancellation(error: BaseException | None) -> None:
     """Raise it again if it is one: it was ours, and is not to be swallowed. Anything else is for nobody any more."""
     if isinstance(error, asyncio.CancelledError):
         raise error
+
+
+def nowait_method(dataset: Any) -> Callable[[Any], tuple[Any] | None] | None:
+    """Return the dataset's ``getitem_nowait``, as a `CachedDataset` has one; of a Subset that of what is in it.
+
+    It returns a sample in a tuple, or None where something has to be awaited for it.
+    """
+    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+        inner = nowait_method(dataset.dataset)
+        return None if inner is None else lambda key: inner(dataset.indices[key])
+    method = probe(dataset, "getitem_nowait")
+    return method if callable(method) else None
 
 
 def batch_method(dataset: Any) -> Callable[[Any], Any] | None:
