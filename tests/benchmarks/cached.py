@@ -12,7 +12,8 @@ Targets: the second epoch at least 20 times as fast as the first, with one sampl
 the file <= 1.05 times their bytes, and private memory that grows by <= 0.1 times their bytes.
 
 Why not 20 times with 64 in flight: they wait together, so what is left of the first epoch is the CPU time of aiohttp
-and of the server, and of the second the task that is made for each sample.
+and of the server. Profiled: with a task for each sample that was at hand, the second epoch was 4 to 5 times as fast as
+the first (19 times from a disk with one in flight); without it is 10 to 12 times (47).
 """
 
 from __future__ import annotations
