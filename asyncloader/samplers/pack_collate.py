@@ -57,14 +57,7 @@ def pack_collate(
             are not those that the sampler was given.
     """
     rows = [_rows(sample) for sample in samples]
-    sizes = [len(row["input_ids"]) for row in rows]
-    for number, size in enumerate(sizes):
-        if size > block_size and too_long == "raise":
-            raise ValueError(
-                f"sample {number} of the batch has {size} tokens, and a block has {block_size}: wrap the dataset in "
-                'asyncloader.samplers.Pieces if PackingBatchSampler splits samples, or give too_long="cut"'
-            )
-        sizes[number] = min(size, block_size)
+    sizes = _sizes(rows, block_size, too_long)
     starts, num_blocks = _lay_out(sizes, block_size)
     if batch_size is not None:
         if num_blocks > batch_size:
@@ -74,35 +67,55 @@ def pack_collate(
             )
         num_blocks = batch_size
     segments, numbers = _segments(starts, sizes, num_blocks, block_size)
-    begins = np.cumsum(segments) - segments
-    is_padding = np.repeat(numbers < 0, segments)
-
-    def laid_out(name: str, fill: int, dtype: Any) -> NDArray[Any]:
-        flat = np.full(num_blocks * block_size, fill, dtype)
-        for row, start, size in zip(rows, starts, sizes, strict=True):
-            flat[start : start + size] = row[name][:size]
-        return flat
-
-    labels = laid_out("labels", IGNORED, np.int64)
-    if shift_labels:
-        labels[:-1] = labels[1:]
-        labels[begins + segments - 1] = IGNORED
-    else:
-        labels[begins] = IGNORED
-    labels[is_padding] = IGNORED
+    fills = {"input_ids": pad_id, "labels": IGNORED}
+    dtypes: dict[str, Any] = {name: row.dtype for name, row in rows[0].items()} if rows else {}
+    dtypes |= {"input_ids": np.int64, "labels": np.int64}
     flat = {
-        "input_ids": laid_out("input_ids", pad_id, np.int64),
-        "labels": labels,
-        "position_ids": np.arange(len(labels)) - np.repeat(begins, segments),
-        "document_ids": np.repeat(numbers, segments).astype(np.int32),
+        name: _laid_out(rows, name, starts, sizes, np.full(num_blocks * block_size, fills.get(name, 0), dtype))
+        for name, dtype in dtypes.items()
     }
-    others = {name: row.dtype for name, row in rows[0].items() if name not in ("input_ids", "labels")} if rows else {}
-    flat.update({name: laid_out(name, 0, dtype) for name, dtype in others.items()})
+    begins = np.cumsum(segments) - segments
+    _ignore_first(flat["labels"], begins, segments, shift_labels=shift_labels)
+    flat["labels"][np.repeat(numbers < 0, segments)] = IGNORED
+    flat["position_ids"] = np.arange(num_blocks * block_size) - np.repeat(begins, segments)
+    flat["document_ids"] = np.repeat(numbers, segments).astype(np.int32)
     return {
         **{name: torch.from_numpy(row.reshape(num_blocks, block_size)) for name, row in flat.items()},
         "cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)),
         "max_seqlen": int(segments.max(initial=0)),
     }
+
+
+def _sizes(rows: list[dict[str, NDArray[Any]]], block_size: int, too_long: str) -> list[int]:
+    """Return how many tokens of each sample are laid out."""
+    sizes = [len(row["input_ids"]) for row in rows]
+    for number, size in enumerate(sizes):
+        if size > block_size and too_long == "raise":
+            raise ValueError(
+                f"sample {number} of the batch has {size} tokens, and a block has {block_size}: wrap the dataset in "
+                'asyncloader.samplers.Pieces if PackingBatchSampler splits samples, or give too_long="cut"'
+            )
+    return [min(size, block_size) for size in sizes]
+
+
+def _laid_out(
+    rows: list[dict[str, NDArray[Any]]], name: str, starts: list[int], sizes: list[int], flat: NDArray[Any]
+) -> NDArray[Any]:
+    """Lay one row of each sample into all blocks, one behind the other."""
+    for row, start, size in zip(rows, starts, sizes, strict=True):
+        flat[start : start + size] = row[name][:size]
+    return flat
+
+
+def _ignore_first(
+    labels: NDArray[Any], begins: NDArray[np.int64], segments: NDArray[np.int64], *, shift_labels: bool
+) -> None:
+    """Let no sample predict the first token of the next one."""
+    if shift_labels:
+        labels[:-1] = labels[1:]
+        labels[begins + segments - 1] = IGNORED
+    else:
+        labels[begins] = IGNORED
 
 
 def _rows(sample: Any) -> dict[str, NDArray[Any]]:
