@@ -103,7 +103,7 @@ class BaseIterator(_BaseDataLoaderIter, Generic[T_co]):
             snapshot_every=settings.snapshot_every,
             outlasts_run=settings.keeps_dataset,
             modes=self._modes(),
-            origin=Origin.of_this_thread() if settings.num_workers else None,
+            origin=Origin.of_this_thread() if settings.num_workers or settings.overlaps else None,
             epochs=self._epochs(),
         )
 

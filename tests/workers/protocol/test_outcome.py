@@ -30,7 +30,7 @@ KINDS = [Kind.BATCH, Kind.FAILURE, Kind.REFUSED, Kind.LEFT_OUT, Kind.EXHAUSTED]
 
 seconds = st.floats(allow_nan=False)
 u64 = st.integers(0, (1 << 64) - 1)
-records = st.builds(Record, u64, u64, u64, *[seconds] * 6)
+records = st.builds(Record, u64, u64, u64, *[seconds] * 7)
 errors = st.builds(RemoteError, st.text(), st.text(), st.none() | st.binary(), st.text())
 extras = (
     st.lists(st.builds(BadSample, st.integers() | st.text() | st.none(), st.integers(), errors), max_size=3),
