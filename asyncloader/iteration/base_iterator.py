@@ -39,7 +39,37 @@ LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
 
 
-class BaseIterator(_BaseDataLoaderIter, Generic[T_co]):
+class ClosableIterator:
+    """An iterator and an asynchronous one, each of which is a context manager that closes it."""
+
+    def close(self) -> None:
+        """End the run and let go of everything; wait for it, 3 s at most."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """End the run as `close` does, without blocking the loop."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+
+class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     """What both kinds of iterators share: statistics, state, context managers, and a loop that turns.
 
     Args:
@@ -153,37 +183,11 @@ class BaseIterator(_BaseDataLoaderIter, Generic[T_co]):
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def close(self) -> None:
-        """End the run and let go of everything; wait for it, 3 s at most."""
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        """End the run as `close` does, without blocking the loop."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
-
     def __next__(self) -> Any:
         raise NotImplementedError
 
     async def __anext__(self) -> Any:
         raise NotImplementedError
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
 
     def _note_yielded(self) -> None:
         """Count a batch, and warn as torch does when an iterable dataset gives more than it said."""

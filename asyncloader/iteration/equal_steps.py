@@ -17,13 +17,13 @@ import copy
 import logging
 import threading
 from collections import deque
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from asyncloader.errors import AsyncLoaderError, BatchTimeoutError, LoaderClosedError
-from asyncloader.iteration.base_iterator import BaseIterator
+from asyncloader.iteration.base_iterator import BaseIterator, ClosableIterator
 from asyncloader.iteration.checkpoint import Checkpointer
 from asyncloader.iteration.runs import Runs
 from asyncloader.settings import EqualSteps
@@ -83,7 +83,7 @@ class Agreement:
         self.is_last = most <= size
 
 
-class EqualStepsIterator:
+class EqualStepsIterator(ClosableIterator):
     """Iterates as another iterator does, for as many steps as all ranks agree on. For one consumer at a time.
 
     Args:
@@ -114,12 +114,6 @@ class EqualStepsIterator:
         self._async_turn = asyncio.Lock()
 
     # ----------------------------------------------------------------------------------------------------- iterating
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         with self._turn:
@@ -303,18 +297,6 @@ class EqualStepsIterator:
         """End the run as `close` does, without blocking the loop."""
         self._held.clear()
         await self._inner.aclose()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
 
 
 def _own_group() -> Any:
