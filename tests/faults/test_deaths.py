@@ -260,6 +260,39 @@ def test_workers_that_never_come_up_end_in_an_error(on_crash: str, num_workers: 
     assert len(list(tmp_path.iterdir())) <= 2 * num_workers + 3
 
 
+class DieOnce:
+    """A worker_init_fn that ends the first process that calls it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.flag = folder / "died"
+
+    def __call__(self, worker: int) -> None:
+        if not self.flag.exists():
+            self.flag.touch()
+            os._exit(7)
+
+
+def test_a_worker_that_is_gone_before_it_is_known_is_replaced(
+    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended, and the executor or the fork server has reaped it, before anybody could open its pidfd."""
+    open_pidfd, was_gone = os.pidfd_open, []
+
+    def when_gone(pid: int, flags: int = 0) -> int:
+        if not was_gone:
+            deadline = time.monotonic() + 60
+            while psutil.pid_exists(pid) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            was_gone.append(not psutil.pid_exists(pid))
+        return open_pidfd(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", when_gone)
+    options: Any = {"worker_init_fn": DieOnce(tmp_path), "multiprocessing_context": start_method}
+    loader = DataLoader(range(40), num_workers=1, **options)
+    assert [int(batch) for batch in loader] == list(range(40))
+    assert was_gone == [True]
+
+
 def test_one_worker_that_never_comes_up_ends_in_an_error() -> None:
     """What the other worker made comes, and the error; nobody waits for ever."""
 

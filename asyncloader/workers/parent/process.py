@@ -166,16 +166,20 @@ class WorkerProcess:
             raise
 
     def _meet(self, executor: ProcessPoolExecutor) -> None:
-        """Get to know the process, before anybody may have reaped it."""
+        """Get to know the process. Who launched it, the executor's thread or the fork server, may have reaped it."""
         # The executor drops both when it shuts down, and never tells the exit code. The thread holds descriptors.
         (self._process,) = executor._processes.values()
         self._manager = weakref.ref(cast(threading.Thread, executor._executor_manager_thread))
         self._executor = executor
         self.pid = self._process.pid or -1
-        self._descriptors["pid"] = os.pidfd_open(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            self._descriptors["pid"] = os.pidfd_open(self.pid)
 
     def _watch(self) -> None:
-        self._loop.add_reader(self._descriptors["pid"], self._on_exit)
+        if "pid" in self._descriptors:
+            self._loop.add_reader(self._descriptors["pid"], self._on_exit)
+        else:
+            self._loop.call_soon(self._on_exit)
         os.set_blocking(self._descriptors["output"], False)
         self._loop.add_reader(self._descriptors["output"], self._on_output)
 
@@ -240,7 +244,8 @@ class WorkerProcess:
 
     def _on_exit(self, tries: int = 0) -> None:
         """The process has ended. Its exit code may still be on its way through the executor's thread."""
-        self._loop.remove_reader(self._descriptors["pid"])
+        if "pid" in self._descriptors:
+            self._loop.remove_reader(self._descriptors["pid"])
         self._kill_group()  # a child that it left behind would hold up the executor's thread
         self.exitcode = self._find_exitcode()
         if self.exitcode is None and tries < _EXITCODE_TRIES:
@@ -265,7 +270,7 @@ class WorkerProcess:
         """Look at the status without reaping; the executor's manager thread may be reaping at the same time."""
         try:
             status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # reaped already, or a child of the fork server
+        except (KeyError, ChildProcessError):  # reaped already, or a child of the fork server
             popen = self._process._popen  # type: ignore[attr-defined]
             if popen.method == "forkserver" and self.is_reaped:
                 return self._process.exitcode
@@ -385,7 +390,7 @@ class WorkerProcess:
         if self.overlaps:
             self.channel.send(Kind.WHERE, pickle.dumps(seq))
         self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self._tell_stack)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(KeyError, ProcessLookupError):
             signal.pidfd_send_signal(self._descriptors["pid"], STACK_SIGNAL)
 
     def _on_quiet(self) -> None:
