@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.utils.data
@@ -23,11 +22,12 @@ from asyncloader.iteration.in_step import in_step
 from asyncloader.iteration.plan import samplers_within
 from asyncloader.iteration.runs import Runs
 from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
+from asyncloader.keywords import Renamed, checked, name_options
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, accept_iterable
 from asyncloader.settings import (
-    RUN_AHEAD_BYTES,
+    MAX_BUFFERED_BYTES,
     EqualSteps,
     OnCrash,
     OnError,
@@ -132,8 +132,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank, number of the
             batch), so that the number of workers, their timing and a crash change nothing; "worker" keeps torch's
             streams, one for each worker.
-        run_ahead_bytes: While the next batch in order is slow and workers would stand idle, they work ahead of torch's
-            window, as long as what waits is below so many bytes. 0 keeps torch's window exactly.
+        max_buffered_bytes: While the next batch in order is slow and workers would stand idle, they work ahead of
+            torch's window, as long as what waits is below so many bytes. 0 keeps torch's window exactly.
         on_error: What to do about a sample that raises: "raise" raises it in the place of the batch; "skip" leaves the
             sample out of its batch, and the batch out if no sample is good; "replace" puts a good sample of the same
             batch in its place, and raises if there is none. Ranks of a process group want "replace": skipping makes
@@ -164,8 +164,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     _is_accelerate_prepared = _AskedByAccelerate()
     worker_init_fn: Any = _ReadByRay()
+    run_ahead_bytes: Any = Renamed()
     _newest: Callable[[], Any]
 
+    @checked
     def __init__(
         self,
         dataset: Dataset[T_co] | AsyncDataset[T_co] | AsyncBatchDataset[T_co] | AsyncIterableDataset[T_co],
@@ -189,7 +191,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         concurrency: int | None = None,
         scheduling: Scheduling = "static",
         seeding: Seeding = "batch",
-        run_ahead_bytes: int = RUN_AHEAD_BYTES,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
         on_error: OnError = "raise",
         max_errors: int | float | None = None,
         on_timeout: OnTimeout = "raise",
@@ -221,7 +223,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.concurrency, self.run_ahead_bytes, self.worker_backend = concurrency, run_ahead_bytes, worker_backend
+        self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
         self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
         self.scheduling, self.seeding, self.snapshot_every_n_steps = scheduling, seeding, snapshot_every_n_steps
@@ -236,7 +238,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            _name_options(cls.__dict__["__init__"])
+            name_options(cls.__dict__["__init__"], OPTIONS)
 
     def _settings(self) -> Settings:
         """Check and freeze what this loader is to do, as it is now."""
@@ -260,7 +262,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             concurrency=self.concurrency,
             scheduling=self.scheduling,
             seeding=self.seeding,
-            run_ahead_bytes=self.run_ahead_bytes,
+            max_buffered_bytes=self.max_buffered_bytes,
             on_error=self.on_error,
             max_errors=self.max_errors,
             on_timeout=self.on_timeout,
@@ -432,18 +434,6 @@ OPTIONS = {
     if name not in inspect.signature(torch.utils.data.DataLoader.__init__).parameters
 }
 """What :class:`DataLoader` takes beyond torch's arguments."""
-
-
-def _name_options(init: Any) -> None:
-    """Add our options to the signature of an ``__init__`` that takes any keywords, before those."""
-    if not isinstance(init, FunctionType):
-        return
-    signature = inspect.signature(init)
-    *named, last = signature.parameters.values() or [None]
-    if last is None or last.kind is not inspect.Parameter.VAR_KEYWORD:
-        return
-    options = [parameter for name, parameter in OPTIONS.items() if name not in signature.parameters]
-    init.__dict__["__signature__"] = signature.replace(parameters=[*named, *options, last])
 
 
 def _nothing() -> None:

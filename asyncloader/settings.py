@@ -31,7 +31,7 @@ OnCrash = Literal["raise", "retry", "skip"]
 WorkerBackend = Literal["process", "thread"]
 EqualSteps = Literal["drop", "pad"]
 
-RUN_AHEAD_BYTES = 64 << 20
+MAX_BUFFERED_BYTES = 64 << 20
 
 ASYNC_DEFAULT = 64
 """Samples that a worker awaits at once unless the loader says otherwise."""
@@ -80,7 +80,7 @@ class Settings:
     concurrency: int | None
     scheduling: Scheduling
     seeding: Seeding
-    run_ahead_bytes: int
+    max_buffered_bytes: int
     on_error: OnError
     max_errors: int | float | None
     on_timeout: OnTimeout
@@ -198,7 +198,7 @@ class Settings:
         _one_of("worker_backend", self.worker_backend, WorkerBackend)
         if self.concurrency is not None:
             _count("concurrency", self.concurrency, least=1)
-        _count("run_ahead_bytes", self.run_ahead_bytes, least=0)
+        _count("max_buffered_bytes", self.max_buffered_bytes, least=0)
         _count("max_retries", self.max_retries, least=0)
         if self.snapshot_every_n_steps is not None:
             _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=0)

@@ -148,7 +148,7 @@ def test_loaders_of_all_kinds_are_made_anew() -> None:
 
     sampler = data.BatchSampler(range(20), 7, False)
     for loader, first in (
-        (DataLoader(numbers, 4, drop_last=True, run_ahead_bytes=0), [0, 1, 2, 3]),
+        (DataLoader(numbers, 4, drop_last=True, max_buffered_bytes=0), [0, 1, 2, 3]),
         (data.DataLoader(numbers, batch_sampler=type("Mine", (data.BatchSampler,), {})(range(20), 3, True)), [0, 1, 2]),
         (data.DataLoader(numbers, batch_sampler=sampler), [0, 1, 2, 3, 4, 5, 6]),
         (data.DataLoader(numbers, None), 0),
@@ -159,7 +159,7 @@ def test_loaders_of_all_kinds_are_made_anew() -> None:
         made = find("made_for_test:loader").make(DataLoader, num_workers=0)
         batch = next(iter(made))
         assert (batch if isinstance(batch, int) else batch.tolist()) == first
-        assert made.run_ahead_bytes == getattr(loader, "run_ahead_bytes", made.run_ahead_bytes)
+        assert made.max_buffered_bytes == getattr(loader, "max_buffered_bytes", made.max_buffered_bytes)
     del sys.modules["made_for_test"]
 
 

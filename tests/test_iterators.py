@@ -597,7 +597,7 @@ def test_an_infinite_sampler_is_read_as_far_as_needed(num_workers: int) -> None:
     """As far as the window, and on with each batch."""
     counter = itertools.count()
     loader = DataLoader(
-        Numbers(), sampler=(i % 40 for i in counter), batch_size=4, num_workers=num_workers, run_ahead_bytes=0
+        Numbers(), sampler=(i % 40 for i in counter), batch_size=4, num_workers=num_workers, max_buffered_bytes=0
     )
     with iter(loader) as iterator:
         assert [next(iterator).tolist() for _ in range(12)][-1] == [4, 5, 6, 7]

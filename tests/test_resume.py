@@ -242,7 +242,7 @@ def test_batches_are_the_same_however_they_are_made(tmp_path: Path) -> None:
         (2, {}),
         (3, {"prefetch_factor": 1}),
         (5, {"prefetch_factor": 4, "scheduling": "dynamic"}),
-        (2, {"multiprocessing_context": "spawn", "run_ahead_bytes": 0}),
+        (2, {"multiprocessing_context": "spawn", "max_buffered_bytes": 0}),
         (2, {"multiprocessing_context": "forkserver", "scheduling": "dynamic"}),
     ):
         assert everything(make(num_workers, **options)) == expected

@@ -70,7 +70,7 @@ def measured(loader: DataLoader[Any], face: str, step_s: float) -> tuple[LoaderS
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_figures_of_a_run(num_workers: int, face: str) -> None:
     """Batches, samples, bytes and the time of each stage are those of the load, and go into JSON."""
-    loader = DataLoader(Load(158, 0.002), 8, num_workers=num_workers, run_ahead_bytes=0)
+    loader = DataLoader(Load(158, 0.002), 8, num_workers=num_workers, max_buffered_bytes=0)
     stats, waited_s, trained_s = measured(loader, face, 0.003)
     assert (stats.batches, stats.samples, stats.epoch, stats.num_workers) == (20, 158, 0, num_workers)
     assert stats.waited.count == stats.ready.count == 19

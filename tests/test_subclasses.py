@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorData
 from asyncloader import DataLoader
 from asyncloader.loader import OPTIONS as OURS
 
-OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "seeding": "worker", "run_ahead_bytes": 0, "max_retries": 5}
+OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "seeding": "worker", "max_buffered_bytes": 0, "max_retries": 5}
 NUMBERS = list(range(12))
 
 

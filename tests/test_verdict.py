@@ -51,7 +51,7 @@ def follow(loader: DataLoader[Any], advice: dict[str, Any]) -> DataLoader[Any]:
         "num_workers",
         "prefetch_factor",
         "collate_fn",
-        "run_ahead_bytes",
+        "max_buffered_bytes",
         "scheduling",
         "concurrency",
     )
@@ -161,12 +161,12 @@ def test_workers_that_stand_behind_a_slow_sample(seed: int) -> None:
         BATCH,
         num_workers=4,
         prefetch_factor=1,
-        run_ahead_bytes=0,
+        max_buffered_bytes=0,
     )
     before_s, stats = judged(loader, 0.0)
     verdict = stats.verdict
     assert verdict.limit == "order", str(stats)
-    assert verdict.advice["run_ahead_bytes"] > 0
+    assert verdict.advice["max_buffered_bytes"] > 0
     assert_gain(before_s, train(follow(loader, verdict.advice), 0.0), verdict.gain)
 
 

@@ -45,7 +45,7 @@ class Scheduler:
         prefetch_factor: Batches in flight or waiting, for each worker.
         scheduling: "static" sends batch i to worker i % num_workers; "dynamic" to the one with least to do.
         in_order: Deliver by sequence number; otherwise as they come.
-        run_ahead_bytes: Read beyond the window while workers would stand idle, as long as what is ahead of the
+        max_buffered_bytes: Read beyond the window while workers would stand idle, as long as what is ahead of the
             consumer is estimated below this many bytes. 0 for never.
         on_crash: What becomes of the ticket that a dead worker was at: "retry", "raise" or "skip".
         on_timeout: The same for a worker that hung and was killed; "raise" never comes here.
@@ -62,7 +62,7 @@ class Scheduler:
         prefetch_factor: int,
         scheduling: Literal["static", "dynamic"] = "static",
         in_order: bool = True,
-        run_ahead_bytes: int = 0,
+        max_buffered_bytes: int = 0,
         on_crash: Literal["raise", "retry", "skip"] = "retry",
         on_timeout: Literal["raise", "retry", "skip"] = "raise",
         max_retries: int = 2,
@@ -74,7 +74,7 @@ class Scheduler:
         self.num_workers = num_workers
         self._static = scheduling == "static"
         self._in_order = in_order
-        self._run_ahead_bytes = run_ahead_bytes if in_order else 0
+        self._max_buffered_bytes = max_buffered_bytes if in_order else 0
         self._on_crash = on_crash
         self._on_timeout = on_timeout
         self._max_retries = max_retries
@@ -341,7 +341,7 @@ class Scheduler:
         once until the consumer has read that far. A consumer that does not wait does not read: then the training is
         what is slow, and the window is enough.
         """
-        if self.planned_count < self._read_until or self._unsent or not self._run_ahead_bytes:
+        if self.planned_count < self._read_until or self._unsent or not self._max_buffered_bytes:
             return []
         if self._plan_ended or self._mean_bytes is None or not self._is_bounded:
             return []
@@ -351,7 +351,7 @@ class Scheduler:
         if not any(len(self.in_flight[worker]) < low for worker in self.active):
             return []
         unknown = self.planned_count - self.gone_count - len(self._parked)  # in flight, or returned and being pinned
-        room_bytes = self._run_ahead_bytes - self._parked_bytes - self._mean_bytes * unknown
+        room_bytes = self._max_buffered_bytes - self._parked_bytes - self._mean_bytes * unknown
         room = self.window + _MOST_AHEAD * self.num_workers - (self.planned_count - self.gone_count)
         rounds = min(depth - 1, int(room_bytes / (self._mean_bytes * self.num_workers)), room // self.num_workers)
         if rounds < 1:

@@ -27,7 +27,7 @@ _MOST_WORKERS = 64
 _MOST_CONCURRENCY = 4096
 _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
-_RUN_AHEAD_BYTES = 64 << 20
+_MAX_BUFFERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +231,8 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     batch_bytes = stats.bytes / stats.work.count + 4096
     ahead = int(2 * batch_bytes * slow * costs.workers)
     advice: dict[str, Any] = {}
-    if ahead > options.get("run_ahead_bytes", 0):
-        advice["run_ahead_bytes"] = max(_RUN_AHEAD_BYTES, ahead)
+    if ahead > options.get("max_buffered_bytes", 0):
+        advice["max_buffered_bytes"] = max(_MAX_BUFFERED_BYTES, ahead)
     if options.get("scheduling") == "static":
         advice["scheduling"] = "dynamic"
     if not advice:

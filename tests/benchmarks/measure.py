@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 HELPERS = ("multiprocessing.forkserver", "resource_tracker", "tests.services.")
 PACKAGES = ("torch", "numpy", "uvloop", "asyncloader", "torchdata", "spdl-core", "grain", "pillow")
-OUR_OPTIONS = {"run_ahead_bytes", "scheduling", "seeding", "concurrency"}
+OUR_OPTIONS = {"max_buffered_bytes", "scheduling", "seeding", "concurrency"}
 
 
 class Run(NamedTuple):

@@ -50,7 +50,7 @@ class Slow(Dataset[int]):
 
 def kill_in_a_batch() -> float:
     """Kill the only worker while it makes the awaited batch; return the seconds to that batch."""
-    iterator = iter(DataLoader(Slow(8, BATCH_S), num_workers=1, prefetch_factor=1, run_ahead_bytes=0))
+    iterator = iter(DataLoader(Slow(8, BATCH_S), num_workers=1, prefetch_factor=1, max_buffered_bytes=0))
     for _ in range(3):
         next(iterator)
     killed: list[float] = []

@@ -2,7 +2,7 @@
 
 Measured: 4 workers, batches of 16, in order, over 3,200 samples that only sleep (cores do not matter, so 4 workers
 mean 4 at once on any machine): 0.5 ms each and every 200th 200 ms, or log-normal times (median 0.5 ms, sigma 1.5,
-one draw for all runs). First at default options, then with prefetch_factor 2, 4, 8, 16 and run_ahead_bytes=0, which
+one draw for all runs). First at default options, then with prefetch_factor 2, 4, 8, 16 and max_buffered_bytes=0, which
 is torch's window. The clock runs from the moment the first sample starts (samples carry that time; the monotonic
 clock is one for all processes) to the arrival of the last batch, so workers' start is outside and is the column
 "start ms". With --quick there is one round, and prefetch_factor is 2 and 8. (Fewer samples would not do: in 25 batches
@@ -10,7 +10,7 @@ a slow one at the end is luck, and moves the figures by a tenth.)
 
 Beside each stands a simulation with no overhead at all: static assignment (batch i to worker i % 4) or greedy (to
 whoever is free first), batch i sent off when batch i - window has been taken, or at once if nothing bounds the
-window (waiting batches here are far below run_ahead_bytes). A sleep of 0.5 ms takes longer than that on any kernel
+window (waiting batches here are far below max_buffered_bytes). A sleep of 0.5 ms takes longer than that on any kernel
 (timer slack, waking up); the mean excess of 1,000 sleeps in this process, idle, in the same run, is added to every
 sample of the simulation. "of nominal" is what the simulation without that excess would make of it.
 
@@ -115,7 +115,7 @@ def compare(bench: Bench, title: str, times_s: Sequence[float], rounds: int, fac
     real_s = [duration + excess for duration in times_s]
     torch_window = WORKERS * (factor or 2)
     window = None if factor is None else torch_window
-    ours: dict[str, Any] = {} if factor is None else {"run_ahead_bytes": 0}
+    ours: dict[str, Any] = {} if factor is None else {"max_buffered_bytes": 0}
     plans: dict[str, tuple[str, int | None, bool, dict[str, Any]]] = {
         "torch": ("torch", torch_window, False, {}),
         "ours, static": ("ours", window, False, ours),

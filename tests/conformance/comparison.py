@@ -34,7 +34,7 @@ import torch.utils.data
 
 # Where a default of ours differs from torch on purpose (see differences.py), this is how to ask for torch's way.
 TORCHS_WAY: Mapping[str, Any] = MappingProxyType(
-    {"scheduling": "static", "seeding": "worker", "run_ahead_bytes": 0, "on_crash": "raise"}
+    {"scheduling": "static", "seeding": "worker", "max_buffered_bytes": 0, "on_crash": "raise"}
 )
 
 

@@ -263,11 +263,11 @@ def test_dropping_an_iterator_does_not_wait_for_a_busy_worker(ours: Any) -> None
     torch="`prefetch_factor * num_workers` batches ahead",
     ours="further, while workers would stand idle behind a slow batch",
     why="one slow sample does not stop all workers",
-    instead="`run_ahead_bytes=0`",
+    instead="`max_buffered_bytes=0`",
 )
 def test_workers_run_ahead_of_a_slow_batch(ours: Any) -> None:
     """While batch 0 is stuck and the consumer waits for it, more than the window is made."""
-    for cls, options in ((ours, {"run_ahead_bytes": 0}), (Torch, {}), (ours, {})):
+    for cls, options in ((ours, {"max_buffered_bytes": 0}), (Torch, {}), (ours, {})):
         sampler = Counted(24)
         with Mailbox() as mailbox, Gate() as gate:
             it = iter(cls(Watched(24, mailbox, gate, at=[0]), sampler=sampler, num_workers=2, **options))

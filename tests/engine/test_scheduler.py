@@ -80,7 +80,7 @@ class Model(RuleBasedStateMachine):
             prefetch_factor=prefetch_factor,
             scheduling=scheduling,
             in_order=in_order,
-            run_ahead_bytes=run_ahead_batches * (BATCH_BYTES + OVERHEAD_BYTES),
+            max_buffered_bytes=run_ahead_batches * (BATCH_BYTES + OVERHEAD_BYTES),
             on_crash=on_crash,
             on_timeout=on_timeout,
             max_retries=max_retries,
@@ -487,7 +487,7 @@ def test_out_of_order_batches_are_delivered_as_they_come() -> None:
 def test_run_ahead_lets_idle_workers_go_on() -> None:
     """While batch 0 is slow the other worker is not idle; what waits stays under the limit in bytes."""
     size = 1000
-    scheduler = make(run_ahead_bytes=20 * (size + OVERHEAD_BYTES))
+    scheduler = make(max_buffered_bytes=20 * (size + OVERHEAD_BYTES))
     scheduler.planned(range(4))
     planned, parked = 4, 0
     while True:
@@ -509,7 +509,7 @@ def test_run_ahead_lets_idle_workers_go_on() -> None:
 
 def test_without_run_ahead_the_window_is_torchs() -> None:
     """Nothing asks the consumer to read on."""
-    scheduler = make(run_ahead_bytes=0)
+    scheduler = make(max_buffered_bytes=0)
     scheduler.planned(range(4))
     actions = []
     for seq in (1, 3):
@@ -520,7 +520,7 @@ def test_without_run_ahead_the_window_is_torchs() -> None:
 @pytest.mark.parametrize(("size", "most"), [(1, 4 + 2 * 256), (-1, 4)], ids=["tiny", "unknown"])
 def test_run_ahead_is_bounded_in_batches_too(size: int, most: int) -> None:
     """However little they weigh; and batches of unknown size are not run ahead of at all."""
-    scheduler = make(run_ahead_bytes=1 << 40)
+    scheduler = make(max_buffered_bytes=1 << 40)
     scheduler.planned(range(4))
     planned = 4
     while mine := sorted(scheduler.in_flight[1]):

@@ -114,7 +114,7 @@ class Plan:
             "num_workers": chance.choice([1, 2, 2, 3]),
             "prefetch_factor": chance.choice([1, 2, 4]),
             "scheduling": chance.choice(["static", "dynamic"]),
-            "run_ahead_bytes": chance.choice([0, 64 << 20]),
+            "max_buffered_bytes": chance.choice([0, 64 << 20]),
             "persistent_workers": chance.random() < 0.4,
             "on_error": chance.choice(["raise", "skip", "replace"]) if bad else "raise",
             "on_timeout": "retry",

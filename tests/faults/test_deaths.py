@@ -114,7 +114,7 @@ def test_a_death_is_raised_with_all_that_is_known(death: str, tmp_path: Path) ->
     """With on_crash="raise": pid, exit code or signal, indices, torch's words; then the epoch goes on."""
     dataset = Deadly(16, tmp_path, death, at=(5,))
     torch.manual_seed(0)
-    options = {"on_crash": "raise", "prefetch_factor": 1, "run_ahead_bytes": 0}  # nothing is queued behind the batch
+    options = {"on_crash": "raise", "prefetch_factor": 1, "max_buffered_bytes": 0}  # nothing is queued behind the batch
     iterator = iter(DataLoader(dataset, batch_size=4, num_workers=1, **options))  # type: ignore[arg-type]
     assert next(iterator)[0].tolist() == [0, 1, 2, 3]
     with pytest.raises(WorkerDiedError) as caught:

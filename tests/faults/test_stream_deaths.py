@@ -301,7 +301,7 @@ def test_persistent_workers(folder: Path) -> None:
     """Deaths in one epoch and in a later one, once batches have told where workers were; who was replaced serves on."""
     expected = undisturbed(Telling, folder)
     # What is read ahead of the window might be read before any batch has told.
-    loader = make_loader(Telling, folder, persistent_workers=True, run_ahead_bytes=0)
+    loader = make_loader(Telling, folder, persistent_workers=True, max_buffered_bytes=0)
     for events in (["await 31", "read 40"], [], ["read 48", "await 51"]):
         plan(folder, *events)
         assert [plain(batch) for batch in loader] == expected

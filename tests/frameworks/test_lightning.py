@@ -18,7 +18,7 @@ from tests.frameworks.lightning_model import LineModel
 from tests.frameworks.witness import Line, Sample, Stream, assert_made_by_us, indices
 
 # Options of ours that are not at their defaults, and so are lost if they are not handed on.
-OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "run_ahead_bytes": 0, "max_retries": 5}
+OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "max_buffered_bytes": 0, "max_retries": 5}
 
 MakeTrainer = Callable[..., lightning.Trainer]
 

@@ -499,7 +499,7 @@ def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPoo
 def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) -> None:
     """Or when it runs another program: forks of a trainer that holds a batch do not add up."""
     before = slab.slab_pool().statistics().reserved
-    iterator = iter(DataLoader([torch.zeros(FLOATS)] * 40, num_workers=1, run_ahead_bytes=0))
+    iterator = iter(DataLoader([torch.zeros(FLOATS)] * 40, num_workers=1, max_buffered_bytes=0))
     reserved = []
     for _ in range(20):
         batch = next(iterator)

@@ -71,7 +71,9 @@ def test_worker_streams_are_bit_identical_to_torchs(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_workers": 1}, {"scheduling": "dynamic"}, {"prefetch_factor": 5}, {"run_ahead_bytes": 0}], ids=str
+    "options",
+    [{"num_workers": 1}, {"scheduling": "dynamic"}, {"prefetch_factor": 5}, {"max_buffered_bytes": 0}],
+    ids=str,
 )
 def test_batch_seeds_do_not_depend_on_who_works_when(options: dict[str, Any]) -> None:
     """Any number of workers, scheduling and timing gives the same samples."""

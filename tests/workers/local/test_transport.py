@@ -100,7 +100,7 @@ def test_threads_do_not_run_far_ahead_of_a_slow_batch(wrap: Callable[[Any], Any]
         collate_fn=lambda batch: batch,
         num_workers=2,
         worker_backend="thread",
-        run_ahead_bytes=8 << 20,
+        max_buffered_bytes=8 << 20,
         scheduling="dynamic",
     )
     iterator = iter(loader)
