@@ -51,8 +51,9 @@ lint: $(READY) ## ruff, and what may import what
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 
-typecheck: $(READY) ## mypy --strict
+typecheck: $(READY) ## mypy --strict; and pyright over a program that uses us
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 docs: $(READY) ## build the documentation into build/docs; check the links and the code on its pages and in the README
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs

@@ -11,9 +11,9 @@ ALLOWED_WARNINGS = (
 )
 
 
-def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str | Path, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments, from a folder that is not the repository's, and without progress bars."""
     filters = [part for allowed in ALLOWED_WARNINGS for part in ("-W", allowed)]
-    command = [sys.executable, "-W", "error", *filters, *arguments]
+    command = [python, "-W", "error", *filters, *arguments]
     quiet = {**os.environ, "TQDM_DISABLE": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd="/", env=quiet, check=False)
