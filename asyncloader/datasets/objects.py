@@ -27,7 +27,28 @@ _FAILED_STATUS = re.compile(r"status: (\d{3})|status code: (\d{3})")
 _used_in: int | None = None  # the process that has started tokio's threads
 
 
-class ObjectStoreDataset(RemoteDataset["ObjectStore", T_co]):
+class OpenStore:
+    """A store until it is closed. Belongs to one loop.
+
+    A store has no `close`: its connections end with the last reference to it. Frames have references, tracebacks have
+    frames, and obstore itself keeps the error of a request until it is used again. So frames are given this instead.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store: ObjectStore | None = store
+
+    def get(self) -> ObjectStore:
+        """Return the store, for an argument of a call."""
+        if self._store is None:
+            raise RuntimeError("the dataset was closed while a sample of it was fetched")
+        return self._store
+
+    def close(self) -> None:
+        """Let the connections end."""
+        self._store = None
+
+
+class ObjectStoreDataset(RemoteDataset[OpenStore, T_co]):
     """Serve objects of a bucket, or ranges of them.
 
     Tried again are connections that fail or break off, time-outs, and all statuses from 500 on, 408 and 429.
@@ -93,14 +114,14 @@ class ObjectStoreDataset(RemoteDataset["ObjectStore", T_co]):
                 raise FileNotFoundError(errno.ENOENT, f"{wanted} is there", url)
         super().__init__(keys, decode, retries, decode_threads)
 
-    async def _fetch(self, client: ObjectStore, key: Key) -> bytes:
+    async def _fetch(self, client: OpenStore, key: Key) -> bytes:
         import obstore
 
         name = key if isinstance(key, str) else key.key
         try:
             if isinstance(key, ByteRange):
-                return bytes(await obstore.get_range_async(client, name, start=key.start, end=key.stop))
-            answer = await obstore.get_async(client, name)
+                return bytes(await obstore.get_range_async(client.get(), name, start=key.start, end=key.stop))
+            answer = await obstore.get_async(client.get(), name)
             data = bytes(await answer.bytes_async())
         except Exception as error:
             raise_told_apart(error, f"{self.url}/{name}")
@@ -115,11 +136,11 @@ class ObjectStoreDataset(RemoteDataset["ObjectStore", T_co]):
             "credential_provider": self.credential_provider,
         }
 
-    async def _connect(self) -> ObjectStore:
-        return open_store(self.url, self._options())
+    async def _connect(self) -> OpenStore:
+        return OpenStore(open_store(self.url, self._options()))
 
-    async def _disconnect(self, client: ObjectStore) -> None:
-        """A store has nothing to close: it ends with the last reference."""
+    async def _disconnect(self, client: OpenStore) -> None:
+        client.close()
 
 
 def open_store(url: str, options: Mapping[str, Any]) -> ObjectStore:

@@ -97,7 +97,10 @@ class Retries:
                 raise
             so_far = f"; before that: {last}" if last else ""
             raise FetchError(f"{what}: did not come within {self.total_s:g} s{so_far}") from (last or error)
-        raise FetchError(f"{what}: {last} ({tried} {'try' if tried == 1 else 'tries'})") from last
+        else:
+            raise FetchError(f"{what}: {last} ({tried} {'try' if tried == 1 else 'tries'})") from last
+        finally:
+            del last  # its traceback has this frame: a circle, which would keep the client open until a collection
 
     def _wait_s(self, tried: int, failure: TransientError) -> float:
         if failure.wait_s is not None:

@@ -114,6 +114,7 @@ class Sources:
     async def close(self) -> None:
         """Close the clients."""
         self._threads.close()
+        self._stores.clear()
         if self._http_client is not None:
             await self._http_client.close()
 
@@ -203,12 +204,11 @@ class Sources:
     async def _store(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
         import obstore
 
-        store, name = self._store_of(url)
         options: Any = {"range": {"offset": offset}} if offset else {}
         if tag is not None:
             options["if_match"] = tag
         try:
-            answer = await obstore.get_async(store, name, options=options)
+            answer = await obstore.get_async(*self._store_of(url), options=options)
             tag, size = answer.meta["e_tag"], answer.meta["size"]
             async for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
                 offset += len(chunk)
@@ -224,9 +224,8 @@ class Sources:
         if kind_of(url) == "store":
             import obstore
 
-            store, name = self._store_of(url)
             try:
-                meta = await obstore.head_async(store, name)
+                meta = await obstore.head_async(*self._store_of(url))
             except Exception as error:
                 raise_told_apart(error, url)
             return Version(meta["size"], meta["e_tag"] or "")
@@ -257,9 +256,8 @@ class Sources:
     async def _range_in_store(self, url: str, start: int, stop: int, version: Version) -> bytes:
         import obstore
 
-        store, name = self._store_of(url)
         try:
-            answer = await obstore.get_async(store, name, options={"range": (start, stop)})
+            answer = await obstore.get_async(*self._store_of(url), options={"range": (start, stop)})
             if (answer.meta["size"], answer.meta["e_tag"] or "") != version:
                 raise_changed(url)
             data = bytes(await answer.bytes_async())
@@ -277,6 +275,7 @@ class Sources:
         return self._http_client
 
     def _store_of(self, url: str) -> tuple[ObjectStore, str]:
+        """Return the store that a url is in, and its name there. No frame is to keep the store: see OpenStore."""
         folder, _, name = url.rpartition("/")
         if folder not in self._stores:
             self._stores[folder] = open_store(_quoted(folder) + "/", self._store_options)

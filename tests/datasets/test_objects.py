@@ -12,6 +12,7 @@ import pytest
 
 from asyncloader.datasets import ByteRange, FetchError, ObjectStoreDataset, Retries
 from tests.datasets.conftest import OBJECTS
+from tests.leftovers import Holdings
 from tests.programs import run_python
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS
@@ -84,6 +85,16 @@ async def test_failures_that_stay_are_told(bucket_server: FaultServer) -> None:
             await dataset[3]
         with pytest.raises(FetchError, match="400 Bad Request"):
             await dataset[4]
+
+
+async def test_connections_end_with_the_dataset_whatever_keeps_an_error(bucket_server: FaultServer) -> None:
+    """A traceback has frames of ours in it, which have what they fetched with."""
+    before = Holdings.now()
+    async with failing(bucket_server, "503") as dataset:
+        with pytest.raises(FetchError) as caught:
+            await dataset[0]
+    assert before.more_than_before(collect=False) == []
+    assert caught.traceback
 
 
 async def test_a_server_that_stays_away_is_an_error_in_bounded_time() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import pickle
 import random
+import weakref
 
 import pytest
 
@@ -44,6 +47,21 @@ async def test_the_last_failure_is_told_when_tries_run_out() -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     with pytest.raises(FetchError, match="1 try"):
         await Retries(tries=1).run(Stutter(TransientError("503")), "key")
+
+
+@pytest.mark.parametrize("failures", [1, 9])
+async def test_nothing_is_kept_of_failures(failures: int) -> None:
+    """Their tracebacks have the frames of the tries, and those the client: it goes with them, without a collection."""
+    attempt = Stutter(*[TransientError("503") for _ in range(failures)])
+    gone = weakref.ref(attempt)
+    gc.disable()
+    try:
+        with contextlib.suppress(FetchError):
+            await AT_ONCE.run(attempt, "key")
+        del attempt
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_other_exceptions_end_it_at_once() -> None:
