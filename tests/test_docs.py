@@ -1,13 +1,17 @@
 """The pages for users: what they link to is there, and the code they show runs."""
 
 import ast
+import errno
+import mmap
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conformance.__main__ import PAGE, page
 from tests.nursery import Program
@@ -15,7 +19,11 @@ from tests.nursery import Program
 ROOT = Path(__file__).resolve().parents[1]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guides").glob("[!i]*.md"))]
+PROGRAMS = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("index.md", "moving.md")),
+    *sorted((ROOT / "docs" / "guides").glob("[!i]*.md")),
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```([\w{}-]*) ?[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -57,6 +65,25 @@ def test_code_of_a_page_runs(run: Callable[..., Program], page: Path) -> None:
     allowed = "import warnings\nwarnings.filterwarnings('ignore', 'This DataLoader will create')"  # few cores
     done = run("\n".join([allowed, *python_blocks(page)]), timeout_s=150, TQDM_DISABLE="1")
     assert (done.returncode, done.err) == (0, "")
+
+
+def printed() -> Iterator[str]:
+    """Return what is printed somewhere: texts of our sources and of torch's, pieces of one text put together."""
+    loader_of_torch = Path(torch.utils.data.__file__).parent
+    for path in (*ROOT.glob("asyncloader/**/*.py"), *loader_of_torch.rglob("*.py"), Path(torch.cuda.__file__)):
+        yield re.sub(r'"\s+[frb]*"', "", path.read_text()).replace('\\"', '"')
+    yield os.strerror(errno.ENOSPC)
+
+
+def test_errors_of_the_troubleshooting_page_are_printed() -> None:
+    """Each text in a heading is that of an error or a warning, of this version; those of torch's C++ too."""
+    headings = re.findall(r"^### (`.+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    pieces = {piece.strip() for text in headings for piece in re.split("[`…]", text)} - {""}
+    everything = "\n".join(printed())
+    missing = sorted(piece for piece in pieces if piece not in everything)
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as compiled:
+        assert [piece for piece in missing if compiled.find(piece.encode()) < 0] == []
 
 
 def test_the_page_of_comparisons_is_that_of_the_tests() -> None:
