@@ -53,10 +53,10 @@ def test_memory_of_a_batch_is_used_again(start_method: str) -> None:
 )
 def test_what_the_environment_says_wins(setting: dict[str, str]) -> None:
     """Who sets malloc's thresholds has reasons."""
-    script = "from tests.workers.test_memory import faults; print(faults('fork'))"
+    script = "from tests.workers.child.test_bootstrap import faults; print(faults('fork'))"
     environment = {**os.environ, **setting}
     found = subprocess.run(
         [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=60, check=True, env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=60, check=True, env=environment, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert float(found.stdout) > PAGES / 2
