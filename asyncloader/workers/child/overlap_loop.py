@@ -241,11 +241,17 @@ class OverlapLoop:
             if hasattr(type(held[0]), "__await__"):
                 task = self._loop.create_task(self._await_batch(job, held))
                 self._collating.add(task)
-                task.add_done_callback(self._collating.discard)
+                task.add_done_callback(partial(self._on_collated, held))
             else:
                 self._transport.send_outcome(held)
         except BaseException as error:
             self._stop(error)
+
+    def _on_collated(self, held: list[Any], task: asyncio.Task[None]) -> None:
+        self._collating.discard(task)
+        for unbegun in held:  # it was cancelled before its first step
+            if callable(close := getattr(unbegun, "close", None)):
+                close()
 
     async def _await_batch(self, job: Job, held: list[Any]) -> None:
         """Await an async collate_fn, beside everything else."""
