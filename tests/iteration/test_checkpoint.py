@@ -121,7 +121,7 @@ def test_workers_with_states_of_their_own_are_as_many_as_before() -> None:
     state = checkpointer_of(settings_of(Counts(), **WITH_WORKERS), progress).state_dict()
     check(state, settings_of(Counts(), **WITH_WORKERS))
     one = settings_of(Counts(), **{**WITH_WORKERS, "num_workers": 1})
-    with pytest.raises(StateMismatchError, match="num_workers was 2 .* as many workers"):
+    with pytest.raises(StateMismatchError, match=r"num_workers was 2 .* as many workers"):
         check(state, one)
     check({**state, "base_seed": None}, one)
 
