@@ -46,8 +46,8 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
         seed: The same on all ranks.
-        drop_last: Leave out the batches at an epoch's end that are too few for all ranks. Else they are divided once
-            more, so that each rank gets one, and no sample comes twice, unless there are fewer than ranks.
+        drop_last: Leave out the batches at an epoch's end that are too few for all ranks. Otherwise they are divided
+            once more, so that each rank gets one, and no sample comes twice, unless there are fewer than ranks.
 
     Raises:
         ConfigurationError: if lengths are no integers, negative, too long or not as many as the sampler has.

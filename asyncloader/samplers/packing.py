@@ -46,7 +46,7 @@ class PackingBatchSampler(WindowedBatchSampler):
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
         seed: The same on all ranks.
-        drop_last: Leave out the blocks at an epoch's end that are too few for a batch on all ranks. Else they are
+        drop_last: Leave out the blocks at an epoch's end that are too few for a batch on all ranks. Otherwise they are
             divided, so that each rank has a last batch, of fewer blocks, and no sample comes twice, unless there are
             fewer than ranks.
 

@@ -65,7 +65,7 @@ class Reshuffled:
 
     Args:
         length: How many indices the source has.
-        shuffle: Else each epoch is in the source's own order.
+        shuffle: Otherwise each epoch is in the source's own order.
         key: Whatever tells this source from others.
     """
 

@@ -250,4 +250,4 @@ def table(cases: Sequence[Case]) -> str:
 
 
 def _in_words(name: str) -> str:
-    return name.removeprefix("test_").replace("_", " ")
+    return name.removeprefix("test_").replace("_", " ").replace("torchs", "torch's")

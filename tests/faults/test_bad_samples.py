@@ -198,7 +198,7 @@ async def test_what_is_mended_is_the_same_every_time() -> None:
 @pytest.mark.parametrize("limit", [5, 0.2])
 @pytest.mark.parametrize("stop_after", [1, 3, 5])
 def test_max_errors_counts_on_after_a_resume(num_workers: int, limit: int | float, stop_after: int) -> None:
-    """The epoch is given up at the same batch, whether it is gone on with from a state or not."""
+    """The epoch is given up at the same batch, whether it is resumed from a state or not."""
 
     class EveryFourth:
         def __len__(self) -> int:

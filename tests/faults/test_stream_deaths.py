@@ -391,7 +391,7 @@ def test_who_is_not_replaced(kind: Any, options: dict[str, Any], words: str, fol
 
 
 def test_tar_shards_go_on(folder: Path) -> None:
-    """Our own stream tells its state."""
+    """Our own stream provides its state."""
     import io
     import tarfile
 
