@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
@@ -26,6 +24,7 @@ from asyncloader.keywords import Renamed, checked, name_options
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, accept_iterable
+from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
 from asyncloader.settings import (
     MAX_BUFFERED_BYTES,
     EqualSteps,
@@ -44,62 +43,6 @@ if TYPE_CHECKING:
     from asyncloader.iteration.worker_iterator import WorkerIterator
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class _AskedByAccelerate:
-    """What Accelerate reads of a loader, False, just before it builds another one in its place: time to warn.
-
-    Not a data descriptor, so that a value which is set on a loader, as Accelerate does, goes before it.
-    """
-
-    def __get__(self, loader: DataLoader[Any] | None, owner: type) -> bool:
-        # The class that Accelerate builds. Anything but these two was put there by somebody who knows what it does.
-        built = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
-        if loader is not None and built in DataLoader.__bases__:
-            warnings.warn(
-                "Accelerate builds a torch DataLoader in place of this one, and asyncloader is not used. To keep it, "
-                "write this before: accelerate.data_loader.DataLoader = asyncloader.DataLoader",
-                stacklevel=2,
-            )
-        elif loader is not None and built is DataLoader and (lost := loader._changed_options()):
-            warnings.warn(
-                f"Accelerate builds this loader anew, without {lost}. To keep that, write this before: "
-                f"accelerate.data_loader.DataLoader = functools.partial(asyncloader.DataLoader, {lost})",
-                stacklevel=2,
-            )
-        return False
-
-
-class _ReadByRay:
-    """`worker_init_fn`, which Ray Train reads only where it builds torch's loader in place of this one: time to warn.
-
-    Others read it too, ours once in a run over the data, so it is told by its module who reads; but only where Ray
-    Train has been imported. A data descriptor, or the loader's own value would go before it.
-    """
-
-    def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
-        if loader is None:
-            return self
-        if "ray.train.torch" in sys.modules:
-            reader = sys._getframe(1).f_globals
-            # Anything but torch's was put there by somebody who knows what it does.
-            if reader.get("__name__", "").startswith("ray.train.") and reader.get("DataLoader") in DataLoader.__bases__:
-                warnings.warn(
-                    "Ray Train builds a torch DataLoader in place of this one, and asyncloader is not used. To keep "
-                    "it, make it with sampler=DistributedSampler(dataset), and write: "
-                    "ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False)",
-                    stacklevel=4,  # past prepare_data_loader, and the function within that builds
-                )
-        try:
-            return vars(loader)["worker_init_fn"]
-        except KeyError:
-            raise AttributeError("worker_init_fn is not set: __init__ was not called") from None
-
-    def __set__(self, loader: DataLoader[Any], value: Any) -> None:
-        vars(loader)["worker_init_fn"] = value
-
-    def __delete__(self, loader: DataLoader[Any]) -> None:
-        del vars(loader)["worker_init_fn"]
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -162,8 +105,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
     """
 
-    _is_accelerate_prepared = _AskedByAccelerate()
-    worker_init_fn: Any = _ReadByRay()
+    _is_accelerate_prepared = AskedByAccelerate()
+    worker_init_fn: Any = ReadByRay()
     run_ahead_bytes: Any = Renamed()
     _newest: Callable[[], Any]
 
@@ -358,6 +301,24 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
             thing.set_epoch(epoch)
         self._runs.told = Told(epoch, self._runs.told.calls + 1)
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """Have so many workers from now on: in the middle of a run, or between two, with persistent workers or without.
+
+        Order and content of the batches do not change by it. Who comes takes part when it has opened its copy of the
+        dataset; who goes finishes the batches that it has. For map-style datasets without a state of their own, and
+        ``seeding="batch"``. To be called by the thread that iterates. Does not wait.
+
+        Args:
+            num_workers: At least 1.
+
+        Raises:
+            ConfigurationError: if the number cannot change; it says why.
+        """
+        self._settings().with_num_workers(num_workers)
+        self.num_workers = num_workers
+        if (iterator := self._newest()) is not None:
+            iterator.set_num_workers(num_workers)
 
     def stats(self) -> LoaderStats:
         """Return where the time of the newest run over the data went, or has gone so far: see `LoaderStats`.

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 T_co = TypeVar("T_co", covariant=True)
@@ -79,6 +80,26 @@ def probe(thing: Any, name: str) -> Any:
         return getattr(thing, name, None)
     except Exception:
         return None
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether it provides its state and takes it back, without arguments.
+
+    A module's state is its weights, which are not a place in the data. Some datasets' ``state_dict`` takes arguments
+    that only their own loader knows.
+    """
+    tell, take = probe(thing, "state_dict"), probe(thing, "load_state_dict")
+    if not (callable(tell) and callable(take)) or isinstance(thing, torch.nn.Module):
+        return False
+    if inspect.iscoroutinefunction(tell) or inspect.iscoroutinefunction(take):  # of an actor elsewhere
+        return False
+    try:
+        inspect.signature(tell).bind()
+    except TypeError:
+        return False
+    except ValueError:  # of an extension, whose signature cannot be known
+        pass
+    return True
 
 
 def members(dataset: Any) -> Iterator[Any]:

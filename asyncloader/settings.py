@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.protocols import is_async, probe
+from asyncloader.protocols import is_async, is_stateful, probe
 
 Scheduling = Literal["static", "dynamic"]
 Seeding = Literal["batch", "worker"]
@@ -139,6 +139,30 @@ class Settings:
     def keeps_dataset(self) -> bool:
         """Whether the next run has the same copies of the dataset: those of persistent workers, or of this process."""
         return self.persistent_workers or not self.num_workers
+
+    def with_num_workers(self, num_workers: int) -> Settings:
+        """Return the same with another number of workers, in the middle of a run or between two.
+
+        Raises:
+            ConfigurationError: if that cannot be changed then.
+        """
+        _count("num_workers", num_workers, least=1)
+        if not self.num_workers:
+            raise ConfigurationError("this loader has no workers: make one with num_workers=1, or more")
+        if why := self.why_workers_stay:
+            raise ConfigurationError(f"the number of workers cannot change while they are at work: {why}")
+        return replace(self, num_workers=num_workers)
+
+    @property
+    def why_workers_stay(self) -> str:
+        """Why the number of workers cannot change while they are at work; "" if it can."""
+        if self.is_iterable:
+            return "an iterable dataset is divided among them when a run begins (set loader.num_workers between runs)"
+        if self.seeding == "worker":
+            return 'with seeding="worker" samples depend on which of them makes a batch (seeding="batch" does without)'
+        if self.snapshot_every and is_stateful(self.dataset):
+            return "the dataset has a state of its own in each (snapshot_every_n_steps=0 does without it in states)"
+        return ""
 
     @property
     def seeds_each_batch(self) -> bool:

@@ -1,4 +1,4 @@
-"""What scheduler and recovery decide: tickets, and the actions that the session carries out. Plain values."""
+"""What scheduler, recovery and crew decide: tickets, and the actions that the session carries out. Plain values."""
 
 from __future__ import annotations
 
@@ -40,6 +40,36 @@ class Read(NamedTuple):
 
 class Replace(NamedTuple):
     """Start a new process for this worker id."""
+
+    worker: int
+
+
+class Window(NamedTuple):
+    """Let consumers read the sampler so many batches ahead of what they have taken: workers have come or gone."""
+
+    size: int
+
+
+class Dismiss(NamedTuple):
+    """Let this worker go: it was to leave, and has nothing in hand any more."""
+
+    worker: int
+
+
+class Start(NamedTuple):
+    """Start a worker under this id, which takes tickets when it is ready."""
+
+    worker: int
+
+
+class Join(NamedTuple):
+    """Tell the scheduler that this worker takes tickets from now on."""
+
+    worker: int
+
+
+class Part(NamedTuple):
+    """Tell the scheduler that this worker is to leave."""
 
     worker: int
 
@@ -97,7 +127,9 @@ class Finish(NamedTuple):
     """Everything that was planned has been delivered, and nothing more will be planned."""
 
 
-Action: TypeAlias = Send | Deliver | Read | Replace | Fail | Lose | Discard | GiveUp | Finish
+Action: TypeAlias = (
+    Send | Deliver | Read | Replace | Window | Start | Join | Part | Dismiss | Fail | Lose | Discard | GiveUp | Finish
+)
 
 VOID = object()
 """Nothing is there, and its place in the order is passed over. In the plan, in place of keys: it was yielded before.

@@ -102,12 +102,13 @@ class Recovery:
 
     Attributes:
         has_lost: There is one that cannot be replaced.
+        num_workers: How many workers there are to be.
     """
 
     def __init__(self, policy: Policy, num_workers: int) -> None:
         self.has_lost = False
         self._policy = policy
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
         self._losses = 0  # since the last outcome of any worker
@@ -147,7 +148,7 @@ class Recovery:
             return []
         if not process.was_set_up:
             return [GiveUp(_no_start(process))]
-        if self._failed_starts > self._num_workers + 2:
+        if self._failed_starts > self.num_workers + 2:
             return [GiveUp(_failed_starts(process, self._failed_starts))]
         if not self._can_replace(start):
             return self._lose_for_good(process)
@@ -183,7 +184,7 @@ class Recovery:
     def _rest_s(self) -> float:
         """Count a lost worker; return how long to wait before another takes its place."""
         self._losses += 1
-        excess = self._losses - self._num_workers - _CALM_LOSSES
+        excess = self._losses - self.num_workers - _CALM_LOSSES
         return min(_FIRST_REST_S * 2.0 ** (excess - 1), _LONGEST_REST_S) if excess > 0 else 0.0
 
     # ------------------------------------------------------------------------------------------------------- hangs

@@ -134,7 +134,7 @@ class Run:
         self._plan = plan
         self._plan_error: Exception | None = None
         self._limit = limit
-        self._window = window
+        self._window = window  # written by the loop thread later on
         self._lock = progress.lock
         self._taker = 0
         self._wake_loop: Callable[[], None]
@@ -330,6 +330,11 @@ class Run:
         """Let a consumer that waits read the sampler on."""
         self.void_count = self.scheduler.void_count
         self.read_until = max(self.read_until, until)
+        self.handoff.wake()
+
+    def resize(self, window: int) -> None:
+        """Let consumers read the sampler so many batches ahead of what they have taken."""
+        self._window = window
         self.handoff.wake()
 
     def finish(self) -> None:

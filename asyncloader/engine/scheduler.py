@@ -2,12 +2,17 @@
 
     planned(keys)  ──>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
     returned, ready ──> │ unsent -> in flight -> parked -> delivered │ ──> Deliver(outcome)
-    exhausted, died,    │                                            │
-    hung, rested ─────> └────────────────────────────────────────────┘ ──> Read(until), Replace(worker), Finish()
+    exhausted, died,    │                                            │ ──> Read(until), Replace(worker), Finish()
+    hung, rested ─────> │                                            │
+    joined, left, lost  └────────────────────────────────────────────┘ ──> Window(size), Dismiss(worker)
 
 A batch is in exactly one of four places: *unsent* (read from the sampler, no worker has it), *in flight* (a worker
 has its ticket), *parked* (its outcome is here, but an earlier batch is missing), or gone: *delivered* or *void* (an
 iterable dataset ended before it, or its error was handed over at once).
+
+Workers come and go, for map-style datasets: `joined` takes one in, `left` lets one finish what it has in hand, `lost`
+has others do what a worker had that went through no fault of its batches. What a batch costs here does not depend on
+how many workers there are (:mod:`asyncloader.engine.roster`).
 
 Events come in as method calls, decisions go out as lists of actions which the session carries out. The scheduler alone
 knows sequence numbers, order, window and retries. It belongs to one loop thread. Hypothesis drives it in the tests.
@@ -20,28 +25,29 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from asyncloader.engine.actions import VOID, Action, Cause, Deliver, Fail, Finish, Read, Replace, Send, Ticket
-
-# Under dynamic scheduling a worker has tickets for this long, so that it need not wait for the channel. A round trip
-# takes 0.1 ms with an idle trainer and several ms with one that is busy in pure Python (the interpreter's switch
-# interval is 5 ms), so one ticket behind the one in work is the least, and more are queued only for tiny batches.
-_HIDE_LATENCY_S = 0.002
-_LEAST_DEPTH = 2
-_MOST_DEPTH = 100
-# Where waiting for the channel takes a smaller share than this of a worker's time, it gets one ticket at a time.
-_LATENCY_SHARE = 0.05
-_LATENCY_GUESS_S = 0.0003
-# What a parked batch costs beyond its data. Bounds run-ahead over batches of a few bytes.
-_BATCH_OVERHEAD_BYTES = 4096
-# Further than so many batches a worker nobody runs ahead, whatever they are thought to weigh.
-_MOST_AHEAD = 256
+from asyncloader.engine.actions import (
+    VOID,
+    Action,
+    Cause,
+    Deliver,
+    Dismiss,
+    Fail,
+    Finish,
+    Read,
+    Replace,
+    Send,
+    Ticket,
+    Window,
+)
+from asyncloader.engine.roster import Roster
+from asyncloader.engine.run_ahead import RunAhead
 
 
 class Scheduler:
-    """The state of one session. Called from the loop thread only.
+    """The state of one run. Called from the loop thread only.
 
     Args:
-        num_workers: Workers, numbered from 0.
+        num_workers: Workers at the beginning, numbered from 0. Others that join may have any number.
         prefetch_factor: Batches in flight or waiting, for each worker.
         scheduling: "static" sends batch i to worker i % num_workers; "dynamic" to the one with least to do.
         in_order: Deliver by sequence number; otherwise as they come.
@@ -53,6 +59,15 @@ class Scheduler:
         overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
         first: Sequence number of the first ticket; more than 0 in a run that goes on with an earlier one.
         next_worker: Who gets the first ticket, under static scheduling; by default worker first % num_workers.
+
+    Attributes:
+        num_workers: Who takes tickets, or has come to the end of its data.
+        window: Batches in flight or waiting at a time, beyond which only run-ahead reads.
+        roster: The workers, with `in_flight`, their tickets, and `active`, who takes tickets or has some in hand still.
+        resting: Who is without a process for a moment.
+        planned_count: Batches that were read, those before the run included.
+        gone_count: Of these, delivered or void; in order it is the sequence number that is awaited.
+        void_count: Of these, void.
     """
 
     def __init__(
@@ -70,41 +85,37 @@ class Scheduler:
         first: int = 0,
         next_worker: int | None = None,
     ) -> None:
-        self.window = num_workers * prefetch_factor
         self.num_workers = num_workers
+        self._prefetch_factor = prefetch_factor
+        self.window = num_workers * prefetch_factor
         self._static = scheduling == "static"
         self._in_order = in_order
-        self._max_buffered_bytes = max_buffered_bytes if in_order else 0
         self._on_crash = on_crash
         self._on_timeout = on_timeout
         self._max_retries = max_retries
         self._overlapping = overlapping
 
-        self.active = set(range(num_workers))
-        self.resting: set[int] = set()  # active, but without a process for a moment
-        self.in_flight: list[dict[int, Ticket]] = [{} for _ in range(num_workers)]
+        self.roster = Roster(num_workers, first if next_worker is None else next_worker)
+        self.in_flight, self.active = self.roster.in_flight, self.roster.active
+        self.resting: set[int] = set()
         self._unsent: list[tuple[int, Ticket]] = []  # a heap by sequence number
         # By worker, what was in work at once when its process died: done again one by one, to find out which is to
         # blame. Until the last of them has returned the worker gets nothing else.
         self._suspects: dict[int, deque[Ticket]] = {}
         self._parked: dict[int, Any] = {}
-        self._next_worker = (first if next_worker is None else next_worker) % num_workers
 
         self.planned_count = first
-        self.gone_count = first  # delivered or void; in order it is the sequence number that is awaited
+        self.gone_count = first
         self.void_count = 0
         self._plan_ended = False
         self._finished = False
 
         self._read_until = first + self.window
         self._parked_bytes = 0
-        self._mean_bytes: float | None = None
-        self._is_bounded = True  # the size of every batch so far is known
-        self._mean_busy_s: float | None = None
-        self._latency_s = _LATENCY_GUESS_S
+        self._run_ahead = RunAhead(max_buffered_bytes if in_order else 0, overlapping)
 
     def __repr__(self) -> str:
-        loads = ",".join(str(len(tickets)) for tickets in self.in_flight)
+        loads = ",".join(str(len(tickets)) for _, tickets in sorted(self.in_flight.items()))
         return (
             f"<Scheduler planned={self.planned_count} unsent={len(self._unsent)} in_flight=[{loads}] "
             f"parked={len(self._parked)} gone={self.gone_count}>"
@@ -138,16 +149,12 @@ class Scheduler:
             busy_s: Seconds of work that it took.
             wait_s: Seconds that the worker had waited for it.
         """
-        ticket = self.in_flight[worker].pop(seq, None)
-        if ticket is None:
+        roster = self.roster
+        if (ticket := roster.take_back(worker, seq)) is None:
             raise AssertionError(f"worker {worker} returned {seq}, which it did not have: {self!r}")
-        mean = self._mean_busy_s
-        self._mean_busy_s = busy_s if mean is None else mean + 0.2 * (busy_s - mean)
-        if ticket.is_prompt:
-            self._latency_s += 0.2 * (wait_s - self._latency_s)
-        else:
-            self._latency_s += 0.005 * (_LATENCY_GUESS_S - self._latency_s)  # long ago: to be tried again
-        return self._assign(idle=worker) if self._unsent or self._suspects else []
+        self._run_ahead.returned(busy_s, wait_s, ticket.is_prompt)
+        actions = self._maybe_dismiss(worker) if worker in roster.leaving else []
+        return actions + self._assign(idle=worker) if self._unsent or self._suspects else actions
 
     def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
         """The outcome of a returned ticket can be handed over.
@@ -157,12 +164,7 @@ class Scheduler:
             outcome: What is handed over.
             nbytes: How large it is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead of.
         """
-        self._is_bounded &= nbytes >= 0
-        is_batch = nbytes > 0  # what is void, and an exception, tells nothing about the size of batches
-        nbytes = max(nbytes, 0) + _BATCH_OVERHEAD_BYTES
-        if is_batch:
-            mean = self._mean_bytes
-            self._mean_bytes = nbytes if mean is None else mean + 0.2 * (nbytes - mean)
+        nbytes = self._run_ahead.sized(nbytes)
         if not self._in_order:
             return self._leave(outcome, [])
         if seq != self.gone_count:
@@ -177,7 +179,8 @@ class Scheduler:
 
     def exhausted(self, worker: int, seq: int) -> list[Action]:
         """The worker's iterable dataset ended before this ticket: it, and what the worker has behind it, is void."""
-        self.active.discard(worker)
+        self.resting.discard(worker)
+        self.roster.retire(worker)
         actions: list[Action] = []
         for ticket in self._take_all(worker):
             actions += self.ready(ticket.seq, VOID)
@@ -200,47 +203,73 @@ class Scheduler:
         """
         if worker not in self.active:
             return []
-        if rests and replaceable:
+        is_leaving = worker in self.roster.leaving  # then nobody takes its place
+        if rests and replaceable and not is_leaving:
             self.resting.add(worker)
+            self.roster.hold(worker)
         if self._on_crash == "raise" or not replaceable:
             return self._give_up(worker, replaceable, cause)
-        in_work = len(self.in_flight[worker]) if was_ready else 0
-        if self._overlapping and in_work > 1:
-            self._suspects[worker] = deque(sorted(self._take_in_flight(worker), key=lambda ticket: ticket.seq))
+        if self._overlapping and was_ready and len(self.in_flight[worker]) > 1:
+            was_ready = not is_leaving  # if it is, whoever gets these tickets finds out which is to blame
+            if not is_leaving:
+                self._suspects[worker] = deque(sorted(self.roster.take_all(worker), key=lambda ticket: ticket.seq))
+                self.roster.hold(worker)
         return self._replace(worker, self._on_crash, was_ready, cause)
 
     def hung(self, worker: int, cause: Cause | None = None, *, rests: bool = False) -> list[Action]:
         """The worker was killed, for a batch did not come in time: what it was at fares as ``on_timeout`` says."""
-        if rests:
+        if rests and worker not in self.roster.leaving:
             self.resting.add(worker)
+            self.roster.hold(worker)
         return self._replace(worker, self._on_timeout, True, cause)
 
     def rested(self, worker: int) -> list[Action]:
         """The worker has a process again."""
         self.resting.discard(worker)
+        if worker not in self._suspects:
+            self.roster.release(worker)
         return self._assign()
+
+    def joined(self, worker: int) -> list[Action]:
+        """A worker has come, or one that was leaving stays after all: from now on it takes tickets."""
+        if self.roster.takes(worker):
+            raise AssertionError(f"worker {worker} has joined twice: {self!r}")
+        self.roster.join(worker)
+        return [self._resize(1), *self._assign()]
+
+    def left(self, worker: int) -> list[Action]:
+        """The worker is to go: it finishes what it has in hand, gets nothing more, and is dismissed after that."""
+        if not self.roster.takes(worker):
+            return []
+        self.roster.leave(worker)
+        return [self._resize(-1), *self._maybe_dismiss(worker), *self._assign()]
+
+    def lost(self, worker: int) -> list[Action]:
+        """The worker went, through no fault of what it had: others do that. Nobody is blamed, no retry is counted."""
+        if worker not in self.active:
+            return []
+        actions: list[Action] = [self._resize(-1)] if self.roster.takes(worker) else []
+        self._queue(self._forget(worker))
+        return actions + self._assign()
 
     def stopped(self) -> list[Ticket]:
         """No worker can be had any more: give up everything that has no outcome yet."""
-        lost = [ticket for tickets in self.in_flight for ticket in tickets.values()]
-        lost += [ticket for _, ticket in self._take_unsent()]
-        lost += [ticket for suspects in self._suspects.values() for ticket in suspects]
-        self._suspects.clear()
-        for tickets in self.in_flight:
-            tickets.clear()
-        self.active.clear()
+        lost = [ticket for _, ticket in self._unsent]
+        self._unsent.clear()
+        for worker in tuple(self.active):
+            lost += self._forget(worker)
         return sorted(lost, key=lambda ticket: ticket.seq)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def awaited(self) -> Ticket | None:
         """Return the ticket that the consumer waits for: the first in order that a worker has."""
-        in_flight = [ticket for tickets in self.in_flight for ticket in tickets.values()]
+        in_flight = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
         return min(in_flight, key=lambda ticket: ticket.seq, default=None)
 
     def validate(self) -> None:
         """Check what must hold between any two events."""
-        flying = [seq for tickets in self.in_flight for seq in tickets]
+        flying = [seq for tickets in self.in_flight.values() for seq in tickets]
         unsent = [seq for seq, _ in self._unsent]
         unsent += [ticket.seq for suspects in self._suspects.values() for ticket in suspects]
         everywhere = [*flying, *unsent, *self._parked]
@@ -250,6 +279,8 @@ class Scheduler:
             assert self.gone_count not in self._parked, f"a batch is parked that could go: {self!r}"
         assert self._parked_bytes == sum(nbytes for _, nbytes in self._parked.values())
         assert self.gone_count + len(self._parked) + len(flying) + len(unsent) <= self.planned_count
+        assert self.resting | self._suspects.keys() == {w for w in self.active if self.roster.is_held(w)}
+        self.roster.validate()
 
     # ---------------------------------------------------------------------------------------------- decisions
 
@@ -260,10 +291,11 @@ class Scheduler:
             idle: The worker that has just finished something.
         """
         actions: list[Action] = []
-        if not self.active:  # every worker has come to the end of its data, or is lost
+        if not self.active and self.num_workers:  # every worker has come to the end of its data, or is lost for good
             self._plan_ended = True
-            for _, ticket in sorted(self._take_unsent()):
-                actions += self.ready(ticket.seq, VOID)
+            unsent, self._unsent = self._unsent, []
+            for seq, _ in sorted(unsent):
+                actions += self.ready(seq, VOID)
             return actions + self._maybe_finish()
         for worker in tuple(self._suspects):
             actions += self._assign_suspect(worker)
@@ -274,13 +306,9 @@ class Scheduler:
                 break
             heapq.heappop(self._unsent)
             ticket.is_prompt = chosen == idle and not self.in_flight[chosen]
-            actions.append(self._send(chosen, ticket))
+            self.roster.give(chosen, ticket)
+            actions.append(Send(chosen, ticket))
         return actions + self._maybe_run_ahead()
-
-    def _send(self, worker: int, ticket: Ticket) -> Send:
-        ticket.worker = worker
-        self.in_flight[worker][ticket.seq] = ticket
-        return Send(worker, ticket)
 
     def _assign_suspect(self, worker: int) -> list[Action]:
         if self.in_flight[worker] or worker in self.resting:
@@ -288,51 +316,25 @@ class Scheduler:
         suspects = self._suspects[worker]
         if not suspects:
             del self._suspects[worker]
-            return []
+            self.roster.release(worker)
+            return self._maybe_dismiss(worker) if worker in self.roster.leaving else []
         ticket = suspects.popleft()
         ticket.is_prompt = False
-        return [self._send(worker, ticket)]
-
-    def _take_unsent(self) -> list[tuple[int, Ticket]]:
-        unsent, self._unsent = self._unsent, []
-        return unsent
+        self.roster.give(worker, ticket)
+        return [Send(worker, ticket)]
 
     def _choose(self, ticket: Ticket) -> int | None:
-        if ticket.worker in self.active and self._static:  # sent again after a crash: to the same worker id
-            return None if self._is_held(ticket.worker) else ticket.worker
-        if not self._static:
-            is_any_held = self.resting or self._suspects
-            ready = {w for w in self.active if not self._is_held(w)} if is_any_held else self.active
-            worker = min(ready, key=lambda w: (len(self.in_flight[w]), w), default=-1)
-            return worker if worker >= 0 and len(self.in_flight[worker]) < self._queue_depth() else None
-        # As torch: round robin over the workers that still have data, and out of order only to one with room.
-        most = self.window // len(self.active)
-        for _ in range(self.num_workers):
-            worker = self._next_worker
-            has_room = self._in_order or len(self.in_flight[worker]) < most
-            if has_room and self._is_held(worker):
-                return None  # its turn is kept for it
-            if worker in self.active and has_room:
-                self._next_worker = (worker + 1) % self.num_workers
-                return worker
-            self._next_worker = (worker + 1) % self.num_workers
-        return None
-
-    def _is_held(self, worker: int) -> bool:
-        return worker in self.resting or worker in self._suspects
-
-    def _queue_depth(self) -> int:
-        """Return how many tickets a worker has at once under dynamic scheduling: as few as keep it busy."""
-        if self._mean_busy_s is not None and not self._overlapping:
-            return 1 if self._latency_s < _LATENCY_SHARE * self._mean_busy_s else self._depth()
-        return self._depth()
-
-    def _depth(self) -> int:
-        """Return how many batches keep a worker busy, and cover the latency of the channel and of asking."""
-        least = max(_LEAST_DEPTH, self._overlapping)
-        if self._mean_busy_s is None:
-            return least
-        return max(least, min(1 + int(_HIDE_LATENCY_S / max(self._mean_busy_s, 1e-6)), _MOST_DEPTH))
+        roster = self.roster
+        if (
+            self._static and ticket.worker >= 0 and roster.takes(ticket.worker)
+        ):  # sent again after a crash: to the same worker id
+            return None if roster.is_held(ticket.worker) else ticket.worker
+        if self._static and self._in_order:
+            return roster.take_turn(self._prefetch_factor)
+        if (least := roster.least()) is None:
+            return None
+        most = self.window // roster.num_takers if self._static else self._run_ahead.queue_depth
+        return least[0] if least[1] < most else None
 
     def _maybe_run_ahead(self) -> list[Action]:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
@@ -341,52 +343,70 @@ class Scheduler:
         once until the consumer has read that far. A consumer that does not wait does not read: then the training is
         what is slow, and the window is enough.
         """
-        if self.planned_count < self._read_until or self._unsent or not self._max_buffered_bytes:
+        run_ahead = self._run_ahead
+        if self.planned_count < self._read_until or self._unsent or self._plan_ended or not run_ahead.is_possible:
             return []
-        if self._plan_ended or self._mean_bytes is None or not self._is_bounded:
+        least = self.roster.least()
+        if least is None or least[1] >= run_ahead.low:
             return []
-        depth = self._depth()
-        # Asked for early, so that what is read comes before a worker stands idle.
-        low = self._overlapping or max(_LEAST_DEPTH, depth // 2)
-        if not any(len(self.in_flight[worker]) < low for worker in self.active):
-            return []
-        unknown = self.planned_count - self.gone_count - len(self._parked)  # in flight, or returned and being pinned
-        room_bytes = self._max_buffered_bytes - self._parked_bytes - self._mean_bytes * unknown
-        room = self.window + _MOST_AHEAD * self.num_workers - (self.planned_count - self.gone_count)
-        rounds = min(depth - 1, int(room_bytes / (self._mean_bytes * self.num_workers)), room // self.num_workers)
-        if rounds < 1:
-            return []
-        self._read_until = self.planned_count + rounds * self.num_workers
-        return [Read(self._read_until)]
+        ahead = self.planned_count - self.gone_count
+        rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
+        self._read_until = self.planned_count + max(0, rounds) * self.num_workers
+        return [Read(self._read_until)] if rounds > 0 else []
 
-    def _take_in_flight(self, worker: int) -> list[Ticket]:
-        lost = list(self.in_flight[worker].values())
-        self.in_flight[worker].clear()
-        return lost
+    # -------------------------------------------------------------------------------------------------- workers
+
+    def _resize(self, change: int) -> Window:
+        self.num_workers += change
+        self.window += change * self._prefetch_factor
+        return Window(self.window)
+
+    def _forget(self, worker: int) -> list[Ticket]:
+        """Let go of the worker; return what it had, and what it was to be given again one by one."""
+        self.resting.discard(worker)
+        self.roster.retire(worker)
+        return [*self.in_flight.pop(worker).values(), *self._suspects.pop(worker, ())]
+
+    def _maybe_dismiss(self, worker: int) -> list[Action]:
+        """Let a worker that is leaving go, if it has nothing in hand."""
+        has_more = self.in_flight[worker] or (worker in self._suspects and worker not in self.resting)
+        return [] if has_more else self._dismiss(worker)
+
+    def _dismiss(self, worker: int) -> list[Action]:
+        self._queue(self._forget(worker))
+        return [Dismiss(worker)]
+
+    def _successor(self, worker: int) -> list[Action]:
+        """Have the worker's place filled, unless that is to wait, or it is wanted no more."""
+        if worker in self.roster.leaving:
+            return self._dismiss(worker)
+        return [] if worker in self.resting else [Replace(worker)]
 
     def _take_all(self, worker: int) -> list[Ticket]:
         """Take what the worker has, and what it was to be given again."""
-        lost = [*self._take_in_flight(worker), *self._suspects.pop(worker, ())]
-        again = [entry for entry in self._unsent if entry[1].worker == worker] if self._static else []
-        for entry in again:
-            self._unsent.remove(entry)
-        heapq.heapify(self._unsent)
-        return lost + [ticket for _, ticket in again]
+        lost = [*self.roster.take_all(worker), *self._suspects.pop(worker, ())]
+        again = [ticket for _, ticket in self._unsent if self._static and ticket.worker == worker]
+        unsent, self._unsent = self._unsent, []
+        self._queue([ticket for _, ticket in unsent if not (self._static and ticket.worker == worker)])
+        return lost + again
 
     def _put_back(self, worker: int, tickets: list[Ticket]) -> None:
         """Have tickets, in ascending order, sent again before all that is behind them."""
         if worker in self._suspects:
             self._suspects[worker].extendleft(reversed(tickets))
         else:
-            for ticket in tickets:
-                heapq.heappush(self._unsent, (ticket.seq, ticket))
+            self._queue(tickets)
+
+    def _queue(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            heapq.heappush(self._unsent, (ticket.seq, ticket))
 
     def _replace(self, worker: int, policy: str, was_ready: bool, cause: Cause | None) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
-        lost = self._take_in_flight(worker)
+        lost = self.roster.take_all(worker)
         if self._overlapping:
             lost.sort(key=lambda ticket: ticket.seq)
-        actions: list[Action] = [] if worker in self.resting else [Replace(worker)]
+        actions = self._successor(worker)
         if lost and was_ready:
             # Tickets are taken in order, so blame the first. Overlapping tickets of a worker that died are suspects and
             # never get here; after a hang the first is the awaited one.
@@ -402,12 +422,10 @@ class Scheduler:
         return []
 
     def _give_up(self, worker: int, replaceable: bool, cause: Cause | None) -> list[Action]:
-        lost = self._take_in_flight(worker) if replaceable else self._take_all(worker)
-        actions: list[Action] = []
+        lost = self.roster.take_all(worker) if replaceable else self._take_all(worker)
+        actions = self._successor(worker) if replaceable else []
         if not replaceable:
-            self.active.discard(worker)
-        elif worker not in self.resting:
-            actions.append(Replace(worker))
+            self.roster.retire(worker)
         if lost or not (replaceable or self._finished):
             actions.append(Fail(lost, at_once=True, cause=cause))
         for ticket in lost:

@@ -11,7 +11,6 @@ the rest runs on the loop thread.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import os
@@ -29,19 +28,26 @@ from asyncloader.engine.actions import (
     Action,
     Deliver,
     Discard,
+    Dismiss,
     Fail,
     Finish,
     GiveUp,
+    Join,
     Lose,
+    Part,
     Read,
     Replace,
     Send,
+    Start,
     Ticket,
+    Window,
 )
+from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
-from asyncloader.engine.recovery import Overdue, Policy, Recovery
+from asyncloader.engine.recovery import Overdue, Policy
 from asyncloader.engine.run import Item, Run, failed
+from asyncloader.engine.staff import END_GRACE_S, Staff
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
@@ -49,9 +55,6 @@ from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.protocol.failure import with_notes
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.workers.protocol.snapshot import Frozen
-
-END_GRACE_S = 3.0
-"""Workers that were told to end get this long, then they are killed. Seconds."""
 
 
 class State(enum.Enum):
@@ -82,17 +85,13 @@ class Session:
         self.run = run
         self._pinner = pinner
         self._is_stream = policy.is_stream
-        self.recovery = Recovery(policy, run.scheduler.num_workers)
-        self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
+        self.staff = Staff(portal.loop, pool, policy, run.scheduler.num_workers)
         self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
         self.gave_up = False  # no worker can be had any more
-        self._outbox: dict[int, list[tuple[int, Any]]] = {}
-        # Workers whose dataset was put in the middle of its data, and has not read on: the next run would begin there.
-        self._unmoved: set[int] = set()
-        self._is_put_back = policy.has_initial_state
+        self._outbox = Outbox(pool)
         for worker in run.tracks:
-            self._note_start(worker)
+            self.staff.note_start(run, worker)
 
     def __repr__(self) -> str:
         return f"<Session {self.state.name} {self.run.scheduler!r} {self.pool!r}>"
@@ -159,7 +158,7 @@ class Session:
         self._move(State.OPEN)
         self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
         try:
-            yield from self.pool.start(self.run.epoch, self._flush)
+            yield from self.pool.start(self.run.epoch, self.flush)
         except BaseException:
             self.close_soon(0.0)
             raise
@@ -171,7 +170,7 @@ class Session:
         self._move(State.CLOSING)
         self.run.close()
         self._read_inbox()
-        self._stop_recovery()
+        self.staff.stop()
         self.run.meter.write_trace()
         if self._pinner is not None:
             self._pinner.stop()
@@ -207,40 +206,20 @@ class Session:
         if self.state is State.OPEN:
             self._carry_over(last)
             self.pool.begin_epoch(run.epoch)
-            self._fill_places()
+            self.staff.begin(self)
         else:
             run.close()
 
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
         if self._is_stream:
-            self.run.begin_after(self.recovery.past(last.tracks, last.scheduler.active))
+            self.run.begin_after(self.staff.recovery.past(last.tracks, last.scheduler.active))
         else:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
 
-    def _fill_places(self) -> None:
-        """Give those workers another process that have none, or cannot begin this run."""
-        unmoved, self._unmoved = self._unmoved, set()
-        for worker in unmoved:
-            self.pool.discard(worker)
-        for worker in self._stop_recovery() | unmoved:
-            self.apply(self.recovery.fill(self.pool.processes[worker], self.run.start_of(worker)))
-
-    def _stop_recovery(self) -> set[int]:
-        """Replace nobody any more in this run; return who has no process."""
-        resting = set(self._rests)
-        for timer in self._rests.values():
-            timer.cancel()
-        self._rests.clear()
-        return resting | self.recovery.stop()
-
-    def _note_start(self, worker: int) -> None:
-        if self._is_put_back and self.run.tracks[worker].start.snapshot is not None:
-            self._unmoved.add(worker)
-
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset."""
-        self.recovery.ready()
+        self.staff.ready(self, worker)
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """What has become of a ticket has come, and began to be read at this time."""
@@ -253,7 +232,7 @@ class Session:
                 run.ends[worker] = outcome.snapshot
             self.apply(scheduler.exhausted(worker, record.seq))
             return
-        self.recovery.reset()
+        self.staff.recovery.reset()
         if type(outcome) is Refused:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
             return
@@ -270,7 +249,7 @@ class Session:
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = Item(outcome, record.seq, worker, times)
         if run.tracks:
-            self._unmoved.discard(worker)
+            self.staff.moved(worker)
             item = run.answered(item, ticket)
         if self._pinner is None or times is None:
             actions += scheduler.ready(record.seq, item, nbytes)
@@ -298,7 +277,7 @@ class Session:
 
     def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
         """Return those of these tickets that the worker still has, with their keys."""
-        tickets = self.run.scheduler.in_flight[worker]
+        tickets = self.run.scheduler.in_flight.get(worker, {})
         return [(seq, tickets[seq].keys) for seq in seqs if seq in tickets]
 
     @property
@@ -309,8 +288,19 @@ class Session:
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker's process ended on its own."""
         if self.takes_outcomes:
-            run = self.run
-            self.apply(self.recovery.died(process, run.start_of(worker), is_active=worker in run.scheduler.active))
+            self.staff.died(self, worker, process)
+
+    def on_left(self, worker: int) -> None:
+        """The worker wants to go."""
+        self.staff.left(self, worker)
+
+    def on_lost(self, worker: int) -> None:
+        """The worker has gone, and nothing that it was at is to blame."""
+        self.staff.lost(self, worker)
+
+    def resize(self, num_workers: int) -> None:
+        """Have so many workers from now on. Who comes joins when it is ready; who goes finishes what it has."""
+        self.staff.resize(self, num_workers)
 
     def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
         """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
@@ -319,18 +309,18 @@ class Session:
         """
         scheduler = self.run.scheduler
         ticket = scheduler.awaited()
-        if ticket is None:  # it waits for a worker that rests, or it is being pinned
+        process = None if ticket is None else self.pool.processes.get(ticket.worker)
+        if ticket is None or process is None:  # it waits for a worker that rests or comes, or it is being pinned
             tell(None if scheduler.resting else timed_out(timeout_s))
             return
-        process = self.pool.processes[ticket.worker]
         process.ask_stack(ticket.seq, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
 
     def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
         worker = ticket.worker
-        has_ticket = self.run.scheduler.in_flight[worker].get(ticket.seq) is ticket
-        is_held, age_s = has_ticket and self.pool.processes[worker] is process, time.monotonic() - process.started_at
-        found = Overdue(timeout_s, ticket, process, stack, age_s, is_held, self.takes_outcomes)
-        decided = self.recovery.overdue(found, self.run.start_of(worker))
+        has_ticket = self.run.scheduler.in_flight.get(worker, {}).get(ticket.seq) is ticket
+        is_there, age_s = self.pool.processes.get(worker) is process, time.monotonic() - process.started_at
+        found = Overdue(timeout_s, ticket, process, stack, age_s, has_ticket and is_there, self.takes_outcomes)
+        decided = self.staff.recovery.overdue(found, self.run.start_of(worker))
         if isinstance(decided, BatchTimeoutError):
             return decided
         self.apply(decided)
@@ -342,27 +332,17 @@ class Session:
         """Carry out what the scheduler decided, in order; tickets for one worker go in one message."""
         for action in actions:
             self._do[type(action)](self, action)
-        if self._outbox:
-            self._flush()
+        self.flush()
 
-    def _flush(self) -> None:
-        """Give workers their tickets. What is for one that is not started yet waits."""
-        started = len(self.pool.processes)
-        for worker in tuple(self._outbox):
-            if worker < started and (tickets := self._outbox.pop(worker, None)):  # a refused ticket flushes as well
-                self._dispatch(worker, tickets)
+    def flush(self) -> None:
+        """Give workers their tickets; what is for one that is not started yet waits."""
+        self._outbox.flush(self._refuse)
 
-    def _dispatch(self, worker: int, tickets: list[tuple[int, Any]]) -> None:
-        try:
-            self.pool.send(worker, tickets)
-        except Exception as error:  # the keys cannot be pickled
-            if len(tickets) == 1:
-                self._refuse(worker, tickets[0][0], error, "cannot be sent to")
-                return
-            for ticket in tickets:
-                self._dispatch(worker, [ticket])
+    def drop(self, worker: int) -> None:
+        """Forget the tickets of a worker that is not started: others get them."""
+        self._outbox.drop(worker)
 
-    def _refuse(self, worker: int, seq: int, error: Exception, why: str) -> None:
+    def _refuse(self, worker: int, seq: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
         scheduler = self.run.scheduler
         keys = describe_keys(scheduler.in_flight[worker][seq].keys)
@@ -375,44 +355,20 @@ class Session:
         ticket = action.ticket
         ticket.sent_at = perf_counter()
         self.run.given(action.worker, ticket)
-        self._outbox.setdefault(action.worker, []).append((ticket.seq, ticket.keys))
+        self._outbox.put(action.worker, ticket.seq, ticket.keys)
 
     def _deliver(self, action: Deliver) -> None:
         if (times := action.outcome.times) is not None:
             times.ready_at = perf_counter()
         self.run.handoff.put(action.outcome)
 
-    def _replace(self, action: Replace) -> None:
-        run, worker = self.run, action.worker
-        run.faults.replacements += 1
-        if run.epoch.starts is not None:
-            run.epoch.starts[worker] = run.tracks[worker].start
-            self._note_start(worker)
-        try:
-            self.pool.replace(worker)
-        except Exception as error:
-            self._give_up(GiveUp(error))
-
-    def _lose(self, action: Lose) -> None:
-        run, worker, rests = self.run, action.worker, action.rest_s > 0
-        run.lost(worker)
-        if rests:
-            self._rests[worker] = self.portal.loop.call_later(action.rest_s, self._end_rest, worker)
-        if action.hung:
-            run.faults.timeouts += 1
-            self.apply(run.scheduler.hung(worker, action.cause, rests=rests))
-        else:
-            facts = {"replaceable": action.replaceable, "was_ready": action.was_ready}
-            self.apply(run.scheduler.died(worker, action.cause, rests=rests, **facts))
-
-    def _end_rest(self, worker: int) -> None:
-        del self._rests[worker]
-        self.apply([Replace(worker)])
-        self.apply(self.run.scheduler.rested(worker))
+    def _note_window(self, action: Window) -> None:
+        self.run.resize(action.size)
+        self.run.meter.resized(self.run.scheduler.num_workers, action.size)
 
     def _give_up(self, action: GiveUp) -> None:
         self.gave_up, error = True, action.error
-        self._stop_recovery()
+        self.staff.stop()
         self._outbox.clear()
         self._read_inbox()
         scheduler = self.run.scheduler
@@ -428,12 +384,17 @@ class Session:
         Send: _send,
         Deliver: _deliver,
         Read: lambda session, action: session.run.let_read(action.until),
-        Replace: _replace,
+        Replace: lambda session, action: session.staff.replace(session, action),
         Fail: lambda session, action: session.apply(session.run.fail(action)),
-        Lose: _lose,
+        Lose: lambda session, action: session.staff.lose(session, action),
         Discard: lambda session, action: session.pool.discard(action.worker),
         GiveUp: _give_up,
         Finish: lambda session, action: session.run.finish(),
+        Start: lambda session, action: session.staff.start(session, action),
+        Join: lambda session, action: session.staff.join(session, action),
+        Part: lambda session, action: session.staff.part(session, action),
+        Dismiss: lambda session, action: session.staff.dismiss(session, action),
+        Window: _note_window,
     }
 
 

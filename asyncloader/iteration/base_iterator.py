@@ -158,6 +158,9 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             return settings.worker_init_fn
         return partial(_sharding_worker_init_fn, settings.worker_init_fn, self._world_size, self._rank)
 
+    def set_num_workers(self, num_workers: int) -> None:
+        """Do nothing: batches are made without workers, as long as this iterator is there."""
+
     def stats(self) -> LoaderStats:
         """Return where the time of this run has gone so far. Takes 20 us, in any thread."""
         return self._meter.stats()

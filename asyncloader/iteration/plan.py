@@ -21,9 +21,9 @@ from torch.utils.data import BatchSampler
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.epochs import epoch_of
-from asyncloader.protocols import probe
+from asyncloader.protocols import is_stateful, probe
 from asyncloader.samplers.random_order import indices, skip, take
-from asyncloader.workers.protocol.snapshot import Frozen, Pace, is_stateful
+from asyncloader.workers.protocol.snapshot import Frozen, Pace
 
 log = logging.getLogger("asyncloader")
 

@@ -27,8 +27,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from asyncloader.protocols import probe
-from asyncloader.workers.protocol.snapshot import is_stateful
+from asyncloader.protocols import is_stateful, probe
 
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)

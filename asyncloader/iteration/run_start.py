@@ -25,8 +25,9 @@ from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
 from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
+from asyncloader.protocols import is_stateful
 from asyncloader.settings import Settings
-from asyncloader.workers.protocol.snapshot import Frozen, Pace, Start, dataset_here, from_plain, is_stateful, unplain
+from asyncloader.workers.protocol.snapshot import Frozen, Pace, Start, dataset_here, from_plain, unplain
 
 log = logging.getLogger("asyncloader")
 

@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -27,7 +28,8 @@ from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_lo
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.session import END_GRACE_S, Session, State
+from asyncloader.engine.session import Session, State
+from asyncloader.engine.staff import END_GRACE_S
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.plan import may_be_looked_at
@@ -35,7 +37,7 @@ from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from asyncloader.protocols import probe
+from asyncloader.protocols import is_stateful, probe
 from asyncloader.settings import Settings
 from asyncloader.workers.backend import Backend
 from asyncloader.workers.child.bootstrap import refuse_in_main
@@ -45,7 +47,6 @@ from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.outcome import Batch
-from asyncloader.workers.protocol.snapshot import is_stateful
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -215,7 +216,14 @@ class WorkerIterator(BaseIterator[T_co]):
         """Whether it can begin another run."""
         session = self._session
         is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
-        return is_there and not session.gave_up and not session.recovery.has_lost
+        return is_there and not session.gave_up and not session.staff.recovery.has_lost
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""
+        if self.is_usable:
+            self._settings = replace(self._settings, num_workers=num_workers)
+            self._num_workers = num_workers
+            self._session.portal.post(self._session.resize, num_workers)
 
     # -------------------------------------------------------------------------------------------------- taking
 
@@ -393,8 +401,8 @@ class WorkerIterator(BaseIterator[T_co]):
     @property
     def _workers(self) -> list[WorkerHandle]:
         """The worker processes, as torch's iterator shows them; none if the workers are in this one."""
-        workers = self._session.pool.processes
-        return [WorkerHandle(worker) for worker in workers if isinstance(worker, WorkerProcess)]
+        workers = sorted(self._session.pool.processes.items())
+        return [WorkerHandle(worker) for _, worker in workers if isinstance(worker, WorkerProcess)]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"

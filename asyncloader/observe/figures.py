@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncloader.observe.tally import Timing
 
@@ -30,6 +30,18 @@ class WorkerStats:
         """Share of its time that it worked; where it fetches several batches at once, at most 1."""
         total = self.busy_s + self.idle_s
         return min(1.0, self.busy_s / total) if total else 0.0
+
+
+class Change(NamedTuple):
+    """From then on there were so many workers.
+
+    Attributes:
+        at_s: Seconds since ``iter()``.
+        num_workers: How many take batches.
+    """
+
+    at_s: float
+    num_workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,7 @@ class Figures:
     bad_count: int
     bad_samples: tuple[Any, ...]
     left_out: tuple[Any, ...]
+    changes: tuple[Change, ...]
     options: dict[str, Any]
 
     @property

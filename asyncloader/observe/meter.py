@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.figures import Stages, WorkerStats
+from asyncloader.observe.figures import Change, Stages, WorkerStats
 from asyncloader.observe.record import Record
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally, Timing
@@ -38,6 +38,17 @@ class BatchTimes:
         self.seq = seq
         self.made_at = made_at
         self.ready_at = made_at
+
+
+class _Own:
+    """What one worker did."""
+
+    __slots__ = ("batches", "busy_s", "idle_s")
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.busy_s = 0.0
+        self.idle_s = 0.0
 
 
 class Meter:
@@ -74,9 +85,8 @@ class Meter:
         # Written by the loop thread.
         self._made = Tally(len(_MADE))
         self._pinned = Tally(1)
-        self._batches = [0] * num_workers
-        self._busy_s = [0.0] * num_workers
-        self._idle_s = [0.0] * num_workers
+        self._own = {worker: _Own() for worker in range(num_workers)}
+        self._changes: list[Change] = []
         self._cpu_s = 0.0
         self._stalled_s = 0.0
         self._samples = 0
@@ -111,10 +121,12 @@ class Meter:
         self._made.add(
             (max(0.0, began - sent_at), fetch, collate, encode, max(0.0, now - began - work), now - arrived_at, work)
         )
-        if self._batches[worker]:  # its first wait was for the start
-            self._idle_s[worker] += record.wait_s
-        self._batches[worker] += 1
-        self._busy_s[worker] += work
+        if (own := self._own.get(worker)) is None:
+            own = self._own[worker] = _Own()
+        if own.batches:  # its first wait was for the start
+            own.idle_s += record.wait_s
+        own.batches += 1
+        own.busy_s += work
         self._cpu_s += record.cpu_s
         self._stalled_s += record.stalled_s
         self._samples += record.samples
@@ -141,6 +153,15 @@ class Meter:
         times.made_at = times.ready_at = perf_counter()
         if self._trace is not None:
             self._trace.pinned(times.seq, seconds)
+
+    def resized(self, num_workers: int, window: int) -> None:
+        """Note that a worker has come or gone: so many take batches now."""
+        now, before = perf_counter(), self._num_workers
+        self._num_workers, self._window = num_workers, window
+        self._changes.append(Change(now - self._began, num_workers))
+        if self._trace is not None:
+            self._trace.workers(now, num_workers)
+        log.info("epoch %d: %d workers, after %d", self._epoch, num_workers, before)
 
     def failed(self) -> None:
         """Count an exception that is handed over in place of a batch."""
@@ -203,6 +224,7 @@ class Meter:
     def stats(self) -> LoaderStats:
         """Return the figures so far."""
         made, taken, pinned = self._made.take(), self._taken.take(), self._pinned.take()
+        workers = sorted(self._own.copy().items())
         timing = {name: Timing(made, column) for column, name in enumerate(_MADE)}
         faults, count = self.faults, self._taken_count
         return LoaderStats(
@@ -219,10 +241,7 @@ class Meter:
             ready=Timing(taken, 1),
             work=timing.pop("work"),
             stages=Stages(**timing, pin=Timing(pinned, 0), order=Timing(taken, 2)),
-            workers=tuple(
-                WorkerStats(worker, self._batches[worker], self._busy_s[worker], self._idle_s[worker])
-                for worker in range(self._num_workers)
-            ),
+            workers=tuple(WorkerStats(worker, own.batches, own.busy_s, own.idle_s) for worker, own in workers),
             worker_cpu_s=self._cpu_s,
             worker_stalled_s=self._stalled_s,
             main_cpu_s=self._last_cpu_s - self._first_cpu_s,
@@ -236,5 +255,6 @@ class Meter:
             bad_count=faults.bad_count if faults else 0,
             bad_samples=tuple(faults.bad_samples) if faults else (),
             left_out=tuple(faults.left_out) if faults else (),
+            changes=tuple(self._changes),
             options=self._options,
         )

@@ -23,7 +23,8 @@ class LoaderStats(Figures):
 
     Attributes:
         epoch: Which run of the loader, from 0.
-        num_workers: Workers; 0 if the consumer's thread makes the batches itself, 1 if a thread beside it does.
+        num_workers: Workers that there are now; 0 if the consumer's thread makes the batches itself, 1 if a thread
+            beside it does.
         cores: Cores that this process may use.
         batches: Batches that were taken.
         samples: Samples in the batches that were made, as far as they can be counted.
@@ -35,7 +36,7 @@ class LoaderStats(Figures):
         ready: How long each batch waited for the consumer, once it was its turn.
         stages: How long each stage took.
         work: Fetch, collate and encode of a batch together.
-        workers: What each worker did.
+        workers: What each worker did, those that have left included.
         worker_cpu_s: CPU seconds of the workers.
         worker_stalled_s: Seconds that workers were ready to run while others had the cores.
         main_cpu_s: CPU seconds of this process since the first batch, those of workers that are threads included.
@@ -50,6 +51,7 @@ class LoaderStats(Figures):
         bad_count: Samples that raised and were left out or replaced.
         bad_samples: Keys of the last thousand of them.
         left_out: Keys of the last thousand batches that were left out.
+        changes: When workers came or went, and how many there were then.
         options: What of the loader's options the verdict builds on.
     """
 
@@ -82,6 +84,8 @@ class LoaderStats(Figures):
                     {name: getattr(worker, name) for name in ("worker_id", "batches", "busy_s", "idle_s", "busy_share")}
                     for worker in self.workers
                 ]
+            elif field.name == "changes":
+                value = [change._asdict() for change in self.changes]
             elif isinstance(value, tuple):
                 value = [repr(key) for key in value]
             plain[field.name] = value
@@ -108,4 +112,7 @@ class LoaderStats(Figures):
         names = ("errors", "retries", "replacements", "timeouts", "bad_count")
         if mended := [f"{name} {getattr(self, name)}" for name in names if getattr(self, name)]:
             lines.append(", ".join(mended))
+        if self.changes:
+            told = ", ".join(f"{change.num_workers} after {show_s(change.at_s)}" for change in self.changes[-10:])
+            lines.append(f"workers came and went: {told}")
         return "\n".join(lines)

@@ -74,6 +74,10 @@ class Trace:
         """
         self._events.append((_batch, seq, worker, sent_at, began, stages, arrived_at, perf_counter()))
 
+    def workers(self, at: float, number: int) -> None:
+        """Note that there are so many workers from now on."""
+        self._events.append((_workers, at, number))
+
     def pinned(self, seq: int, seconds: float) -> None:
         """Note that a copy into page-locked memory has just been made."""
         self._events.append((_pinned, seq, perf_counter(), seconds))
@@ -175,6 +179,11 @@ def _flow(phase: str, track: int, seq: int, at: float) -> dict[str, Any]:
 
 def _epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"epoch {number}", "ts": at}
+
+
+def _workers(at: float, number: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"{number} workers", "ts": at}
+    yield {"ph": "C", "tid": _CONSUMER, "name": "workers", "ts": at, "args": {"workers": number}}
 
 
 def _batch(

@@ -9,7 +9,7 @@ All of it happens on the loop thread, but for `wait_dead`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from asyncloader.workers.protocol.messages import EpochSpec
@@ -71,7 +71,7 @@ class Listener(Protocol):
     """Who gets what the workers make."""
 
     def on_ready(self, worker: int) -> None:
-        """The worker has opened the dataset."""
+        """The worker has opened the dataset. If it has no part in the run yet, asked for or not, it has from now on."""
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """What has become of a ticket has come, and began to be read at this time."""
@@ -80,20 +80,30 @@ class Listener(Protocol):
         """Return those of these tickets that the worker still has, with their keys."""
 
     def on_died(self, worker: int, process: Worker) -> None:
-        """The worker ended on its own."""
+        """The worker ended on its own: what it was at may be to blame, and another is put in its place."""
+
+    def on_left(self, worker: int) -> None:
+        """The worker wants to go: it gets no more tickets, and is dismissed when those in its hands are done."""
+
+    def on_lost(self, worker: int) -> None:
+        """The worker has gone, and nothing that it was at is to blame: others do it. Its place is free already."""
 
     def on_closed(self) -> None:
         """All workers are gone."""
 
 
 class Backend(Protocol):
-    """The workers of one iterator, in their places by id."""
+    """The workers of one iterator, in their places by id.
+
+    There are as many as the session asks for: `start` makes the first, `add` others at any time, `dismiss` lets one go.
+    A backend whose workers come and go by themselves tells of it: `Listener.on_ready`, `on_left`, `on_lost`.
+    """
 
     listener: Listener | None
 
     @property
-    def processes(self) -> Sequence[Worker]:
-        """The workers that are there now, by id."""
+    def processes(self) -> Mapping[int, Worker]:
+        """The workers that have a place now, by id. One that was dismissed or lost has none."""
 
     @property
     def has_processes(self) -> bool:
@@ -117,8 +127,26 @@ class Backend(Protocol):
     def discard(self, worker: int) -> None:
         """Kill or abandon this worker, whose end then is nobody's concern: another will take its place."""
 
-    def replace(self, worker: int) -> None:
-        """Start a new worker under this id, whose last one has died or was discarded."""
+    def add(self, worker: int, num_workers: int) -> None:
+        """Start a worker under this id: one more, or in the place of one that has died or was discarded.
+
+        It can be given tickets at once. Where that is not urgent it joins the run only when it tells that it is ready.
+
+        Args:
+            worker: Its id.
+            num_workers: What its dataset is told of how many there are.
+
+        Raises:
+            Exception: if the system has no room for it. Nothing is left of it then.
+        """
+
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        """Let this worker finish, if it is there: it has no tickets. Its place is free, its end nobody's concern.
+
+        Args:
+            worker: Its id.
+            grace_s: After so many seconds it is killed or abandoned.
+        """
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill or abandon what is left after ``grace_s`` seconds."""

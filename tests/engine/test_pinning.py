@@ -110,7 +110,7 @@ def test_a_copy_that_is_slow_holds_up_no_worker(in_order: bool) -> None:
     with batches:
         scheduler = batches._run.scheduler
         deadline = threading.Event()
-        while sum(map(len, scheduler.in_flight)) and not deadline.wait(0.01):
+        while sum(map(len, scheduler.in_flight.values())) and not deadline.wait(0.01):
             pass  # the window is made although nothing of it has been pinned
         others_are_made.set()
         seen = torch.cat(list(batches)).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.engine.actions import VOID, Deliver, Fail, Finish, Read, Replace, Send, Ticket
+from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Finish, Read, Replace, Send, Ticket, Window
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
 from asyncloader.workers.protocol.snapshot import Start
 
+MOST_WORKERS = 6
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
 OVERHEAD_BYTES = 4096
 
@@ -42,6 +44,8 @@ class Model(RuleBasedStateMachine):
     A worker of a stream reads one batch of it for each ticket. If the stream is *told* (its dataset tells its state,
     or can be read again) a lost worker is replaced as the session does it, with a `Track`, and every batch of the
     stream comes once; else it takes no more tickets.
+
+    Workers of a map-style dataset join, leave and are lost at any time, and may come back under the same number.
     """
 
     @initialize(
@@ -87,8 +91,13 @@ class Model(RuleBasedStateMachine):
             overlapping=overlapping,
         )
         self.overlapping = overlapping
-        self.num_workers = num_workers
+        self.num_workers = num_workers  # by now there may be others, under higher numbers
+        self.prefetch_factor = prefetch_factor
         self.window = num_workers * prefetch_factor
+        self.run_ahead_batches = run_ahead_batches if in_order else 0
+        self.takers = set(range(num_workers))
+        self.leaving: set[int] = set()
+        self.has_changed = False  # workers have come or gone
         self.is_static = scheduling == "static"
         self.in_order = in_order
         self.most_ahead = max(self.window, run_ahead_batches if in_order else 0)
@@ -98,21 +107,24 @@ class Model(RuleBasedStateMachine):
         self.is_replaceable = not is_iterable or (is_told and on_crash != "skip")
         self.length = length
 
-        self.at_work: list[deque[int]] = [deque() for _ in range(num_workers)]
+        self.at_work: list[deque[int]] = [deque() for _ in range(MOST_WORKERS)]
         self.pinning: list[int] = []
         self.handed_over: deque[int] = deque()  # what the consumer can take
         self.fates: dict[int, str] = {}
         self.deliveries: list[int] = []
         self.first_workers: list[int] = []
         self.has_hung = False
-        self.tracks = [Track(Start()) for _ in range(num_workers)]
-        self.readers = [Reader(Start()) for _ in range(num_workers)]
-        self.owed: list[set[int]] = [set() for _ in range(num_workers)]  # what lost workers had, until it is sent again
+        self.tracks = [Track(Start()) for _ in range(MOST_WORKERS)]
+        self.readers = [Reader(Start()) for _ in range(MOST_WORKERS)]
+        self.owed: list[set[int]] = [
+            set() for _ in range(MOST_WORKERS)
+        ]  # what lost workers had, until it is sent again
         self.read: dict[int, int] = {}  # by ticket, the number of the batch in its worker's stream
         self.made: dict[int, tuple[int, int, Any]] = {}  # by ticket: worker, that number, and the snapshot
-        self.taken_tracks = [Track(Start()) for _ in range(num_workers)]
-        self.taken_numbers: list[list[int]] = [[] for _ in range(num_workers)]
+        self.taken_tracks = [Track(Start()) for _ in range(MOST_WORKERS)]
+        self.taken_numbers: list[list[int]] = [[] for _ in range(MOST_WORKERS)]
 
+        self.tries: dict[int, int] = {}
         self.planned = self.taken = self.void_count = self.read_until = 0
         self.plan_ended = self.finished = False
         self.lost_workers: set[int] = set()
@@ -133,7 +145,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         """Take a batch if there is one; else wait, and read on as far as asked."""
-        until = self.window + self.taken + self.void_count
+        until = self.taken + self.void_count + self.window
         if self.handed_over:
             if (made := self.made.get(self.handed_over.popleft())) is not None:
                 worker, number, snapshot = made
@@ -149,7 +161,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data(), busy_s=st.sampled_from([0.0, 1e-5, 5e-4, 1.0]))
     def do_a_batch(self, data: st.DataObject, busy_s: float) -> None:
         """Have a worker finish the first of its tickets, well or with an exception, which is the same here."""
-        if busy := [worker for worker in range(self.num_workers) if self.at_work[worker]]:
+        if busy := [worker for worker in range(MOST_WORKERS) if self.at_work[worker]]:
             worker = data.draw(st.sampled_from(busy))
             last = len(self.at_work[worker]) - 1 if self.overlapping else 0
             self._return(worker, busy_s, data.draw(st.integers(0, last)), data.draw(st.booleans()))
@@ -175,13 +187,14 @@ class Model(RuleBasedStateMachine):
         seq = self.pinning.pop(index)
         self._apply(self.scheduler.ready(seq, seq, BATCH_BYTES))
 
-    @rule(worker=st.integers(0, 3), rests=st.booleans(), ready=st.booleans())
+    @rule(worker=st.integers(0, MOST_WORKERS - 1), rests=st.booleans(), ready=st.booleans())
     def die(self, worker: int, rests: bool, ready: bool) -> None:
         """Kill a worker, at work or idle; its next process may have to wait."""
-        if worker >= self.num_workers or worker in self.lost_workers | self.resting:
+        if worker not in self.takers | self.leaving or worker in self.lost_workers | self.resting:
             return
+        is_leaving = worker in self.leaving
         rests = rests and self.is_replaceable
-        lost = self._lose(worker, rests)
+        lost = self._lose(worker, rests and not is_leaving)
         if not self.is_replaceable:
             self.lost_workers.add(worker)
         was_ready = ready or not lost
@@ -193,7 +206,8 @@ class Model(RuleBasedStateMachine):
             assert lost[0] in self.fates
         if len(lost) > 1 and self.overlapping and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed among several"
-            assert len(self.at_work[worker]) == (not rests), "suspects are done one by one"
+            if not is_leaving:
+                assert len(self.at_work[worker]) == (not rests), "suspects are done one by one"
 
     def _lose(self, worker: int, rests: bool) -> list[int]:
         lost = list(self.at_work[worker])
@@ -211,7 +225,7 @@ class Model(RuleBasedStateMachine):
         """Give up the worker that has the awaited batch."""
         if (ticket := self.scheduler.awaited()) is None:
             return
-        lost = self._lose(ticket.worker, rests)
+        lost = self._lose(ticket.worker, rests and ticket.worker not in self.leaving)
         at_work = min(lost) if self.overlapping else lost[0]
         self.has_hung = True
         self._apply(self.scheduler.hung(ticket.worker, rests=rests))
@@ -227,6 +241,43 @@ class Model(RuleBasedStateMachine):
         self.resting.discard(worker)
         self._apply([Replace(worker)])
         self._apply(self.scheduler.rested(worker))
+
+    @precondition(lambda self: not self.is_iterable and not self.lost_workers)
+    @rule(worker=st.integers(0, MOST_WORKERS - 1))
+    def join(self, worker: int) -> None:
+        """Have a worker come, or one that is leaving stay."""
+        if worker not in self.takers:
+            assert worker in self.leaving or not self.at_work[worker]
+            self.leaving.discard(worker)
+            self.takers.add(worker)
+            self.has_changed = True
+            self._apply(self.scheduler.joined(worker))
+
+    @precondition(lambda self: not self.is_iterable)
+    @rule(worker=st.integers(0, MOST_WORKERS - 1))
+    def leave(self, worker: int) -> None:
+        """Have a worker leave: it gets nothing more, and is dismissed when it has nothing in hand."""
+        if worker in self.takers and len(self.takers) > 1 and not self.lost_workers:
+            self.takers.discard(worker)
+            self.leaving.add(worker)
+            self.has_changed = True
+            self._apply(self.scheduler.left(worker))
+            assert self.at_work[worker] or worker not in self.leaving, "nothing in hand, and not dismissed"
+
+    @precondition(lambda self: not self.is_iterable)
+    @rule(worker=st.integers(0, MOST_WORKERS - 1))
+    def lose(self, worker: int) -> None:
+        """Have a worker vanish, perhaps the last one: it is not to blame, nor is any batch."""
+        if worker in self.takers | self.leaving and not self.lost_workers:
+            lost = self._lose(worker, False)
+            fates, tries = dict(self.fates), {seq: self.tries[seq] for seq in lost}
+            self.takers.discard(worker)
+            self.leaving.discard(worker)
+            self.resting.discard(worker)
+            self.has_changed = True
+            self._apply(self.scheduler.lost(worker))
+            assert fates == self.fates
+            assert tries == {seq: self.tries[seq] for seq in lost}
 
     @precondition(lambda self: self.is_iterable)
     @rule(worker=st.integers(0, 3))
@@ -251,8 +302,9 @@ class Model(RuleBasedStateMachine):
         assert {seq for queue in [*self.at_work, *self.owed] for seq in queue} <= {ticket.seq for ticket in lost}
         for queue in self.at_work:
             queue.clear()
-        self.lost_workers = set(range(self.num_workers))
+        self.lost_workers = set(range(MOST_WORKERS))
         self.resting.clear()
+        self.leaving.clear()
         for ticket in lost:
             assert self.fates.setdefault(ticket.seq, "failed") == "failed"
             self._apply(self.scheduler.ready(ticket.seq, VOID))
@@ -262,7 +314,7 @@ class Model(RuleBasedStateMachine):
 
     def _apply(self, actions: list[Any]) -> None:
         for action in actions:
-            assert not self.finished or type(action) in (Replace, Read), "an action after the end"
+            assert not self.finished or type(action) in (Replace, Read, Window, Dismiss), "an action after the end"
             match action:
                 case Send(worker, ticket):
                     self._send(worker, ticket)
@@ -277,6 +329,14 @@ class Model(RuleBasedStateMachine):
                     assert not self.at_work[worker]
                     assert worker not in self.lost_workers | self.resting
                     self.readers[worker] = Reader(self.tracks[worker].start)
+                case Window(size):
+                    assert size == self.prefetch_factor * len(self.takers)
+                    self.window = size
+                    self.most_ahead = max(self.most_ahead, size)
+                case Dismiss(worker):
+                    assert not self.at_work[worker]
+                    self.leaving.remove(worker)
+                    self.resting.discard(worker)
                 case Fail(tickets, at_once, leave_out, _):
                     assert not (at_once and leave_out)
                     self._fail(tickets, at_once)
@@ -293,6 +353,9 @@ class Model(RuleBasedStateMachine):
 
     def _send(self, worker: int, ticket: Ticket) -> None:
         assert worker not in self.lost_workers | self.resting, "a ticket for a worker that takes none"
+        is_again = worker in self.leaving and ticket.seq in self.owed[worker]
+        assert worker in self.takers or is_again, "a ticket for a worker that is not there, or leaves"
+        self.tries[ticket.seq] = ticket.tries
         assert ticket.keys == f"keys {ticket.seq}"
         assert ticket.seq not in self.fates
         assert all(ticket.seq not in queue for queue in self.at_work), "a ticket at two workers"
@@ -302,11 +365,23 @@ class Model(RuleBasedStateMachine):
         if self.is_iterable:
             self.tracks[worker].given(ticket.seq)
             self.read[ticket.seq] = self.readers[worker].read()
-        if self.is_static and not self.lost_workers and self.in_order:
+        if self.is_static and not self.lost_workers and self.in_order and not self.has_changed:
             assert worker == ticket.seq % self.num_workers
-        if self.is_static and not self.in_order and ticket.tries == 0 and self.on_crash == "raise":
+        if (
+            self.is_static
+            and not self.in_order
+            and ticket.tries == 0
+            and self.on_crash == "raise"
+            and not self.has_changed
+        ):
             assert len(self.at_work[worker]) <= self.window // max(1, self.num_workers - len(self.lost_workers))
-        if ticket.seq < self.num_workers and ticket.tries == 0 and not self.lost_workers and self.taken == 0:
+        if (
+            ticket.seq < self.num_workers
+            and ticket.tries == 0
+            and not self.lost_workers
+            and self.taken == 0
+            and (not self.has_changed)
+        ):
             self.first_workers.append(worker)
 
     def _deliver(self, seq: int) -> None:
@@ -369,12 +444,15 @@ class Model(RuleBasedStateMachine):
                 self._pin(0)
             for worker in sorted(self.resting):
                 self._end_rest(worker)
+            if not self.takers and not self.lost_workers:
+                self.join(0)
             self.take()
-            for worker in range(self.num_workers):
+            for worker in range(MOST_WORKERS):
                 if self.at_work[worker]:
                     self._return(worker, 0.001)
             assert before != self._progress(), f"stuck: {self.scheduler!r}"
         assert self.finished
+        assert not self.leaving, "a worker that was to leave is still there"
         # With every worker of an iterable dataset at its end, or lost and named, no more is planned.
         assert self.planned == self.length or not self.scheduler.active
         self._check_fates()
@@ -387,7 +465,7 @@ class Model(RuleBasedStateMachine):
     def _check_fates(self) -> None:
         nameless = [seq for seq in range(self.planned) if seq not in self.fates]
         # Only a dataset of which no worker has anything left makes batches void without naming them.
-        assert not nameless or len(self.lost_workers) == self.num_workers
+        assert not nameless or len(self.lost_workers) >= self.num_workers
         assert self.taken == len(self.deliveries)
         assert self.taken + self.scheduler.void_count == self.planned
 
@@ -425,6 +503,126 @@ def test_static_scheduling_is_round_robin() -> None:
     scheduler.returned(2, 2)
     scheduler.returned(2, 5)
     assert sent(scheduler.planned(range(3))) == [(0, 6), (1, 7), (2, 8)]
+
+
+def test_a_worker_that_joins_first_gets_what_the_others_have() -> None:
+    """Then it has its turn among them, by its number."""
+    scheduler = make()
+    scheduler.planned(range(4))
+    actions = scheduler.joined(2)
+    assert actions == [Window(6)]
+    assert sent(scheduler.planned(range(6))) == [(2, 4), (2, 5), (0, 6), (1, 7), (2, 8), (0, 9)]
+    scheduler.validate()
+
+
+def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
+    """It gets nothing more; the turns go on without it."""
+    scheduler = make(num_workers=3)
+    scheduler.planned(range(6))
+    assert scheduler.left(1) == [Window(4)]
+    assert sent(scheduler.planned(range(3))) == [(0, 6), (2, 7), (0, 8)]
+    assert scheduler.returned(1, 1) == []
+    assert scheduler.returned(1, 4) == [Dismiss(1)]
+    assert 1 not in scheduler.in_flight
+    assert scheduler.left(1) == []
+    assert scheduler.left(2) == [Window(2)]
+    assert scheduler.joined(2) == [Window(4)]  # it is wanted again, and has its tickets still
+    assert sent(scheduler.planned("xy")) == [(0, 9), (2, 10)]
+    scheduler.validate()
+
+
+def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
+    """Also one that rests: what is kept for it is for others."""
+    scheduler = make(on_timeout="retry")
+    scheduler.planned(range(4))
+    assert sent(scheduler.hung(1, rests=True)) == []
+    actions = scheduler.left(1)
+    assert actions[:2] == [Window(2), Dismiss(1)]
+    assert sent(actions) == [(0, 1), (0, 3)]
+    assert scheduler.rested(1) == []
+    scheduler.validate()
+
+
+def test_what_is_lost_with_a_worker_is_done_by_others_and_nobody_is_blamed() -> None:
+    """Before what is behind it; even if there is nobody for a while."""
+    scheduler = make(max_retries=0, on_crash="raise")
+    scheduler.planned(range(4))
+    actions = scheduler.lost(0)
+    assert (actions[0], sent(actions)) == (Window(2), [(1, 0), (1, 2)])
+    assert scheduler.lost(0) == []
+    assert scheduler.lost(1) == [Window(0)]
+    assert kinds(scheduler.planned("x")) == []
+    scheduler.validate()
+    actions = scheduler.joined(5)
+    assert sent(actions) == [(5, 0), (5, 1), (5, 2), (5, 3), (5, 4)]
+    assert {ticket.tries for ticket in scheduler.in_flight[5].values()} == {0}
+    with pytest.raises(AssertionError, match="worker 5 has joined twice"):
+        scheduler.joined(5)
+
+
+@pytest.mark.parametrize("on_crash", ["retry", "skip", "raise"])
+def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> None:
+    """Others do what it had, but perhaps what it was at; there is nobody to rest."""
+    scheduler = make(on_crash=on_crash)
+    scheduler.planned(range(4))
+    scheduler.left(1)
+    actions = scheduler.died(1, rests=True)
+    assert kinds(actions)[0] == "Dismiss"
+    failed = [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets]
+    assert failed == {"retry": [], "skip": [1], "raise": [1, 3]}[on_crash]
+    assert sent(actions) == {"retry": [(0, 1), (0, 3)], "skip": [(0, 3)], "raise": []}[on_crash]
+    assert not scheduler.resting
+    scheduler.validate()
+
+
+def test_whoever_gets_what_overlapped_in_a_worker_that_was_leaving_finds_out_who_is_to_blame() -> None:
+    """Nothing is blamed before it was alone."""
+    scheduler = make(prefetch_factor=3, overlapping=3, on_crash="skip")
+    scheduler.planned(range(6))
+    scheduler.left(1)
+    actions = scheduler.died(1)
+    assert sent(actions) == [(0, 1), (0, 3), (0, 5)]
+    assert "Fail" not in kinds(actions)
+    scheduler = make(prefetch_factor=3, overlapping=3, on_crash="skip")
+    scheduler.planned(range(6))
+    assert sent(scheduler.died(1)) == [(1, 1)]
+    scheduler.left(1)  # in the middle of finding out, which it goes on with
+    assert sent(scheduler.returned(1, 1)) == [(1, 3)]
+    actions = scheduler.died(1)
+    assert [action.tickets[0].seq for action in actions if isinstance(action, Fail)] == [3]
+    assert sent(actions) == [(0, 5)]
+    scheduler.validate()
+
+
+@pytest.mark.parametrize("scheduling", ["static", "dynamic"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_batch_costs_as_much_with_thousands_of_workers(scheduling: Any, in_order: bool) -> None:
+    """Counted in lines of Python: no decision looks at all workers. What that takes in time: benchmarks.scheduling."""
+
+    def lines(num_workers: int) -> float:
+        scheduler = make(num_workers=num_workers, scheduling=scheduling, in_order=in_order, max_buffered_bytes=1 << 40)
+        scheduler.planned(range(2 * num_workers))
+        count = 0
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        batches = 3 * num_workers
+        sys.settrace(trace)
+        try:
+            for _ in range(batches):
+                seq = next(iter(scheduler.in_flight[(worker := _ % num_workers)]))
+                scheduler.returned(worker, seq, 0.01)
+                scheduler.ready(seq, seq, BATCH_BYTES)
+                scheduler.planned("x")
+        finally:
+            sys.settrace(before)
+        return count / batches
+
+    assert lines(1024) < 1.5 * lines(8) + 10
 
 
 def test_a_run_goes_on_in_the_middle() -> None:

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.engine.session import END_GRACE_S
+from asyncloader.engine.staff import END_GRACE_S
 from tests.faults.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.datasets import DEATHS
 from tests.leftovers import Holdings
@@ -70,6 +70,7 @@ class Plan:
     outer: dict[int, str]
     place: str = "process"
     cancels: frozenset[int] = frozenset()  # after how many batches the consumer asks for one, and is cancelled
+    crews: dict[int, int] = dataclasses.field(default_factory=dict)  # after how many batches there are how many workers
 
     @classmethod
     def draw(cls, seed: int, place: str | None = None) -> Plan:
@@ -78,7 +79,10 @@ class Plan:
         where = chance.choice(PLACES)
         plan = cls._draw(seed)
         cancels = chance.sample(range(60), chance.choice([0, 1, 3])) if plan.face == "async for" else []
-        return dataclasses.replace(plan, cancels=frozenset(cancels))._moved(place or where)
+        may_change = plan.kind not in STREAMS and (place or where) != "here"
+        changes = chance.sample(range(60), chance.choice([0, 0, 2, 6]) * may_change)
+        crews = {after: chance.randint(1, 4) for after in changes}
+        return dataclasses.replace(plan, cancels=frozenset(cancels), crews=crews)._moved(place or where)
 
     def _moved(self, place: str) -> Plan:
         """Return the run with its workers in another place, and those of its faults that can happen there."""
@@ -154,7 +158,8 @@ class Plan:
             loader["num_workers"] = 1
         if self.place == "process":
             loader["multiprocessing_context"] = "fork"
-        return dataclasses.replace(self, loader=loader, own={}, outer={}, breaks=None, face="for", cancels=frozenset())
+        quiet: dict[str, Any] = {"own": {}, "outer": {}, "breaks": None, "cancels": frozenset(), "crews": {}}
+        return dataclasses.replace(self, loader=loader, face="for", **quiet)
 
 
 class Disturber:
@@ -171,8 +176,10 @@ class Disturber:
         self._chance = random.Random(plan.seed + 1)
         self._timers: list[threading.Timer] = []
 
-    def taken(self, count: int, iterator: Any) -> None:
+    def taken(self, count: int, iterator: Any, loader: Any) -> None:
         """The consumer has so many batches of the epoch."""
+        if crew := self._plan.crews.get(count):
+            loader.set_num_workers(crew)
         fault = self._plan.outer.get(count)
         if fault is None:
             return
@@ -253,7 +260,7 @@ def _play_for(loader: DataLoader[Any], seen: list[Any], disturber: Disturber, le
             return
         except Bad as error:
             seen.append(repr(error))
-        disturber.taken(count, iterator)
+        disturber.taken(count, iterator, loader)
         if leave is not None and count > leave[0]:
             _leave(iterator, leave[1])
             return
@@ -275,7 +282,7 @@ async def _play_async_for(
             return
         except Bad as error:
             seen.append(repr(error))
-        disturber.taken(count, iterator)
+        disturber.taken(count, iterator, loader)
         if leave is not None and count > leave[0]:
             if leave[1] == "cancelled":
                 await _ask_and_be_cancelled(iterator)
@@ -314,6 +321,7 @@ def check(plan: Plan) -> list[str]:
         happened += ["asked and cancelled"] * bool(plan.cancels)
         if plan.place != "process":
             happened.append(f"place: {plan.place}")
+        happened += ["workers come and go"] * bool(plan.crews)
         if plan.breaks is not None:
             expected[0] = expected[0][: len(seen[0])]
             happened.append(f"epoch left: {plan.breaks[1]}")

@@ -88,7 +88,7 @@ def test_kills_from_outside_at_any_moment() -> None:
     def kill_now_and_then() -> None:
         starting = 0
         while not ended.wait(chance.random() * 0.05):
-            process = chance.choice(iterator._session.pool.processes)
+            process = chance.choice(list(iterator._session.pool.processes.values()))
             # One that has not come up twice in a row would be taken for one that cannot.
             starting = 0 if process.is_ready else starting + 1
             if process.is_alive and starting < 2:

@@ -192,7 +192,7 @@ class BatchMaker:
         self._epoch = epoch
         if self.failure is not None:
             return
-        spec = self.spec
+        spec = self.spec = replace(self.spec, num_workers=epoch.num_workers or self.spec.num_workers)
         if (snapshot := self._start.snapshot) is not None:
             # Streams of random numbers begin anew with the process; those from the beginning of the run were used.
             spec = replace(spec, base_seed=mix(spec.base_seed, crc32(repr(snapshot).encode())) >> 2)

@@ -1,6 +1,6 @@
 """Workers in this process: on threads of their own, or one on the portal's loop (num_workers=0, async datasets).
 
-    session ── start, send, replace, end ──> LocalPool ── one LocalWorker with a LocalTransport per worker id
+    session ── start, send, add, dismiss, end ──> LocalPool ── one LocalWorker with a LocalTransport per worker id
             <── on_ready, on_outcome, ... ── (posted to the loop)
 
 The loops over tickets are those of worker processes.
@@ -29,16 +29,17 @@ class LocalPool:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spec: WorkerSpec, *, on_threads: bool) -> None:
-        self.processes: list[LocalWorker] = []
+        self.processes: dict[int, LocalWorker] = {}
         self.listener: Listener | None = None
         self._loop = loop
         self._spec = spec
         self._on_threads = on_threads
         self._epoch: EpochSpec
+        self._leaving: set[LocalWorker] = set()
         self._closing = False
 
     def __repr__(self) -> str:
-        return f"<LocalPool {self.processes!r}>"
+        return f"<LocalPool {list(self.processes.values())!r}>"
 
     @property
     def has_processes(self) -> bool:
@@ -49,40 +50,48 @@ class LocalPool:
         """Start one worker after the other; `started` is called after each. There is nothing to launch."""
         self._epoch = epoch
         for worker in range(max(1, self._spec.num_workers)):
-            self.processes.append(self._start_one(worker))
+            self.processes[worker] = self._start_one(worker, epoch)
             started()
         yield from ()
 
-    def _start_one(self, worker: int, before: LocalWorker | None = None) -> LocalWorker:
-        started = LocalWorker(worker, self._loop, self, self._on_threads, before)
-        started.start(self._spec, self._epoch)
+    def _start_one(self, worker: int, epoch: EpochSpec) -> LocalWorker:
+        started = LocalWorker(worker, self._loop, self, self._on_threads, self.processes.get(worker))
+        started.start(self._spec, epoch)
         return started
 
     def discard(self, worker: int) -> None:
         """Abandon this worker, whose end then is nobody's concern: another will take its place."""
         self.processes[worker].kill()
 
-    def replace(self, worker: int) -> None:
-        """Start a new worker under this id, whose last one has ended or was discarded."""
-        self.processes[worker] = self._start_one(worker, self.processes[worker])
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        """Let this worker finish, if it is there: it has no tickets. Its place is free."""
+        leaving = self.processes.pop(worker, None)
+        if leaving is not None and leaving.is_alive:
+            self._leaving.add(leaving)
+            leaving.end(grace_s)
+
+    def add(self, worker: int, num_workers: int) -> None:
+        """Start a worker under this id: one more, or in the place of one that has ended or was discarded."""
+        epoch = self._epoch._replace(num_workers=num_workers if self._on_threads else 0)
+        self.processes[worker] = self._start_one(worker, epoch)
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch
-        for worker in self.processes:
+        for worker in self.processes.values():
             worker.put(Kind.EPOCH, epoch)
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; abandon what is left after ``grace_s`` seconds."""
         self._closing = True
-        for worker in self.processes:
+        for worker in self._everyone():
             worker.end(grace_s)
         self._maybe_closed()
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all workers are gone. In any thread but the loop's."""
         deadline = time.monotonic() + timeout_s
-        waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in tuple(self.processes)]
+        waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in self._everyone()]
         return all(waits)
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
@@ -110,16 +119,20 @@ class LocalPool:
 
     def _listener_of(self, worker: LocalWorker) -> Listener | None:
         """Return who listens to this worker; None if nobody does any more."""
-        return self.listener if worker.is_alive and self.processes[worker.worker_id] is worker else None
+        return self.listener if worker.is_alive and self.processes.get(worker.worker_id) is worker else None
 
     def on_exit(self, worker: LocalWorker, expected: bool) -> None:
         """A worker has ended, or was abandoned."""
+        self._leaving.discard(worker)
         if not (expected or self._closing) and self.listener is not None:
             self.listener.on_died(worker.worker_id, worker)
         self._maybe_closed()
 
     def _maybe_closed(self) -> None:
-        if self._closing and not any(worker.is_alive for worker in self.processes):
+        if self._closing and not any(worker.is_alive for worker in self._everyone()):
             listener, self.listener = self.listener, None
             if listener is not None:
                 listener.on_closed()
+
+    def _everyone(self) -> tuple[LocalWorker, ...]:
+        return (*self.processes.values(), *self._leaving)

@@ -1,6 +1,6 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
-    session ── start, send, replace, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
+    session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
             <── on_ready, on_outcome, on_died, on_closed
 
 A worker id keeps its place when its process is replaced. With persistent workers a pool outlives its sessions; frames
@@ -40,7 +40,7 @@ class Pool:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, context: BaseContext, spec: WorkerSpec) -> None:
-        self.processes: list[WorkerProcess] = []
+        self.processes: dict[int, WorkerProcess] = {}
         self.listener: Listener | None = None
         self._loop = loop
         self._context = context
@@ -49,14 +49,15 @@ class Pool:
         self._slabs = slab_pool()
         self._slabs.live_on(loop)
         self._loans: dict[WorkerProcess, WorkerLoans] = {}
-        self._outstanding = [0] * spec.num_workers
+        self._outstanding: dict[int, int] = {}
         self._epoch: EpochSpec
-        self._leaving: set[WorkerProcess] = set()
+        self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
+        self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
         self._unreaped: list[WorkerProcess] = []  # gone, but for the thread of their executor that waits for them
         self._closing = False
 
     def __repr__(self) -> str:
-        return f"<Pool {self.processes!r}>"
+        return f"<Pool {list(self.processes.values())!r}>"
 
     # ---------------------------------------------------------------------------------------------- lifecycle
 
@@ -97,13 +98,14 @@ class Pool:
         self._epoch = epoch
         try:
             for worker in range(self._spec.num_workers):
-                self.processes.append((yield from self._start_one(worker)))
+                self._outstanding[worker] = 0
+                self.processes[worker] = yield from self._start_one(worker, epoch)
                 started()
         except BaseException:
             self.end(0.0)
             raise
 
-    def _start_one(self, worker: int) -> Generator[Launch, None, WorkerProcess]:
+    def _start_one(self, worker: int, epoch: EpochSpec) -> Generator[Launch, None, WorkerProcess]:
         process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
         loans = WorkerLoans(self._slabs)
         try:
@@ -112,7 +114,7 @@ class Pool:
                 loans.starting,
                 self._source,
                 self._slabs.handle(),
-                self._epoch,
+                epoch,
                 self._spec.origin,
             )
         except BaseException:
@@ -128,30 +130,39 @@ class Pool:
             self._leaving.add(process)
             process.kill()
 
-    def replace(self, worker: int) -> None:
-        """Start a new process under this worker id, whose process has died or was discarded."""
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
+        process = self.processes.pop(worker, None)
+        if process is not None and process.is_alive:
+            self._leaving.add(process)
+            self._dismissed.add(process)
+            process.end(grace_s)
+
+    def add(self, worker: int, num_workers: int) -> None:
+        """Start a process under this worker id: one more, or in the place of one that has died or was discarded."""
         self._outstanding[worker] = 0
-        self.processes[worker] = carry_out(self._start_one(worker))
+        epoch = self._epoch._replace(num_workers=num_workers)
+        self.processes[worker] = carry_out(self._start_one(worker, epoch))
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch
         body = pickle.dumps(epoch)
-        for worker, process in enumerate(self.processes):
+        for worker, process in self.processes.items():
             self._outstanding[worker] = 0
             process.channel.send(Kind.EPOCH, body, more=True)
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
         self._closing = True
-        for process in self.processes:
+        for process in (*self.processes.values(), *self._dismissed):
             process.end(grace_s)
         self._maybe_closed()
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all processes are gone and reaped, replaced ones too. In any thread but the loop's."""
         deadline = time.monotonic() + timeout_s
-        everyone = [*self.processes, *self._leaving, *self._unreaped]
+        everyone = [*self.processes.values(), *self._leaving, *self._unreaped]
         waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in everyone]
         return all(waits)
 
@@ -231,6 +242,7 @@ class Pool:
         self._unreaped = [process, *(other for other in self._unreaped if not other.is_reaped)]
         if process in self._leaving:
             self._leaving.discard(process)
+            self._dismissed.discard(process)
         elif not (expected or self._closing) and self.listener is not None:
             self.listener.on_died(process.worker_id, process)
         self._maybe_closed()
@@ -244,7 +256,7 @@ class Pool:
                 listener.on_closed()
 
     def _everyone(self) -> Iterable[WorkerProcess]:
-        return (*self.processes, *self._leaving)
+        return (*self.processes.values(), *self._leaving)
 
 
 class WorkerHandle:

@@ -96,6 +96,7 @@ class EpochSpec(NamedTuple):
         epochs: What the dataset was told by `set_epoch`; nothing where there are no workers.
         starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
             is replaced the session writes down where the next one begins.
+        num_workers: How many workers there are, for one that comes later than the first; 0 for as many as those.
     """
 
     number: int
@@ -103,6 +104,7 @@ class EpochSpec(NamedTuple):
     shared_seed: int | None = None
     starts: dict[int, Start] | None = None
     epochs: tuple[Told, ...] = ()
+    num_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

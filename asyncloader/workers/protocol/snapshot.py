@@ -13,7 +13,6 @@ a map-style dataset those with their keys.
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import pickle
 from collections import deque
@@ -21,10 +20,8 @@ from collections.abc import Sequence
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
-import torch
-
 from asyncloader.epochs import Told
-from asyncloader.protocols import probe
+from asyncloader.protocols import is_stateful
 
 _SHARE = 50
 _CHEAP_S = 200e-6
@@ -32,26 +29,6 @@ _CHEAP_FIRST_S = 5e-3
 """The first time much is done that is not done again."""
 _MOST_SINCE = 1000
 """Batches of a map-style dataset after a snapshot: their keys are kept until the next one."""
-
-
-def is_stateful(thing: Any) -> bool:
-    """Whether it provides its state and takes it back, without arguments.
-
-    A module's state is its weights, which are not a place in the data. Some datasets' ``state_dict`` takes arguments
-    that only their own loader knows.
-    """
-    tell, take = probe(thing, "state_dict"), probe(thing, "load_state_dict")
-    if not (callable(tell) and callable(take)) or isinstance(thing, torch.nn.Module):
-        return False
-    if inspect.iscoroutinefunction(tell) or inspect.iscoroutinefunction(take):  # of an actor elsewhere
-        return False
-    try:
-        inspect.signature(tell).bind()
-    except TypeError:
-        return False
-    except ValueError:  # of an extension, whose signature cannot be known
-        pass
-    return True
 
 
 # ------------------------------------------------------------------------------------------------------ written down

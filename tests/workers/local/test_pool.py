@@ -69,6 +69,12 @@ class Heard:
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker))
 
+    def on_left(self, worker: int) -> None:
+        self.told.append(("left", worker))
+
+    def on_lost(self, worker: int) -> None:
+        self.told.append(("lost", worker))
+
     def on_closed(self) -> None:
         self.closed += 1
 
@@ -110,11 +116,11 @@ async def test_each_is_told_of_as_it_is_started(start: Start, on_threads: bool) 
     pool, heard = start(AwaitedHeld() if not on_threads else Held(), 2 * on_threads, on_threads=on_threads)
     count = 2 if on_threads else 1
     assert heard.told == ["started"] * count
-    assert [worker.worker_id for worker in pool.processes] == list(range(count))
+    assert [worker.worker_id for worker in pool.processes.values()] == list(pool.processes) == list(range(count))
     assert not pool.has_processes
     await until(lambda: len(heard.told) == 2 * count)
     assert {told for told in heard.told if told != "started"} == {("ready", worker) for worker in range(count)}
-    assert all(worker.is_ready for worker in pool.processes)
+    assert all(worker.is_ready for worker in pool.processes.values())
 
 
 async def test_tickets_go_to_the_worker_that_they_are_for(start: Start) -> None:
@@ -147,10 +153,10 @@ async def test_nothing_is_told_of_a_worker_that_was_discarded(start: Start, kind
     pool, heard = start(dataset, on_threads=kind is Held)
     pool.send(0, [(0, 1)])
     await until(lambda: dataset.at == [1])
-    (discarded,) = pool.processes
+    (discarded,) = pool.processes.values()
     pool.discard(0)
     assert discarded.state is WorkerState.DEAD
-    pool.replace(0)
+    pool.add(0, 1)
     assert pool.processes[0] is not discarded
     pool.send(0, [(0, 2)])
     dataset.open()
@@ -170,6 +176,30 @@ async def test_a_worker_that_ends_by_itself_has_died(start: Start) -> None:
     await until(lambda: ("died", 0) in heard.told)
     assert pool.processes[1].is_alive
     assert (heard.told.count(("died", 0)), heard.closed) == (1, 0)
+
+
+async def test_workers_that_come_and_go(start: Start) -> None:
+    """One that is dismissed has no place, and nothing is told of it; the end waits for it as for all."""
+    dataset = Held(1)
+    pool, heard = start(dataset)
+    pool.add(7, 2)
+    await until(lambda: ("ready", 7) in heard.told)
+    pool.send(7, [(0, 5)])
+    await until(heard.outcomes)
+    pool.send(0, [(1, 1)])
+    await until(lambda: dataset.at[-1] == 1)
+    dismissed = pool.processes[0]
+    pool.dismiss(0, 20.0)
+    pool.dismiss(0, 20.0)  # again
+    assert list(pool.processes) == [7]
+    pool.end(20.0)
+    await until(lambda: not pool.processes[7].is_alive)
+    assert (dismissed.state, heard.closed) == (WorkerState.ENDING, 0)
+    dataset.open()
+    await until(lambda: heard.closed)
+    assert dismissed.state is WorkerState.DEAD
+    assert heard.outcomes() == [(7, 0, 5)]
+    assert not {("died", 0), ("died", 7)} & set(heard.told)
 
 
 async def test_the_end_is_told_when_the_last_has_ended(start: Start) -> None:

@@ -122,6 +122,12 @@ class Heard:
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
 
+    def on_left(self, worker: int) -> None:
+        self.told.append(("left", worker))
+
+    def on_lost(self, worker: int) -> None:
+        self.told.append(("lost", worker))
+
     def on_closed(self) -> None:
         self.told.append("closed")
 
@@ -181,7 +187,7 @@ def test_each_is_told_of_as_it_is_started(make: Make) -> None:
     """It can be given tickets before the next one is launched."""
     pool, heard, (first, second) = make()
     assert heard.told == [("started", 1), ("started", 2)]
-    assert pool.processes == [first, second]
+    assert pool.processes == {0: first, 1: second}
     assert pool.has_processes
     second.say(Kind.UP)
     second.say(Kind.READY)
@@ -219,10 +225,10 @@ def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         pool.send(1, [(2, lambda: None)])
     assert len(tickets_of(second)) == 1
-    assert pool._outstanding == [0, 2]
+    assert pool._outstanding == {0: 0, 1: 2}
     for seq in (0, 1):
         second.outcome(left_out(seq), 0)
-    assert pool._outstanding == [0, 0]
+    assert pool._outstanding == {0: 0, 1: 0}
     assert heard.told[2:] == [(1, 0, LeftOut), (1, 1, LeftOut)]
 
 
@@ -235,9 +241,9 @@ def test_outcomes_of_a_run_that_is_over_are_dropped(make: Make) -> None:
     assert first.channel.kinds() == [Kind.TICKETS, Kind.EPOCH, Kind.TICKETS]
     assert pickle.loads(first.channel.sent[1][1]) == EPOCHS[1]
     first.outcome(left_out(0), epoch=0)
-    assert (heard.told[2:], pool._outstanding) == ([], [1, 0])
+    assert (heard.told[2:], pool._outstanding) == ([], {0: 1, 1: 0})
     first.outcome(Failure(NO_RECORD, ValueError("of this run")), epoch=1)
-    assert (heard.told[2:], pool._outstanding) == ([(0, 0, Failure)], [0, 0])
+    assert (heard.told[2:], pool._outstanding) == ([(0, 0, Failure)], {0: 0, 1: 0})
 
 
 def test_a_worker_that_dies_is_told_with_its_place(make: Make) -> None:
@@ -248,10 +254,14 @@ def test_a_worker_that_dies_is_told_with_its_place(make: Make) -> None:
     assert heard.told[2:] == [("died", 0, first.pid)]
     assert pool._loans.keys() == {second}
     pool.begin_epoch(EPOCHS[1])
-    pool.replace(0)
+    pool.add(0, 2)
     third = Played.made[2]
-    assert pool.processes == [third, second]
-    assert (third.epoch, third.heard, pool._outstanding) == (EPOCHS[1], ["launched"], [0, 0])
+    assert pool.processes == {0: third, 1: second}
+    assert (third.epoch, third.heard, pool._outstanding) == (
+        EPOCHS[1]._replace(num_workers=2),
+        ["launched"],
+        {0: 0, 1: 0},
+    )
 
 
 def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
@@ -259,7 +269,7 @@ def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
     pool, heard, (first, _) = make()
     pool.discard(0)
     assert first.heard[1:] == ["killed"]
-    pool.replace(0)
+    pool.add(0, 2)
     first.outcome(left_out(0), epoch=0)
     first.say(Kind.READY)
     assert not first.is_ready
@@ -273,11 +283,30 @@ def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
     assert Played.made[2].heard == ["launched", "killed"]
 
 
+def test_one_more_and_one_that_is_dismissed(make: Make) -> None:
+    """That has no place from then on, and nothing is told of it; the last end is not told before its own."""
+    pool, heard, (first, second) = make()
+    pool.add(5, 3)
+    third = Played.made[2]
+    assert (list(pool.processes), third.epoch.num_workers) == ([0, 1, 5], 3)
+    pool.dismiss(1, 3.0)
+    pool.dismiss(1, 3.0)
+    assert (list(pool.processes), second.heard[1:]) == ([0, 5], [("end", 3.0)])
+    second.say(Kind.READY)
+    pool.send(5, [(0, [1])])
+    pool.end(2.5)
+    assert [process.heard[-1] for process in (first, second, third)] == [("end", 2.5)] * 3
+    for process in (first, third, second):
+        assert heard.told[2:] == []
+        process.exit(expected=True)
+    assert heard.told[2:] == ["closed"]
+
+
 def test_an_end_that_was_asked_for_is_no_death(make: Make) -> None:
     """Nor is one that comes while the pool ends. The last end is told, those of discarded ones included, once."""
     pool, heard, (first, second) = make()
     pool.discard(1)
-    pool.replace(1)
+    pool.add(1, 2)
     third = Played.made[2]
     first.exit(expected=True)
     pool.end(2.5)

@@ -1,0 +1,62 @@
+"""Tickets on their way to workers.
+
+    put ──> by worker ── flush, once for all that was decided at a time ──> Backend.send: one message for each worker
+
+What is for a worker that is not started yet waits until it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from asyncloader.workers.backend import Backend
+
+Refuse: TypeAlias = Callable[[int, int, Exception], None]
+
+
+class Outbox:
+    """What workers are about to be sent. On the loop thread.
+
+    Args:
+        pool: The workers.
+    """
+
+    def __init__(self, pool: Backend) -> None:
+        self._pool = pool
+        self._tickets: dict[int, list[tuple[int, Any]]] = {}
+
+    def put(self, worker: int, seq: int, keys: Any) -> None:
+        """Have the worker sent a ticket by the next `flush`."""
+        self._tickets.setdefault(worker, []).append((seq, keys))
+
+    def drop(self, worker: int) -> None:
+        """Forget what was not sent to this worker."""
+        self._tickets.pop(worker, None)
+
+    def clear(self) -> None:
+        """Forget what was not sent."""
+        self._tickets.clear()
+
+    def flush(self, refuse: Refuse) -> None:
+        """Send what there is.
+
+        Args:
+            refuse: Is told worker, sequence number and error of a ticket whose keys cannot be pickled.
+        """
+        if not self._tickets:
+            return
+        places = self._pool.processes
+        for worker in tuple(self._tickets):
+            if worker in places and (tickets := self._tickets.pop(worker, None)):  # a refused ticket flushes as well
+                self._send(worker, tickets, refuse)
+
+    def _send(self, worker: int, tickets: list[tuple[int, Any]], refuse: Refuse) -> None:
+        try:
+            self._pool.send(worker, tickets)
+        except Exception as error:
+            if len(tickets) == 1:
+                refuse(worker, tickets[0][0], error)
+                return
+            for ticket in tickets:
+                self._send(worker, [ticket], refuse)

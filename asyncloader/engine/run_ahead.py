@@ -1,0 +1,101 @@
+"""What is known of batches, how long they take and how large they are: how much work is to lie ready for workers.
+
+    returned, sized ──> RunAhead ──> queue_depth: tickets that one worker has at once, under dynamic scheduling
+                                 └─> rounds: how much further to read than the window, while workers would stand idle
+
+Arithmetic on running means; the scheduler alone uses it.
+"""
+
+from __future__ import annotations
+
+# Under dynamic scheduling a worker has tickets for this long, so that it need not wait for the channel. A round trip
+# takes 0.1 ms with an idle trainer and several ms with one that is busy in pure Python (the interpreter's switch
+# interval is 5 ms), so one ticket behind the one in work is the least, and more are queued only for tiny batches.
+_HIDE_LATENCY_S = 0.002
+_LEAST_DEPTH = 2
+_MOST_DEPTH = 100
+# Where waiting for the channel takes a smaller share than this of a worker's time, it gets one ticket at a time.
+_LATENCY_SHARE = 0.05
+_LATENCY_GUESS_S = 0.0003
+# What a parked batch costs beyond its data. Bounds run-ahead over batches of a few bytes.
+_BATCH_OVERHEAD_BYTES = 4096
+# Further than so many batches a worker nobody runs ahead, whatever they are thought to weigh.
+_MOST_AHEAD = 256
+
+
+class RunAhead:
+    """Running means over the batches of a run, and what follows from them.
+
+    Args:
+        limit_bytes: What is ahead of the consumer is to stay below this; 0 for no run-ahead.
+        overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
+
+    Attributes:
+        is_possible: Something may be run ahead of: what batches weigh is known.
+    """
+
+    def __init__(self, limit_bytes: int, overlapping: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._overlapping = overlapping
+        self._mean_bytes: float | None = None
+        self.is_possible = False
+        self._is_bounded = limit_bytes > 0  # and the size of every batch so far is known
+        self._mean_busy_s: float | None = None
+        self._latency_s = _LATENCY_GUESS_S
+
+    def returned(self, busy_s: float, wait_s: float, is_prompt: bool) -> None:
+        """A ticket took so many seconds of work; the worker had waited for it, promptly sent, or sent long ago."""
+        mean = self._mean_busy_s
+        self._mean_busy_s = busy_s if mean is None else mean + 0.2 * (busy_s - mean)
+        if is_prompt:
+            self._latency_s += 0.2 * (wait_s - self._latency_s)
+        else:
+            self._latency_s += 0.005 * (_LATENCY_GUESS_S - self._latency_s)  # long ago: to be tried again
+
+    def sized(self, nbytes: int) -> int:
+        """Note the size of an outcome, as `Scheduler.ready` is told it; return what it weighs."""
+        if nbytes <= 0:  # what is void, and an exception, tells nothing about the size of batches
+            self._is_bounded &= nbytes == 0
+            self.is_possible &= self._is_bounded
+            return _BATCH_OVERHEAD_BYTES
+        weight, mean = nbytes + _BATCH_OVERHEAD_BYTES, self._mean_bytes
+        self._mean_bytes = weight if mean is None else mean + 0.2 * (weight - mean)
+        self.is_possible = self._is_bounded
+        return weight
+
+    @property
+    def queue_depth(self) -> int:
+        """How many tickets a worker has at once under dynamic scheduling: as few as keep it busy."""
+        if self._mean_busy_s is not None and not self._overlapping:
+            return 1 if self._latency_s < _LATENCY_SHARE * self._mean_busy_s else self._depth
+        return self._depth
+
+    @property
+    def _depth(self) -> int:
+        """How many batches keep a worker busy, and cover the latency of the channel and of asking."""
+        least = max(_LEAST_DEPTH, self._overlapping)
+        if self._mean_busy_s is None:
+            return least
+        return max(least, min(1 + int(_HIDE_LATENCY_S / max(self._mean_busy_s, 1e-6)), _MOST_DEPTH))
+
+    @property
+    def low(self) -> int:
+        """With fewer tickets a worker is about to stand idle. Early, so that what is read comes before it does."""
+        return self._overlapping or max(_LEAST_DEPTH, self._depth // 2)
+
+    def rounds(self, num_workers: int, window: int, ahead: int, parked: int, parked_bytes: int) -> int:
+        """Return how many rounds of tickets are to be read now; less than 1 for none.
+
+        One, or for batches of microseconds as many as hide the latency of asking.
+
+        Args:
+            num_workers: Tickets in a round.
+            window: Batches in flight or waiting without run-ahead.
+            ahead: Batches that were read and are not delivered.
+            parked: Of these, what is here.
+            parked_bytes: What that weighs; the rest is in flight, or being pinned.
+        """
+        assert self._mean_bytes is not None
+        room_bytes = self.limit_bytes - parked_bytes - self._mean_bytes * (ahead - parked)
+        room = window + _MOST_AHEAD * num_workers - ahead
+        return min(self._depth - 1, int(room_bytes / (self._mean_bytes * num_workers)), room // num_workers)

@@ -1,0 +1,213 @@
+"""The workers of a session: who is there, who is replaced, who comes and who goes.
+
+    session ── died, ready, resize, run begun, actions ──> Staff ──> Backend.add, dismiss, discard
+                                                             ├ Recovery decides about those that were lost
+                                                             └ Crew decides who comes and goes
+
+What follows for tickets the scheduler decides: the session is given the actions for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any, Protocol
+
+from asyncloader.engine.actions import Dismiss, GiveUp, Join, Lose, Part, Replace, Start
+from asyncloader.engine.crew import Crew
+from asyncloader.engine.recovery import Policy, Recovery
+from asyncloader.engine.run import Run
+from asyncloader.errors import describe_death
+from asyncloader.workers.backend import Backend, Worker
+
+log = logging.getLogger("asyncloader")
+
+END_GRACE_S = 3.0
+"""Workers that were told to end get this long, then they are killed. Seconds."""
+
+
+class Session(Protocol):
+    """What the staff needs of it."""
+
+    run: Run
+
+    @property
+    def takes_outcomes(self) -> bool:
+        """Whether somebody waits for what workers make."""
+
+    def apply(self, actions: Any) -> None:
+        """Carry out what was decided."""
+
+    def flush(self) -> None:
+        """Give workers their tickets."""
+
+    def drop(self, worker: int) -> None:
+        """Forget the tickets of a worker that is not started."""
+
+
+class Staff:
+    """Owner of the places of workers, from run to run. On the loop thread.
+
+    No session is kept: each method is given it, for it would be a cycle.
+
+    Args:
+        loop: The portal's.
+        pool: The workers.
+        policy: What can be done about workers that are lost.
+        num_workers: How many there are at the beginning.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: Backend, policy: Policy, num_workers: int) -> None:
+        self.recovery = Recovery(policy, num_workers)
+        self.crew = Crew(num_workers)
+        self._loop = loop
+        self._pool = pool
+        self._to_start: deque[int] = deque()
+        self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
+        # Workers whose dataset was put in the middle of its data, and has not read on: the next run would begin there.
+        self._unmoved: set[int] = set()
+        self._is_put_back = policy.has_initial_state
+
+    # ---------------------------------------------------------------------------------------------------- events
+
+    def begin(self, session: Session) -> None:
+        """A run has begun with workers that are there: fill places, and have those go that are not wanted."""
+        unmoved, self._unmoved = self._unmoved, set()
+        for worker in unmoved:
+            self._pool.discard(worker)
+        for worker in self.stop() | unmoved:
+            session.apply(self.recovery.fill(self._pool.processes[worker], session.run.start_of(worker)))
+        self.settle(session)
+
+    def stop(self) -> set[int]:
+        """Replace nobody any more in this run; return who has no process."""
+        resting = set(self._rests)
+        for timer in self._rests.values():
+            timer.cancel()
+        self._rests.clear()
+        return resting | self.recovery.stop()
+
+    def note_start(self, run: Run, worker: int) -> None:
+        """Note where a worker begins."""
+        if self._is_put_back and run.tracks[worker].start.snapshot is not None:
+            self._unmoved.add(worker)
+
+    def moved(self, worker: int) -> None:
+        """A worker has read on."""
+        self._unmoved.discard(worker)
+
+    def ready(self, session: Session, worker: int) -> None:
+        """A worker has opened the dataset."""
+        self.recovery.ready()
+        if session.takes_outcomes:
+            session.apply(self.crew.ready(worker, session.run.scheduler.roster))
+
+    def died(self, session: Session, worker: int, process: Worker) -> None:
+        """A worker's process ended on its own."""
+        run = session.run
+        is_active = worker in run.scheduler.active
+        if not is_active and self.crew.is_coming(worker):
+            self._not_joined(session, worker, describe_death(process.pid, process.exitcode))
+        else:
+            session.apply(self.recovery.died(process, run.start_of(worker), is_active=is_active))
+
+    def left(self, session: Session, worker: int) -> None:
+        """A worker wants to go."""
+        self.crew.gone(worker)
+        self.settle(session)
+
+    def lost(self, session: Session, worker: int) -> None:
+        """A worker has gone, and nothing that it was at is to blame."""
+        self.crew.gone(worker)
+        if session.takes_outcomes:
+            session.apply(session.run.scheduler.lost(worker))
+
+    def resize(self, session: Session, num_workers: int) -> None:
+        """Have so many workers from now on."""
+        self.crew.resize(num_workers)
+        self.recovery.num_workers = num_workers
+        self.settle(session)
+
+    def settle(self, session: Session) -> None:
+        """Have those come and go who should."""
+        if session.takes_outcomes:
+            session.apply(self.crew.settle(session.run.scheduler.roster, self._pool.processes))
+
+    # --------------------------------------------------------------------------------------------------- actions
+
+    def replace(self, session: Session, action: Replace) -> None:
+        """Put another in the place of one that was lost."""
+        run, worker = session.run, action.worker
+        run.faults.replacements += 1
+        if run.epoch.starts is not None:
+            run.epoch.starts[worker] = run.tracks[worker].start
+            self.note_start(run, worker)
+        try:
+            self._pool.add(worker, len(self.crew.members))
+        except Exception as error:
+            session.apply([GiveUp(error)])
+
+    def lose(self, session: Session, action: Lose) -> None:
+        """Tell the scheduler of a worker that was lost; another comes at once, or later."""
+        run, worker = session.run, action.worker
+        rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
+        run.lost(worker)
+        if rests:
+            self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, session, worker)
+        if action.hung:
+            run.faults.timeouts += 1
+            session.apply(run.scheduler.hung(worker, action.cause, rests=rests))
+        else:
+            facts = {"replaceable": action.replaceable, "was_ready": action.was_ready}
+            session.apply(run.scheduler.died(worker, action.cause, rests=rests, **facts))
+
+    def _end_rest(self, session: Session, worker: int) -> None:
+        del self._rests[worker]
+        session.apply([Replace(worker)])
+        session.apply(session.run.scheduler.rested(worker))
+
+    def start(self, session: Session, action: Start) -> None:
+        """Start one more worker; one in each turn of the loop, which a fork holds up."""
+        self._to_start.append(action.worker)
+        if len(self._to_start) == 1:
+            self._loop.call_soon(self._start_next, session)
+
+    def _start_next(self, session: Session) -> None:
+        worker = self._to_start.popleft()
+        # Meanwhile it may not be wanted any more.
+        if session.takes_outcomes and worker in self.crew.members and worker not in self._pool.processes:
+            try:
+                self._pool.add(worker, len(self.crew.members))
+            except Exception as error:
+                self._not_joined(session, worker, str(error))
+            session.flush()  # a run may have begun with it
+        if self._to_start:
+            self._loop.call_soon(self._start_next, session)
+
+    def _not_joined(self, session: Session, worker: int, why: str) -> None:
+        """Go on without a worker that was to join: it has nothing that others could not do."""
+        log.warning("One more worker could not be had, and the others go on without it: %s", why)
+        self.crew.gone(worker)
+        self._pool.dismiss(worker, 0.0)
+        session.drop(worker)
+        session.apply(session.run.scheduler.lost(worker))
+
+    def join(self, session: Session, action: Join) -> None:
+        """Have a worker take tickets."""
+        session.apply(session.run.scheduler.joined(action.worker))
+
+    def part(self, session: Session, action: Part) -> None:
+        """Have a worker leave; one that was not started yet leaves what it was to get."""
+        scheduler, worker = session.run.scheduler, action.worker
+        if worker in self._pool.processes:
+            session.apply(scheduler.left(worker))
+        else:
+            session.drop(worker)
+            session.apply(scheduler.lost(worker))
+
+    def dismiss(self, session: Session, action: Dismiss) -> None:
+        """Let a worker go that has nothing in hand."""
+        if (timer := self._rests.pop(action.worker, None)) is not None:
+            timer.cancel()
+        self._pool.dismiss(action.worker, END_GRACE_S)

@@ -1,0 +1,70 @@
+"""Warn before a library builds a loader in place of the one that it was given, and what asyncloader adds is lost."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+
+class AskedByAccelerate:
+    """What Accelerate reads of a loader, False, just before it builds another one in its place: time to warn.
+
+    Not a data descriptor, so that a value which is set on a loader, as Accelerate does, goes before it.
+    """
+
+    def __set_name__(self, ours: type, name: str) -> None:
+        self._ours = ours
+
+    def __get__(self, loader: Any, owner: type) -> bool:
+        # The class that Accelerate builds. Anything but these two was put there by somebody who knows what it does.
+        built = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
+        if loader is not None and built in self._ours.__bases__:
+            warnings.warn(
+                "Accelerate builds a torch DataLoader in place of this one, and asyncloader is not used. To keep it, "
+                "write this before: accelerate.data_loader.DataLoader = asyncloader.DataLoader",
+                stacklevel=2,
+            )
+        elif loader is not None and built is self._ours and (lost := loader._changed_options()):
+            warnings.warn(
+                f"Accelerate builds this loader anew, without {lost}. To keep that, write this before: "
+                f"accelerate.data_loader.DataLoader = functools.partial(asyncloader.DataLoader, {lost})",
+                stacklevel=2,
+            )
+        return False
+
+
+class ReadByRay:
+    """`worker_init_fn`, which Ray Train reads only where it builds torch's loader in place of this one: time to warn.
+
+    Others read it too, ours once in a run over the data, so it is told by its module who reads; but only where Ray
+    Train has been imported. A data descriptor, or the loader's own value would go before it.
+    """
+
+    def __set_name__(self, ours: type, name: str) -> None:
+        self._ours = ours
+
+    def __get__(self, loader: Any, owner: type) -> Any:
+        if loader is None:
+            return self
+        if "ray.train.torch" in sys.modules:
+            reader = sys._getframe(1).f_globals
+            # Anything but torch's was put there by somebody who knows what it does.
+            is_ray = reader.get("__name__", "").startswith("ray.train.")
+            if is_ray and reader.get("DataLoader") in self._ours.__bases__:
+                warnings.warn(
+                    "Ray Train builds a torch DataLoader in place of this one, and asyncloader is not used. To keep "
+                    "it, make it with sampler=DistributedSampler(dataset), and write: "
+                    "ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False)",
+                    stacklevel=4,  # past prepare_data_loader, and the function within that builds
+                )
+        try:
+            return vars(loader)["worker_init_fn"]
+        except KeyError:
+            raise AttributeError("worker_init_fn is not set: __init__ was not called") from None
+
+    def __set__(self, loader: Any, value: Any) -> None:
+        vars(loader)["worker_init_fn"] = value
+
+    def __delete__(self, loader: Any) -> None:
+        del vars(loader)["worker_init_fn"]
