@@ -27,7 +27,7 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
         decode: Makes a sample of a file's bytes and its key; without it the bytes are the sample.
         suffix: Which of the listed keys to take: those that end so, or in one of several ways.
         storage_options: Arguments of the file system, credentials among them.
-        threads: How many files are fetched at once, in each worker.
+        threads: How many files are fetched at once, in each worker; out of an archive one after the other.
         retries: How transient failures are retried: connections that fail or break off, and time-outs. What else a
             file system raises is raised at once.
         decode_threads: Threads that decode, in each worker: by default one in a worker process and up to four without
@@ -87,7 +87,15 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
             raise
 
     async def _connect(self) -> tuple[Any, Threads]:
-        return self._file_system()[0], Threads(self.threads, "fsspec")
+        from fsspec.archive import AbstractArchiveFileSystem
+
+        system, threads = self._file_system()[0], self.threads
+        if isinstance(system, AbstractArchiveFileSystem):
+            # All reads of an archive move one file position. tarfile does not guard it, nor does zipfile where it seeks
+            # (3.12, 3.13): what another thread reads meanwhile would come in place of what was asked for.
+            options = {**system.storage_options, "skip_instance_cache": True}  # others may read theirs at the same time
+            system, threads = type(system)(*system.storage_args, **options), 1
+        return system, Threads(threads, "fsspec")
 
     async def _disconnect(self, client: tuple[Any, Threads]) -> None:
         client[1].close()

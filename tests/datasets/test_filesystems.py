@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def thread_of_fsspec() -> None:
     fsspec.asyn.get_loop()
 
 
-@pytest.mark.parametrize("system", ["folder", "zip"])
+@pytest.mark.parametrize("system", ["folder", "zip", "tar"])
 async def test_files_come_listed_whole_and_in_parts(
     folder_of_objects: Path, objects: dict[str, bytes], system: str
 ) -> None:
@@ -33,6 +34,12 @@ async def test_files_come_listed_whole_and_in_parts(
             for name, data in objects.items():
                 file.writestr(name, data)
         url = f"zip://::{archive}"
+    if system == "tar":
+        archive = folder_of_objects.with_suffix(".tar")
+        with tarfile.open(archive, "w") as tar:
+            for name in objects:
+                tar.add(folder_of_objects / name, name)
+        url = f"tar://::{archive}"
     names = sorted(objects)
     whole = FsspecDataset(url, None, lambda data, key: (key, data))
     assert whole.keys == names
