@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from asyncloader.observe.trace import tracing
     from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
     from asyncloader.samplers import ElasticSampler
-    from asyncloader.workers.child.sample_context import sample_rng
+    from asyncloader.seeding.sample_context import sample_rng
+    from asyncloader.seeding.turns import sample_seed
 else:
 
     def __getattr__(name: str) -> Any:
@@ -68,6 +69,7 @@ __all__ = [
     "WorkerError",
     "WorkerStartError",
     "sample_rng",
+    "sample_seed",
     "shutdown",
     "tracing",
 ]
@@ -82,7 +84,8 @@ _MODULES = {
     "LoaderStats": "observe.stats",
     "SharedDict": "datasets.shared_dict",
     "SharedList": "datasets.shared",
-    "sample_rng": "workers.child.sample_context",
+    "sample_rng": "seeding.sample_context",
+    "sample_seed": "seeding.turns",
     "shutdown": "engine.portal",
     "tracing": "observe.trace",
 }

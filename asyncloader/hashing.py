@@ -10,7 +10,11 @@ def mix(*numbers: int) -> int:
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    state = 0
+    return mix_on(0, *numbers)
+
+
+def mix_on(state: int, *numbers: int) -> int:
+    """Mix further integers into what `mix` has returned: ``mix_on(mix(1), 2) == mix(1, 2)``."""
     for number in numbers:
         state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -73,8 +73,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         scheduling: "static" gives batch i to worker i % num_workers, as torch; "dynamic" to the worker with the least
             to do.
         seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank, number of the
-            batch), so that the number of workers, their timing and a crash change nothing; "worker" keeps torch's
-            streams, one for each worker.
+            batch), so that the number of workers, their timing and a crash change nothing; "sample" for each sample by
+            its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's streams.
         max_buffered_bytes: While the next batch in order is slow and workers would stand idle, they work ahead of
             torch's window, as long as what waits is below so many bytes. 0 keeps torch's window exactly.
         on_error: What to do about a sample that raises: "raise" raises it in the place of the batch; "skip" leaves the

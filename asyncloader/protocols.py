@@ -131,6 +131,16 @@ def is_collated(dataset: Any) -> bool:
     return probe(dataset, "collated") is True and callable(probe(dataset, "__getitems__"))
 
 
+def seeds_samples(dataset: Any) -> bool:
+    """Whether ``__getitems__`` of the dataset takes care that each sample draws what it would draw alone.
+
+    The dataset says ``seeds_samples = True``: it draws nothing, or in `sample_seed` blocks with the sample's position.
+    """
+    if isinstance(dataset, Subset):
+        return type(dataset).__getitems__ is Subset.__getitems__ and seeds_samples(dataset.dataset)
+    return probe(dataset, "seeds_samples") is True
+
+
 def has_samples(dataset: Any) -> bool:
     """Whether the dataset gives single samples, and not batches alone; that of a Subset, if it is one."""
     if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:

@@ -24,7 +24,7 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.protocols import is_async, is_stateful, probe
 
 Scheduling = Literal["static", "dynamic"]
-Seeding = Literal["batch", "worker"]
+Seeding = Literal["batch", "worker", "sample"]
 OnError = Literal["raise", "skip", "replace"]
 OnTimeout = Literal["raise", "retry", "skip"]
 OnCrash = Literal["raise", "retry", "skip"]
@@ -173,6 +173,20 @@ class Settings:
         """
         is_alone = not (self.is_in_process or self.overlaps)
         return self.seeding == "batch" and not self.is_iterable and is_alone
+
+    @property
+    def knows_places(self) -> bool:
+        """Whether samples are known by their places in the epoch, which what they draw depends on."""
+        return self.seeding == "sample" and not self.is_iterable
+
+    @property
+    def seeds_each_sample(self) -> bool:
+        """Whether the global generators are seeded for each sample: where they are made one after the other.
+
+        Where several are made at once, those that enter a `sample_seed` block are seeded there.
+        """
+        is_thread = self.num_workers > 0 and self.is_in_process
+        return self.knows_places and not (is_thread or self.overlaps)
 
     @property
     def start_context(self) -> BaseContext:

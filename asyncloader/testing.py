@@ -1,7 +1,7 @@
 """Helpers that you call in the tests of your own datasets, samplers and loaders.
 
 `assert_resumable`: a run can be resumed from the state after every batch; `assert_resumable_async`: the same with
-``async for``.
+``async for``. `assert_reproducible`: samples are the same with other workers, batch sizes and threads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from asyncloader.loader import DataLoader
+from asyncloader.settings import Scheduling, WorkerBackend
 
-__all__ = ["assert_resumable", "assert_resumable_async"]
+__all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async"]
 
 MakeLoader = Callable[[], DataLoader[Any]]
 
@@ -49,6 +50,78 @@ async def assert_resumable_async(
 ) -> None:
     """Check the same as `assert_resumable` with ``async for``."""
     await _check(make_loader, resume_with or make_loader, restore_generators, is_async=True)
+
+
+def assert_reproducible(
+    make_dataset: Callable[[], Any],
+    *,
+    num_workers: Sequence[int] = (0, 1, 2),
+    batch_sizes: Sequence[int] = (1, 4),
+    concurrency: Sequence[int | None] = (None,),
+    worker_backends: Sequence[WorkerBackend] = ("process",),
+    scheduling: Sequence[Scheduling] = ("static", "dynamic"),
+    epochs: int = 2,
+    seed: int = 0,
+    **options: Any,
+) -> None:
+    """Check that samples do not depend on who makes them, beside which others, and when.
+
+    The first value of each argument makes the samples that are right, the largest number of workers with each of the
+    other values those that must be the same, bit for bit; and each number of workers with the first values. They are
+    compared as the dataset gives them, before any ``collate_fn``.
+
+    What a sample draws from the global generators is its own with ``seeding="sample"``, the default here; where samples
+    are fetched at the same time (an async dataset, ``concurrency``, worker threads), only in a
+    :class:`asyncloader.sample_seed` block. What it draws from :func:`asyncloader.sample_rng` is its own anywhere.
+
+    Args:
+        make_dataset: Makes the dataset, a new one for each loader: map-style, with a few samples.
+        num_workers: Of loaders.
+        batch_sizes: Of loaders. Give one where the dataset makes something of whole batches.
+        concurrency: Samples that one worker fetches at once.
+        worker_backends: "process", "thread".
+        scheduling: How batches are divided among workers.
+        epochs: How many of each loader are compared.
+        seed: What torch is seeded with before each loader.
+        options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``.
+
+    Raises:
+        AssertionError: with the loader, the epoch and the place in its order of the first sample that differs.
+
+    Example:
+        >>> from asyncloader.testing import assert_reproducible
+        >>> assert_reproducible(lambda: range(6), num_workers=[0], shuffle=True)
+    """
+    varied: dict[str, Sequence[Any]] = {
+        "num_workers": num_workers,
+        "batch_size": batch_sizes,
+        "concurrency": concurrency,
+        "worker_backend": worker_backends,
+        "scheduling": scheduling,
+    }
+    fixed = {"seeding": "sample", **options, "collate_fn": list}
+    right = {name: values[0] for name, values in varied.items()}
+    many = {**right, "num_workers": max(num_workers)}
+    others = [{**right, "num_workers": number} for number in num_workers]
+    del varied["num_workers"]
+    others += [{**many, name: value} for name, values in varied.items() for value in values[1:]]
+    expected = _samples(make_dataset(), epochs, seed, {**right, **fixed})
+    for other in others:
+        if other == right:
+            continue
+        found = _samples(make_dataset(), epochs, seed, {**other, **fixed})
+        told = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        for epoch, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            _compare(f"With {told}, epoch {epoch}", ours, theirs, thing="sample")
+
+
+def _samples(dataset: Any, epochs: int, seed: int, options: dict[str, Any]) -> list[list[Any]]:
+    torch.manual_seed(seed)
+    loader = DataLoader(dataset, **options)
+    try:
+        return [[sample for batch in loader for sample in batch] for _ in range(epochs)]
+    finally:
+        loader.close()
 
 
 def _drive(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -138,10 +211,11 @@ def _seed_all(seed: int) -> None:
 # --------------------------------------------------------------------------------------------------------- comparison
 
 
-def _compare(what: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+def _compare(what: str, found: Sequence[Any], expected: Sequence[Any], thing: str = "batch") -> None:
     for number, (one, other) in enumerate(zip(found, expected, strict=False), 1):
-        assert _same(one, other), f"{what}: batch {number} is {one!r}, and should be {other!r}."
-    assert len(found) == len(expected), f"{what} has {len(found)} batches, and should have {len(expected)}."
+        assert _same(one, other), f"{what}: {thing} {number} is {one!r}, and should be {other!r}."
+    many = {"batch": "batches", "sample": "samples"}[thing]
+    assert len(found) == len(expected), f"{what} has {len(found)} {many}, and should have {len(expected)}."
 
 
 def _same(one: Any, other: Any) -> bool:

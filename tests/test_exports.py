@@ -33,6 +33,7 @@ def test_public_names() -> None:
         "WorkerError",
         "WorkerStartError",
         "sample_rng",
+        "sample_seed",
         "shutdown",
         "tracing",
     ]

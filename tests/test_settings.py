@@ -56,7 +56,7 @@ def test_the_docstring_names_every_option() -> None:
     [
         ("scheduling", "fair"),
         ("scheduling", None),
-        ("seeding", "sample"),
+        ("seeding", "epoch"),
         ("on_error", "ignore"),
         ("on_timeout", "wait"),
         ("on_crash", "ignore"),

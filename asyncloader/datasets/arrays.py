@@ -37,6 +37,8 @@ class ArrayDataset(Dataset[tuple[torch.Tensor, ...]]):
         (tensor([2, 3]), tensor(1.5000, dtype=torch.float64))
     """
 
+    seeds_samples = True
+
     def __init__(self, *arrays: NDArray[Any]) -> None:
         _check(arrays)
         self.arrays = arrays

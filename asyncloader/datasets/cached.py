@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, cast
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.datasets.fingerprint import fingerprint_of, given
-from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import available_bytes
@@ -142,7 +142,7 @@ class CachedDataset(Dataset[T_co]):
         return self._store.usage()
 
     def _transformed(self, sample: Any) -> T_co:
-        return sample if self.transform is None else self.transform(sample)
+        return sample if self.transform is None else decoded(self.transform, sample)
 
     def _keep(self, key: Any, sample: Any) -> None:
         error = self._store.add(key, sample)

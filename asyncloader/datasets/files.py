@@ -14,6 +14,8 @@ from torch.utils.data import Dataset
 from asyncloader.datasets.extras import require
 from asyncloader.datasets.opened import Openable, Threads
 from asyncloader.errors import ConfigurationError
+from asyncloader.seeding.sample_context import sample_at
+from asyncloader.seeding.turns import sample_seed
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -33,7 +35,8 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
             taken, sorted by path.
         decode: Makes a sample of a file's bytes and its path; without it the bytes are the sample. Runs on a thread:
             several at once only if there are several ``threads``. Random numbers come from
-            :func:`asyncloader.sample_rng`: the batch's generator with one thread, the sample's own with several.
+            :func:`asyncloader.sample_rng`; or, with ``seeding="sample"``, from the global generators: files are then
+            read by all threads, and decoded by one at a time (:class:`asyncloader.sample_seed`).
         pattern: Which files of a folder to take, as in :meth:`pathlib.Path.glob`.
         threads: Threads that read and decode, in each worker. 0 reads on the event loop itself.
 
@@ -52,6 +55,8 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
         >>> asyncio.run(main())
         ('b', 'b.txtb.txt')
     """
+
+    seeds_samples = True
 
     def __init__(
         self,
@@ -86,13 +91,20 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
 
     def load(self, index: int) -> T_co:
         """Read and decode one file, here and now; called on the threads."""
-        path = self.files[index]
-        with open(path, "rb", buffering=0) as file:
+        with open(self.files[index], "rb", buffering=0) as file:
             data = file.read()
-        return cast(T_co, data) if self.decode is None else self.decode(data, Path(path))
+        with sample_seed():
+            return self._made(index, data)
+
+    def _made(self, index: int, data: bytes) -> T_co:
+        return cast(T_co, data) if self.decode is None else self.decode(data, Path(self.files[index]))
 
     def _load_all(self, indices: list[int]) -> list[T_co]:
-        return [self.load(index) for index in indices]
+        samples = []
+        for position, index in enumerate(indices):
+            with sample_at(position):
+                samples.append(self.load(index))
+        return samples
 
     async def _open(self) -> Threads:
         return Threads(self.threads, "files")
@@ -106,7 +118,8 @@ class ImageFolder(FileDataset[tuple[Any, int]]):
 
     Args:
         root: Folder whose sub-folders, sorted by name, are the classes. Images may lie deeper in them.
-        transform: Makes of an image what goes into the sample.
+        transform: Makes of an image what goes into the sample. If it draws from the global generators, as most do, give
+            the loader ``seeding="sample"``: so the same images come of any number of workers and threads.
         decode: Makes an image of a file's bytes and its path; by default a PIL image in RGB.
         suffixes: Which files are images, whatever the case.
         threads: As for :class:`FileDataset`.
@@ -142,9 +155,8 @@ class ImageFolder(FileDataset[tuple[Any, int]]):
         self.transform = transform
         super().__init__([file for files in of_classes for file in files], decode or open_rgb, threads=threads)
 
-    def load(self, index: int) -> tuple[Any, int]:
-        """Read, decode and transform one image."""
-        image: Any = super().load(index)
+    def _made(self, index: int, data: bytes) -> tuple[Any, int]:
+        image: Any = super()._made(index, data)
         return (image if self.transform is None else self.transform(image)), self.targets[index]
 
 

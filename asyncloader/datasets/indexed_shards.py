@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.datasets.apart import versions_of
 from asyncloader.datasets.block_cache import BlockCache
-from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.ranges import Place, read_places
 from asyncloader.datasets.retry import FetchError, Retries
 from asyncloader.datasets.streams import Access, Sources, path_of
@@ -78,6 +78,8 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
             dataset = IndexedTarShards(["train-000.tar", "train-001.tar"], decode)
             loader = DataLoader(dataset, batch_size=32, sampler=ElasticSampler(dataset), num_workers=4)
     """
+
+    seeds_samples = True
 
     def __init__(
         self,
@@ -154,11 +156,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
         ]
         if self.decode is None:
             return cast(list[T_co], samples)
-        return await opened.threads.run(self._decode_all, samples)
-
-    def _decode_all(self, samples: list[RawSample]) -> list[T_co]:
-        assert self.decode is not None
-        return [self.decode(sample) for sample in samples]
+        return await opened.threads.run(all_decoded, self.decode, samples)
 
     def _places(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> list[Place]:
         """Return where the stretches from one sample to another one of the same shard are."""

@@ -7,11 +7,13 @@ import asyncio
 import contextvars
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Self, TypeVar
 
 from torch.utils.data import get_worker_info
+
+from asyncloader.seeding.turns import sample_seed
 
 T = TypeVar("T")
 ClientT = TypeVar("ClientT")
@@ -81,6 +83,21 @@ class Openable(abc.ABC, Generic[ClientT]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}
+
+
+def decoded(decode: Callable[..., T], *args: Any) -> T:
+    """Decode the sample at hand. What is random in that is its own: see :class:`asyncloader.sample_seed`."""
+    with sample_seed():
+        return decode(*args)
+
+
+def all_decoded(decode: Callable[[Any], T], things: Iterable[Any]) -> list[T]:
+    """Decode the samples of a batch, in its order."""
+    samples = []
+    for position, thing in enumerate(things):
+        with sample_seed(position):
+            samples.append(decode(thing))
+    return samples
 
 
 class Threads:

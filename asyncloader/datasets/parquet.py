@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
 from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.retry import Retries
 from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
 from asyncloader.errors import ConfigurationError
@@ -85,6 +85,8 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
             sampler = BlockShuffleSampler(rows.block_sizes, num_workers=4, batch_size=32)
             loader = DataLoader(rows, batch_size=32, sampler=sampler, num_workers=4)
     """
+
+    seeds_samples = True
 
     def __init__(
         self,
@@ -167,7 +169,7 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
             columns = {name: _values(column) for name, column in _columns(table.take(places[mine]))}
             for at, values in zip(mine.tolist(), zip(*columns.values(), strict=True), strict=True):
                 found[at] = dict(zip(columns, values, strict=True))
-        return found if self.decode is None else [self.decode(row) for row in found]
+        return found if self.decode is None else all_decoded(self.decode, found)
 
     async def _read(self, client: _Open, group: int) -> pa.Table:
         path, number = self.paths[self._files[group]], int(self._groups[group])

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset
 
-from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.retry import Retries, TransientError
 from asyncloader.errors import ConfigurationError
 
@@ -65,7 +65,7 @@ class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, G
         client, threads = self._client
         key = self.keys[index]
         data = await self.retries.run(partial(self._fetch_whole, client, key), _name(key))
-        return cast(T_co, data) if self.decode is None else await threads.run(self.decode, data, key)
+        return cast(T_co, data) if self.decode is None else await threads.run(decoded, self.decode, data, key)
 
     async def _fetch_whole(self, client: ClientT, key: Key) -> bytes:
         if isinstance(key, ByteRange) and not 0 <= key.start < key.stop:

@@ -63,6 +63,8 @@ class SharedList(Sequence[T_co]):
 
     __slots__ = ("__weakref__", "_file", "_order", "_order_file", "_read")
 
+    seeds_samples = True
+
     def __init__(self, rows: Iterable[T_co], *, consume: bool = False) -> None:
         if consume and type(rows) is not list:
             raise ConfigurationError(f"consume=True empties a list, but got {type(rows).__name__}")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from torch.utils.data import Dataset
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.retry import Retries, TransientError
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
             )
     """
 
+    seeds_samples = True
+
     def __init__(
         self,
         dsn: str,
@@ -114,7 +116,7 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
         return await threads.run(self._decode_all, [by_key[key] for key in wanted])
 
     def _decode_all(self, rows: list[asyncpg.Record]) -> list[Any]:
-        return [dict(row) if self.decode is None else self.decode(row) for row in rows]
+        return list(map(dict, rows)) if self.decode is None else all_decoded(self.decode, rows)
 
     async def _fetch(self, pool: asyncpg.Pool[asyncpg.Record], keys: list[Any]) -> list[asyncpg.Record]:
         with _failures_told_apart():

@@ -83,6 +83,8 @@ class TokenBlocks(Dataset[torch.Tensor]):
             return cast(Self, super().__new__(_RemoteTokenBlocks))
         return super().__new__(cls)
 
+    seeds_samples = True
+
     def __init__(
         self,
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],

@@ -11,6 +11,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from asyncloader.engine.tracks import make_tracks
+from asyncloader.seeding.sample_context import Placed
 from asyncloader.workers.protocol.snapshot import Frozen, Start, Untold
 
 
@@ -40,6 +41,8 @@ class Progress:
         key: Of a map-style dataset: what batches are seeded with. None for a stream.
         overlaps: A worker has samples of several batches in work at once.
         bad_count: Samples that had raised before, and were left out or replaced.
+        sample: Number of the first sample of the batch at ``position`` in the order of the epoch.
+        knows_places: Batches are to know such numbers.
 
     Attributes:
         samplers_before: Where samplers were before the run.
@@ -59,12 +62,18 @@ class Progress:
         key: tuple[int, int, int] | None = None,
         overlaps: bool = False,
         bad_count: int = 0,
+        sample: int = 0,
+        knows_places: bool = False,
     ) -> None:
         self.lock = threading.RLock()
         self.position = position
         self.ahead = ahead or set()
         self.read = position  # batches of keys that were read from the sampler
         self.named_samples = 0  # that those of this run have named
+        self._next_sample = sample  # after what was read
+        self._firsts: dict[int, int] = {}  # of batches that were read, the number of the first sample
+        self._oldest_first = position
+        self._knows_places = knows_places
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
         self.samplers_before = SamplerState(None)
         self.set_epochs: list[int | None] = []  # what `set_epoch` of samplers had been called with
@@ -82,6 +91,22 @@ class Progress:
         if samplers.state is not None and not samplers.is_over:
             self.sampler_states.append((self.position - samplers.drawn, samplers.state))
         self.samplers_before = samplers
+
+    def read_batch(self, count: int) -> None:
+        """Another batch of keys was read, which names so many samples."""
+        if self._knows_places:
+            self._firsts[self.read] = self._next_sample
+            self._next_sample += count
+        self.read += 1
+
+    def placed(self, seq: int, keys: Any) -> Any:
+        """Return the keys of a batch that is not done with as those who make it want them."""
+        return Placed(keys, self._firsts[seq]) if self._knows_places else keys
+
+    @property
+    def sample(self) -> int:
+        """Number of the first sample of the batch at `position` in the epoch; 0 if nobody is to know it."""
+        return self._firsts.get(self.position, self._next_sample)
 
     def answered(self, worker: int, snapshot: Any, number: int = -1, keys: Any = None) -> None:
         """What is done with came from this worker, and is this batch of its stream; its dataset was in this state."""
@@ -104,6 +129,9 @@ class Progress:
         states = self.sampler_states
         while len(states) > 1 and states[1][0] < self.position:  # `rewind` may go back by one
             states.popleft()
+        while self._knows_places and self._oldest_first < self.position - 1:
+            self._firsts.pop(self._oldest_first, None)
+            self._oldest_first += 1
 
     def mark(self) -> tuple[Any, ...]:
         """Remember how far it is, for `rewind`."""

@@ -302,7 +302,7 @@ class Run:
         snapshot = item.outcome.snapshot
         # What an iterator tells after its end is no place to begin at: some would begin anew.
         place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
-        keys = None if self._is_stream else ticket.keys
+        keys = None if self._is_stream else self.progress.placed(ticket.seq, ticket.keys)
         return item._replace(number=self.tracks[item.worker].answered(item.seq, place, keys), keys=keys)
 
     def lost(self, worker: int) -> None:

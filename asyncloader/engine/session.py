@@ -277,8 +277,8 @@ class Session:
 
     def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
         """Return those of these tickets that the worker still has, with their keys."""
-        tickets = self.run.scheduler.in_flight.get(worker, {})
-        return [(seq, tickets[seq].keys) for seq in seqs if seq in tickets]
+        tickets, placed = self.run.scheduler.in_flight.get(worker, {}), self.run.progress.placed
+        return [(seq, placed(seq, tickets[seq].keys)) for seq in seqs if seq in tickets]
 
     @property
     def takes_outcomes(self) -> bool:
@@ -355,7 +355,7 @@ class Session:
         ticket = action.ticket
         ticket.sent_at = perf_counter()
         self.run.given(action.worker, ticket)
-        self._outbox.put(action.worker, ticket.seq, ticket.keys)
+        self._outbox.put(action.worker, ticket.seq, self.run.progress.placed(ticket.seq, ticket.keys))
 
     def _deliver(self, action: Deliver) -> None:
         if (times := action.outcome.times) is not None:

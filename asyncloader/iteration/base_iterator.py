@@ -127,6 +127,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             num_workers=settings.num_workers,
             base_seed=int(self._base_seed),
             seed_each_batch=settings.seeds_each_batch,
+            seed_each_sample=settings.seeds_each_sample,
+            by_sample=settings.knows_places,
             on_error=settings.on_error,
             concurrency=settings.samples_at_once,
             is_async=settings.is_async,

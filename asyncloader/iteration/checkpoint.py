@@ -8,6 +8,7 @@
      "set_epochs": what `set_epoch` of samplers had been called with, "dataset_epochs": that of datasets,
      "samplers": the last state of samplers that was taken, "drawn": batches that were drawn since, "is_over": that was
      in the epoch before, which has ended since,
+     "sample": samples of the epoch before that position,
      "bad_count": samples of the run that have raised, and were left out or replaced,
      "finished": whether it is a state after the end of a run,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
@@ -203,6 +204,7 @@ class Checkpointer:
             set_epochs=list(progress.set_epochs),
             dataset_epochs=list(self.dataset_epochs),
             bad_count=progress.bad_count,
+            sample=progress.sample,
             samplers=samplers.state and samplers.state.plain(),
             drawn=samplers.drawn,
             is_over=samplers.is_over,
@@ -245,6 +247,7 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "set_epochs": [],
         "dataset_epochs": [],
         "bad_count": 0,
+        "sample": 0,
         "samplers": None,
         "drawn": 0,
         "is_over": False,

@@ -7,6 +7,7 @@ FetchThread   takes keys, hands batches over
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -68,13 +69,23 @@ class InlineMaker:
         maker: Makes them.
         meter: Counts them.
         pin: Pins a batch; None if it is not to be pinned.
+        aside: Entered while a batch is made.
         is_stream: The dataset is iterable: keys are not needed to make a batch again.
     """
 
-    def __init__(self, maker: BatchMaker, meter: Meter, pin: Callable[[Any], Any] | None, *, is_stream: bool) -> None:
+    def __init__(
+        self,
+        maker: BatchMaker,
+        meter: Meter,
+        pin: Callable[[Any], Any] | None,
+        aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        *,
+        is_stream: bool,
+    ) -> None:
         self._maker = maker
         self._meter = meter
         self._pin = pin
+        self._aside = aside
         self._is_stream = is_stream
         self._one_at_a_time = threading.Lock()  # `for` in one thread, the thread of `async for`
 
@@ -86,7 +97,8 @@ class InlineMaker:
             keys: Of the batch.
         """
         with self._one_at_a_time:
-            outcome = self._maker.make(seq, keys)
+            with self._aside():
+                outcome = self._maker.make(seq, keys)
             if type(outcome) is Batch and self._pin is not None:
                 try:
                     outcome = outcome._replace(data=self._pin(outcome.data))

@@ -35,6 +35,7 @@ from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
+from asyncloader.seeding.seeder import left_alone
 from asyncloader.settings import Settings
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.protocol.failure import stand_in
@@ -127,7 +128,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if maker.failure is not None:
             raise maker.failure
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
-        return InlineMaker(maker, self._meter, pin, is_stream=settings.is_iterable)
+        aside = left_alone if settings.seeds_each_sample else contextlib.nullcontext
+        return InlineMaker(maker, self._meter, pin, aside, is_stream=settings.is_iterable)
 
     # -------------------------------------------------------------------------------------------------- taking
     #
@@ -369,7 +371,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 self._exhausted = True
                 self._progress.finished = not self._fetching.unserved
                 raise StopIteration
-        return self._progress.read - 1, self._held
+        seq = self._progress.read - 1
+        return seq, self._progress.placed(seq, self._held)
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self.close()

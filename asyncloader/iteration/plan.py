@@ -107,11 +107,12 @@ class Plan:
             self._is_stateful = self._is_exact or is_stateful(self._inner)
         if self._is_stateful and (self._is_elastic or (not is_short and (self._pace.is_due() or not self._has_state))):
             self._take_state(progress.read + 1)
+        count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
         if progress.read in self._done:
             keys = VOID
         else:
-            progress.named_samples += len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
-        progress.read += 1
+            progress.named_samples += count
+        progress.read_batch(count)
         self._held = _NOTHING
         return keys
 

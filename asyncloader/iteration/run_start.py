@@ -196,8 +196,12 @@ def _progress(
     workers: dict[int, Start] | None,
 ) -> Progress:
     """Return how far the run is before its first batch."""
+    position = state["position"] if state is not None else drawn.num_yielded
+    sample = position * (settings.batch_size or 1)
+    if state is not None:
+        sample = state.get("sample") or sample  # a run that did not seed by sample has not counted them
     return Progress(
-        state["position"] if state is not None else drawn.num_yielded,
+        position,
         set(state["ahead"]) if state is not None else None,
         in_order=settings.in_order,
         workers=workers,
@@ -205,6 +209,8 @@ def _progress(
         bad_count=state.get("bad_count", 0) if state is not None else 0,
         key=None if settings.is_iterable else key,
         overlaps=settings.overlaps,
+        sample=sample if settings.knows_places else 0,
+        knows_places=settings.knows_places,
     )
 
 

@@ -26,7 +26,9 @@ from asyncloader.epochs import tell
 from asyncloader.hashing import mix
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
-from asyncloader.workers.child import sample_context
+from asyncloader.seeding import sample_context
+from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
+from asyncloader.seeding.seeder import Seeder
 from asyncloader.workers.child.fetch import (
     ErrorPolicy,
     Fetcher,
@@ -35,7 +37,6 @@ from asyncloader.workers.child.fetch import (
     fetch_and_drop,
     make_fetcher,
 )
-from asyncloader.workers.child.seeding import BatchSeeder
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
@@ -79,11 +80,12 @@ class Work:
         began: When its first sample was asked for; on `time.perf_counter`, seconds.
         fetched: When its samples were there; 0.0 if they never were.
         count: How many samples there are.
+        first: Number of the first one in the epoch, where samples are known by that; otherwise None.
         bad: Those that raised, and were left out or replaced.
         snapshot: State of the dataset when the last sample had been read, or None.
     """
 
-    __slots__ = ("bad", "began", "count", "fetched", "seq", "snapshot", "waited_s")
+    __slots__ = ("bad", "began", "count", "fetched", "first", "seq", "snapshot", "waited_s")
 
     def __init__(self, seq: int, waited_s: float = 0.0, count: int = 0) -> None:
         self.seq = seq
@@ -91,6 +93,7 @@ class Work:
         self.began = perf_counter()
         self.fetched = 0.0
         self.count = count
+        self.first: int | None = None
         self.bad: Sequence[BadSample] = ()
         self.snapshot: Any = None
 
@@ -147,7 +150,7 @@ class BatchMaker:
         self._run = run
         self._aside = aside
         self._fetch: Fetcher | None = None
-        self._seed: BatchSeeder | None = None
+        self._seed: Seeder | None = None
         self._epoch: EpochSpec
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
@@ -226,7 +229,7 @@ class BatchMaker:
                 if self._fetch is not None and self.keeper is not None and self.keeper.made:
                     with self._aside():
                         self._catch_up(self.keeper)
-                self._seed = BatchSeeder(epoch.key) if spec.seed_each_batch else None
+                self._seed = Seeder(epoch.key) if spec.seed_each_batch or spec.seed_each_sample else None
         finally:
             sample_context.current.reset(outside)
 
@@ -243,6 +246,7 @@ class BatchMaker:
             on_error=spec.on_error,
             where=self._host.where,
             iterator=iterator,
+            by_sample=spec.by_sample,
         )
         if keeper is not None and isinstance(self._fetch, IterableFetcher):
             self._fetch.ended = keeper.attach(self._fetch.iterator)
@@ -270,19 +274,20 @@ class BatchMaker:
             return refused
         work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
         assert fetch is not None
-        outside = sample_context.current.set(sample_context.SampleContext(self._epoch.key, seq))
+        here, keys = self._context(self._epoch.key, seq, keys)
+        outside = sample_context.current.set(here)
         try:
             if keeper is not None and (gap := keeper.gap()):
                 with self._aside():
                     self._leave_out(gap, seq, keys)
-            if self._seed is not None:
-                self._seed(seq)
             samples = fetch(keys)
             if keeper is not None:
                 work.snapshot = keeper.take(ended=self.has_ended)
             work.bad = fetch.bad
             work.fetched = perf_counter()
             work.count = len(samples) if self.spec.auto_collation and hasattr(samples, "__len__") else 1
+            if here.first is not None:
+                here.position = COLLATION
             data = self._host.collate(self.spec.collate_fn, samples)
             return Batch(self._record(work), data, 0, work.bad, work.snapshot)
         except BaseException as error:
@@ -293,13 +298,24 @@ class BatchMaker:
         finally:
             sample_context.current.reset(outside)
 
+    def _context(self, key: tuple[int, int, int], seq: int, keys: Any) -> tuple[SampleContext, Any]:
+        """Return the context that a batch is made in, and its keys; seed the generators as `seeding` says."""
+        seed = self._seed
+        if type(keys) is not Placed:
+            if seed is not None:
+                seed(seq)
+            return SampleContext(key, seq), keys
+        first = keys.first
+        here = SampleContext(key, seq, first=first) if seed is None else SeedingContext(key, seq, first, seed)
+        return here, keys.keys
+
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         for made in keeper.made:
-            if self.spec.seed_each_batch:
-                BatchSeeder(made.key)(made.seq)
-            sample_context.enter(made.key, made.seq)
-            fetch_and_drop(self._fetch, made.keys)
+            self._seed = Seeder(made.key) if self.spec.seed_each_batch or self.spec.seed_each_sample else None
+            here, keys = self._context(made.key, made.seq, made.keys)
+            sample_context.current.set(here)
+            fetch_and_drop(self._fetch, keys)
 
     def _leave_out(self, count: int, seq: int, keys: Any) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
@@ -316,7 +332,7 @@ class BatchMaker:
 
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
-        sample_context.enter(self._epoch.key, work.seq)
+        sample_context.enter(self._epoch.key, work.seq, COLLATION if work.first is not None else BATCH, work.first)
         try:
             if self.keeper is not None and not self.spec.is_iterable:
                 work.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read

@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from asyncloader.protocols import has_samples
+from asyncloader.seeding import sample_context
 from asyncloader.settings import OnError
-from asyncloader.workers.child import sample_context
 from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, RemoteError
 
@@ -53,11 +53,13 @@ class MapFetcher:
 
     bad: Sequence[BadSample] = ()
 
-    def __init__(self, dataset: Any, auto_collation: bool, collate_fn: Any, run: Run) -> None:
+    def __init__(
+        self, dataset: Any, auto_collation: bool, collate_fn: Any, run: Run, *, by_sample: bool = False
+    ) -> None:
         self._dataset = dataset
         self._auto_collation = auto_collation
         self._run = run
-        self._whole = WholeBatches(dataset, auto_collation, collate_fn)
+        self._whole = WholeBatches(dataset, auto_collation, collate_fn, by_sample)
 
     def __call__(self, keys: Any) -> Any:
         """Return the list of samples, or a `Whole`; without automatic batching the one sample."""
@@ -68,7 +70,7 @@ class MapFetcher:
             return _settled([dataset[keys]], self._run)[0]
         if (rows := self._whole.find(keys)) is not None:
             return rows
-        if getattr(dataset, "__getitems__", None):
+        if getattr(dataset, "__getitems__", None) and not self._whole.by_sample:
             return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys)
         samples = [dataset[key] for here.position, key in enumerate(keys)]
         here.position = sample_context.BATCH
@@ -173,9 +175,17 @@ class TolerantMapFetcher(MapFetcher):
     """
 
     def __init__(
-        self, dataset: Any, auto_collation: bool, collate_fn: Any, run: Run, on_error: OnError, where: str
+        self,
+        dataset: Any,
+        auto_collation: bool,
+        collate_fn: Any,
+        run: Run,
+        on_error: OnError,
+        where: str,
+        *,
+        by_sample: bool = False,
     ) -> None:
-        super().__init__(dataset, auto_collation, collate_fn, run)
+        super().__init__(dataset, auto_collation, collate_fn, run, by_sample=by_sample)
         self._on_error = on_error
         self._where = where
 
@@ -184,7 +194,7 @@ class TolerantMapFetcher(MapFetcher):
         self.bad = ()
         if (rows := self._whole.find(keys)) is not None:
             return rows
-        if self._auto_collation and getattr(self._dataset, "__getitems__", None):
+        if self._auto_collation and getattr(self._dataset, "__getitems__", None) and not self._whole.by_sample:
             try:
                 return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
             except Exception:
@@ -310,15 +320,17 @@ def make_fetcher(
     on_error: OnError = "raise",
     where: str = "",
     iterator: Any = None,
+    by_sample: bool = False,
 ) -> Fetcher:
     """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already.
 
-    What it returns is to be collated with ``collate_fn``.
+    What it returns is to be collated with ``collate_fn``. With ``by_sample`` samples are asked for one by one where
+    what one draws would else depend on the others.
     """
     if on_error == "raise":
         if is_iterable:
             return IterableFetcher(dataset, auto_collation, drop_last, run, iterator)
-        return MapFetcher(dataset, auto_collation, collate_fn, run)
+        return MapFetcher(dataset, auto_collation, collate_fn, run, by_sample=by_sample)
     if is_iterable:
         return TolerantIterableFetcher(dataset, auto_collation, drop_last, run, iterator, on_error, where)
-    return TolerantMapFetcher(dataset, auto_collation, collate_fn, run, on_error, where)
+    return TolerantMapFetcher(dataset, auto_collation, collate_fn, run, on_error, where, by_sample=by_sample)

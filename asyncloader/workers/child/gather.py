@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from asyncloader.protocols import is_collated
+from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
 from asyncloader.transport.whole import Column, Ready, Rows, Source
 
@@ -44,13 +44,16 @@ class WholeBatches:
         dataset: Map-style.
         auto_collation: A batch is made of several samples.
         collate_fn: What the loader collates with. If that is not torch's default, it is given what torch would give it.
+        by_sample: What a sample draws depends on the sample alone.
 
     Attributes:
         is_collated: ``__getitems__`` of the dataset returns a batch.
+        by_sample: Samples are asked for one by one though the dataset has ``__getitems__``.
     """
 
-    def __init__(self, dataset: Any, auto_collation: bool, collate_fn: Any) -> None:
+    def __init__(self, dataset: Any, auto_collation: bool, collate_fn: Any, by_sample: bool = False) -> None:
         self.is_collated = auto_collation and is_collated(dataset)
+        self.by_sample = by_sample and not (self.is_collated or seeds_samples(dataset)) and has_samples(dataset)
         self._dataset = dataset
         self._is_default = auto_collation and is_default(collate_fn)
         self._is_in_memory = self._is_default and is_in_memory(dataset)

@@ -27,7 +27,8 @@ from typing import Any, Protocol
 from torch.utils.data import StackDataset, Subset
 
 from asyncloader.protocols import has_samples, is_async, members, probe
-from asyncloader.workers.child import sample_context
+from asyncloader.seeding import sample_context
+from asyncloader.seeding.sample_context import Placed
 from asyncloader.workers.child.batch_maker import Gathered
 from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.gather import WholeBatches
@@ -120,7 +121,11 @@ class Base:
 
     def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
         """Take another ticket, for which an idle worker had waited so long."""
+        first = None
+        if type(keys) is Placed:
+            keys, first = keys
         job = Job(seq, keys, len(keys) if self._auto_collation else 1, waited_s)
+        job.first = first
         self._jobs[seq] = job
         if job.count:
             self._waiting.append(job)
@@ -211,7 +216,7 @@ class TaskFetcher(Base):
         super().__init__(*args)
         self._dataset = dataset
         self._whole = whole
-        self._get_samples = batch_method(dataset) if self._auto_collation else None
+        self._get_samples = batch_method(dataset) if self._auto_collation and not whole.by_sample else None
         self._get_nowait = nowait_method(dataset)
         self._is_filling = False
         self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
@@ -248,7 +253,7 @@ class TaskFetcher(Base):
 
     def _take_nowait(self, get_nowait: Callable[[Any], tuple[Any] | None], job: Job, position: int) -> bool:
         """Take a sample if the dataset has it at hand, without a task for it; return whether it has."""
-        outside = sample_context.current.set(sample_context.SampleContext(self._key, job.seq, position))
+        outside = sample_context.current.set(sample_context.SampleContext(self._key, job.seq, position, job.first))
         found: tuple[Any] | None = None
         error: BaseException | None = None
         try:
@@ -275,7 +280,7 @@ class TaskFetcher(Base):
         self._spawn(job, sample_context.BATCH, self._get_whole(job))
 
     async def _get(self, job: Job, position: int, begun: Any = None) -> None:
-        sample_context.enter(self._key, job.seq, position)
+        sample_context.enter(self._key, job.seq, position, job.first)
         sample, error = None, None
         try:
             sample = begun
@@ -296,7 +301,7 @@ class TaskFetcher(Base):
             del job, sample, error  # a traceback refers to this frame
 
     async def _get_whole(self, job: Job) -> None:
-        sample_context.enter(self._key, job.seq)
+        sample_context.enter(self._key, job.seq, first=job.first)
         samples: Any = None
         error: BaseException | None = None
         try:

@@ -17,7 +17,8 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.protocols import is_resource, members
-from asyncloader.workers.child import loops, sample_context
+from asyncloader.seeding import sample_context
+from asyncloader.workers.child import loops
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.child.overlap import Job, Overlap, TaskFetcher
@@ -150,7 +151,7 @@ class OverlapLoop:
             told = self._on_exhausted, self._transport.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
             return
-        whole = WholeBatches(dataset, spec.auto_collation, spec.collate_fn)
+        whole = WholeBatches(dataset, spec.auto_collation, spec.collate_fn, spec.by_sample)
         if spec.is_async:
             self._overlap = TaskFetcher(dataset, whole, *common)
         else:

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from asyncloader.workers.child import sample_context
+from asyncloader.seeding import sample_context
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.child.stream import relive
 from asyncloader.workers.child.transport import WorkerTransport

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import ChainDataset
 
 from asyncloader.protocols import is_async
-from asyncloader.workers.child import sample_context
+from asyncloader.seeding import sample_context
 from asyncloader.workers.child.fetch import is_over, settle
 from asyncloader.workers.child.overlap import Base, Job
 from asyncloader.workers.child.stacks import generator_stack, task_stack

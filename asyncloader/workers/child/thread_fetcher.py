@@ -31,7 +31,8 @@ from typing import Any
 
 from asyncloader.machine import usable_cores
 from asyncloader.protocols import has_samples
-from asyncloader.workers.child import sample_context, threads
+from asyncloader.seeding import sample_context
+from asyncloader.workers.child import threads
 from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.child.overlap import Base, Job
@@ -63,7 +64,7 @@ class ThreadFetcher(Base):
         self._is_filling = False
         self._most = concurrency
         self._cores = max(1, min(concurrency, usable_cores() // max(1, num_workers)))
-        self._whole = getattr(dataset, "__getitems__", None) if auto_collation else None
+        self._whole = getattr(dataset, "__getitems__", None) if auto_collation and not batches.by_sample else None
         self._modes = Modes.of_this_thread()
         self._origin = None if num_workers else origin  # a thread of a worker inherits that of the worker
         self._to_do: deque[tuple[Job, int]] = deque()
@@ -210,7 +211,7 @@ class ThreadFetcher(Base):
                         return None
 
     def _get(self, job: Job, position: int) -> None:
-        sample_context.enter(self._key, job.seq, position)
+        sample_context.enter(self._key, job.seq, position, job.first)
         if position <= 0:
             job.began = perf_counter()
         try:

@@ -20,12 +20,13 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.observe.record import Record
+from asyncloader.seeding.seeder import seed_worker
+from asyncloader.seeding.turns import own_generators
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.whole import Whole
 from asyncloader.workers.child.batch_maker import Host
 from asyncloader.workers.child.channel import WorkerChannel
-from asyncloader.workers.child.seeding import seed_worker
 from asyncloader.workers.protocol.failure import RemoteError, Unreadable
 from asyncloader.workers.protocol.messages import Kind, WorkerSpec, unpack_tickets
 from asyncloader.workers.protocol.outcome import Batch, Failure, Outcome, pack
@@ -94,6 +95,7 @@ class ProcessTransport:
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
         torch.set_num_threads(1)
+        own_generators()
         seed = seed_worker(spec.base_seed, worker_id)
         self.send(Kind.UP)
         torch_worker._worker_info = torch_worker.WorkerInfo(

@@ -112,6 +112,9 @@ class WorkerSpec:
     """What a worker works with. Inherited under fork, pickled once for all workers otherwise.
 
     Attributes:
+        seed_each_batch: Seed the global generators for each batch.
+        seed_each_sample: Seed them for each sample, which are made one after the other.
+        by_sample: What is drawn depends on the sample, so those of a batch are asked for one by one.
         concurrency: Samples that one worker fetches at once.
         snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
         outlasts_run: The worker, and its dataset, are there for the next run too.
@@ -130,6 +133,8 @@ class WorkerSpec:
     num_workers: int
     base_seed: int
     seed_each_batch: bool
+    seed_each_sample: bool = False
+    by_sample: bool = False
     on_error: OnError = "raise"
     concurrency: int = 1
     is_async: bool = False

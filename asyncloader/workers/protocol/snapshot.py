@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from asyncloader.epochs import Told
 from asyncloader.protocols import is_stateful
+from asyncloader.seeding.sample_context import Placed
 
 _SHARE = 50
 _CHEAP_S = 200e-6
@@ -150,7 +151,10 @@ class Pace:
 
 
 class Made(NamedTuple):
-    """A batch of a map-style dataset: what it was seeded with (base seed, epoch, rank; number) and its keys."""
+    """A batch of a map-style dataset: what it was seeded with (base seed, epoch, rank; number) and its keys.
+
+    The keys are `Placed` where samples are seeded by their places.
+    """
 
     key: tuple[int, int, int]
     seq: int
@@ -215,7 +219,11 @@ def _plain_snapshot(snapshot: Any) -> Any:
 
 
 def _plain_made(made: tuple[Made, ...]) -> Any:
-    return plain([[list(batch.key), batch.seq, batch.keys] for batch in made])
+    return plain([[list(batch.key), batch.seq, *_plain_keys(batch.keys)] for batch in made])
+
+
+def _plain_keys(keys: Any) -> tuple[Any, ...]:
+    return tuple(keys) if type(keys) is Placed else (keys,)
 
 
 def from_plain(plain: Any) -> dict[int, Start]:
@@ -225,7 +233,12 @@ def from_plain(plain: Any) -> dict[int, Start]:
 
 def _start(batches: int, snapshot: Any, ahead: list[int] | str = "[]", made: Any = "[]") -> Start:
     ahead, made = (json.loads(part) if isinstance(part, str) else part for part in (ahead, made))
-    return Start(batches, snapshot, tuple(ahead), tuple(Made(tuple(key), seq, keys) for key, seq, keys in made))
+    return Start(batches, snapshot, tuple(ahead), tuple(map(_made, made)))
+
+
+def _made(batch: Any) -> Made:
+    key, seq, keys, *first = batch
+    return Made(tuple(key), seq, Placed(keys, *first) if first else keys)
 
 
 class Keeper:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from asyncloader import sample_rng
-from asyncloader.workers.child import sample_context
+from asyncloader.seeding import sample_context
 from asyncloader.workers.child.batch_maker import BatchMaker, Gathered
 from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from asyncloader.hashing import mix
-from asyncloader.workers.child.seeding import BatchSeeder, batch_seed, seed_worker
+from asyncloader.seeding.seeder import Seeder, seed_of, seed_worker
 
 
 def draw() -> tuple[float, float, float]:
@@ -75,7 +75,7 @@ def test_worker_streams_are_bit_identical_to_torchs(num_workers: int) -> None:
     [{"num_workers": 1}, {"scheduling": "dynamic"}, {"prefetch_factor": 5}, {"max_buffered_bytes": 0}],
     ids=str,
 )
-def test_batch_seeds_do_not_depend_on_who_works_when(options: dict[str, Any]) -> None:
+def test_seed_ofs_do_not_depend_on_who_works_when(options: dict[str, Any]) -> None:
     """Any number of workers, scheduling and timing gives the same samples."""
     expected = epochs(DataLoader(Drawing(), batch_size=4, shuffle=True, num_workers=2), 2)
     assert (
@@ -154,7 +154,7 @@ def test_a_sample_may_give_its_seed_away(seeding: Any) -> None:
 def test_no_two_batches_of_an_epoch_have_a_word_in_common() -> None:
     """torch's generator looks at the lower 32 bits of a seed only: among 200,000 random ones several would be alike."""
     key = mix(12345, 0, 0)
-    seeds = [batch_seed(key, seq) for seq in range(200_000)]
+    seeds = [seed_of(key, seq) for seq in range(200_000)]
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
     assert max(seeds) < 1 << 63
     ones = [sum(seed >> bit & 1 for seed in seeds) / len(seeds) for bit in range(63)]
@@ -165,7 +165,7 @@ def test_no_two_batches_of_an_epoch_share_numpys_seed(monkeypatch: pytest.Monkey
     """Of 200,000 random ones several would be alike; and none is torch's, which is the same generator."""
     words: list[int] = []
     monkeypatch.setattr(np.random, "seed", words.append)
-    seeder = BatchSeeder((1, 2, 3))
+    seeder = Seeder((1, 2, 3))
     seeds = [seeder(seq) & 0xFFFFFFFF for seq in range(50_000)]
     assert len(set(words)) == len(words) == 50_000
     assert not any(word == seed for word, seed in zip(words, seeds, strict=True))
@@ -174,15 +174,15 @@ def test_no_two_batches_of_an_epoch_share_numpys_seed(monkeypatch: pytest.Monkey
 
 def test_each_generator_draws_numbers_of_its_own() -> None:
     """All three are Mersenne Twisters: from one seed they would draw the same."""
-    BatchSeeder((1, 2, 3))(7)
+    Seeder((1, 2, 3))(7)
     assert len({round(number, 6) for number in (random.random(), float(np.random.rand()), torch.rand(()).item())}) == 3
 
 
-def test_a_batch_seed_sets_all_three_generators() -> None:
+def test_a_seed_of_sets_all_three_generators() -> None:
     """From the same numbers the same draws; another rank, epoch or batch other ones."""
     draws = {}
     for key in [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]:
-        seeder = BatchSeeder(key)
+        seeder = Seeder(key)
         for seq in (0, 1):
             seeder(seq)
             draws[key, seq] = draw()
@@ -192,12 +192,14 @@ def test_a_batch_seed_sets_all_three_generators() -> None:
         assert len({drawn[position] for drawn in draws.values()}) == 8
 
 
-def test_torch_manual_seed_would_give_the_same_stream() -> None:
+def test_torchs_and_pythons_own_functions_would_give_the_same_streams() -> None:
     """Seeding the generator directly is the same, only faster."""
-    seed = BatchSeeder((1, 2, 3))(4)
-    ours = torch.rand(5)
+    random.gauss(0, 1)  # which makes two numbers, and keeps one
+    seed = Seeder((1, 2, 3))(4)
+    ours = torch.rand(5), random.gauss(0, 1)
     torch.manual_seed(seed)
-    assert torch.equal(torch.rand(5), ours)
+    assert torch.equal(torch.rand(5), ours[0])
+    assert random.Random(seed).gauss(0, 1) == ours[1]
 
 
 def test_a_torch_that_raises_where_it_has_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,183 @@
+"""Which sample is being fetched, and the random generator that is its own.
+
+There is one `SampleContext` for each batch, whose position is set before each sample; or one for each sample, where
+several are fetched at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncloader.hashing import mix
+from asyncloader.seeding.seeder import COLLATE, WHOLE, Seeder
+
+BATCH = -1
+"""The position of what belongs to no single sample: ``__getitems__``, ``collate_fn``."""
+COLLATION = -2
+"""That of ``collate_fn`` where samples are known by their place in the epoch."""
+
+_WORD = (1 << 32) - 1
+_NO_BLOCKS = (BATCH, 0)
+
+
+class Placed(NamedTuple):
+    """The keys of a batch that knows where in the epoch it is, under ``seeding="sample"``.
+
+    Attributes:
+        keys: As the sampler gave them.
+        first: Of its first sample, the number in the order of the epoch, from 0.
+    """
+
+    keys: Any
+    first: int
+
+
+class SampleContext:
+    """Where in the run the running code is.
+
+    Args:
+        key: Base seed, epoch of the loader, rank.
+        seq: Number of the batch.
+        position: In the batch, from 0.
+        first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
+    """
+
+    __slots__ = ("_blocks", "_generator", "_made_for", "_samples", "first", "key", "position", "seq")
+
+    def __init__(self, key: tuple[int, int, int], seq: int, position: int = BATCH, first: int | None = None) -> None:
+        self.key = key
+        self.seq = seq
+        self.first = first
+        self._made_for: int | None = None
+        self._blocks = _NO_BLOCKS
+        self._generator: np.random.Generator
+        self._samples: dict[int, SampleContext] | None = None
+        self.position = position
+
+    @property
+    def number(self) -> int:
+        """Of the sample in the epoch; of the first one for what belongs to the batch. Only where that is known."""
+        assert self.first is not None
+        return self.first + max(self.position, 0)
+
+    def of(self, position: int) -> SampleContext:
+        """Return the context of a sample, in that of its batch; the same one each time."""
+        if self._samples is None:
+            self._samples = {}
+        if position not in self._samples:
+            self._samples[position] = SampleContext(self.key, self.seq, position, self.first)
+        return self._samples[position]
+
+    def generator(self) -> np.random.Generator:
+        """Return the generator of this sample: the same one as long as the position is the same."""
+        if self._made_for != self.position:
+            # Philox counts blocks of numbers: a position begins 2^192 of them after the last one, so none ever meet.
+            number, part = (self.seq, self.position) if self.first is None else (self.number, min(self.position, 0))
+            counter = np.array([0, 0, 0, part & _WORD], np.uint64)
+            key = np.array([mix(*self.key), mix(number)], np.uint64)
+            self._generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+            self._made_for = self.position
+        return self._generator
+
+    def next_block(self) -> int:
+        """Count a block that is seeded by itself; return how many there were for this sample."""
+        of, count = self._blocks
+        count = count if of == self.position else 0
+        self._blocks = (self.position, count + 1)
+        return count
+
+
+class SeedingContext(SampleContext):
+    """The context of a batch whose samples are made one after the other: seeds the generators for each.
+
+    Args:
+        key: Base seed, epoch of the loader, rank.
+        seq: Number of the batch.
+        first: Number of the batch's first sample in the epoch.
+        seeder: Of the epoch.
+    """
+
+    __slots__ = ("_position", "_seed")
+
+    def __init__(self, key: tuple[int, int, int], seq: int, first: int, seeder: Seeder) -> None:
+        self._seed = seeder
+        super().__init__(key, seq, BATCH, first)
+        seeder(first, WHOLE)
+
+    @property
+    def position(self) -> int:
+        """In the batch, from 0. Whoever sets it begins to make that sample, or the batch of them."""
+        return self._position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._position = position
+        if position >= 0:
+            self._seed(self.first + position)  # type: ignore[operator]
+        elif position == COLLATION:
+            self._seed(self.first, COLLATE)  # type: ignore[arg-type]
+
+
+current: ContextVar[SampleContext] = ContextVar("asyncloader sample")
+
+
+def enter(key: tuple[int, int, int], seq: int, position: int = BATCH, first: int | None = None) -> None:
+    """Note that what this context does from now on is done for this sample, or batch."""
+    current.set(SampleContext(key, seq, position, first))
+
+
+@contextlib.contextmanager
+def sample_at(position: int) -> Iterator[None]:
+    """Make what runs in the block that of a sample, where the samples of a batch are made in one call."""
+    batch = current.get(None)
+    if batch is None or batch.position != BATCH:
+        yield
+        return
+    outside = current.set(batch.of(position))
+    try:
+        yield
+    finally:
+        current.reset(outside)
+
+
+def here() -> SampleContext:
+    """Return what is being fetched in this context; a new one for a fetcher that was not told."""
+    return current.get(None) or SampleContext((0, 0, 0), 0)
+
+
+def sample_rng() -> np.random.Generator:
+    """Return the random generator of the sample that is being fetched.
+
+    It depends on the loader's base seed, the epoch, the rank, the number of the batch and the position in it, and on
+    nothing else: the same numbers come with any `num_workers`, `concurrency` or timing, after a crash and on a retry.
+    With ``seeding="sample"`` it depends on the place in the epoch's order in place of batch and position: then the same
+    come with any batch size as well. The global generators of random, numpy and torch are shared by all samples that a
+    worker fetches at once; this one is not. In `__getitems__` and in `collate_fn` it is the generator of the batch as a
+    whole.
+
+    It is made at the first call and goes on where it was at the next one for the same sample. Source of the generator:
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Raises:
+        RuntimeError: if no sample is being fetched in this context, as in a thread of the dataset's own that was not
+            started with :func:`asyncio.to_thread`.
+
+    Example:
+        >>> class Noisy:
+        ...     async def __getitem__(self, index):
+        ...         image = await self.load(index)
+        ...         return image + asyncloader.sample_rng().normal(size=image.shape)
+    """
+    sample = current.get(None)
+    if sample is None:
+        raise RuntimeError(
+            "sample_rng() was called where no sample is being fetched. It works inside __getitem__, __getitems__, the "
+            "iterator of an iterable dataset and collate_fn, called by an asyncloader.DataLoader; in a thread of your "
+            "own, call it before and pass the generator on (asyncio.to_thread does so by itself)."
+        )
+    return sample.generator()
