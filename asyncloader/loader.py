@@ -307,7 +307,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Order and content of the batches do not change by it. Who comes takes part when it has opened its copy of the
         dataset; who goes finishes the batches that it has. For map-style datasets without a state of their own, and
-        ``seeding="batch"``. To be called by the thread that iterates. Does not wait.
+        ``seeding="batch"`` or "sample". To be called by the thread that iterates. Does not wait.
 
         Args:
             num_workers: At least 1.

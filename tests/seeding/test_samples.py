@@ -285,3 +285,14 @@ def test_what_is_not_reproducible_is_told() -> None:
     """With the loader and the sample that differs."""
     with pytest.raises(AssertionError, match=r"With num_workers=1, batch_size=4, .*: sample 1 is \(0, .* should be"):
         assert_reproducible(Drawing, batch_sizes=[4], num_workers=(0, 1), seeding="worker")
+
+
+def test_workers_that_come_and_go_in_the_middle() -> None:
+    """What they make is what others would have made."""
+    torch.manual_seed(3)
+    loader = DataLoader(Drawing(), 1, num_workers=1, prefetch_factor=1, seeding="sample", shuffle=True, collate_fn=list)
+    found = []
+    for (sample,) in loader:
+        found.append(sample)
+        loader.set_num_workers(2 if len(found) < 6 else 1)
+    assert found == samples(Drawing(), batch_size=4)[:LENGTH]
