@@ -151,7 +151,7 @@ def describe_death(pid: int, exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
         return f"DataLoader worker (pid {pid}) is killed by signal: {_signal_name(-exitcode)}. {_cause(-exitcode)}"
     if exitcode is None:
-        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly."
+        return f"DataLoader worker (pid(s) {pid}) exited unexpectedly. If a fork server made it, that has ended too."
     return (
         f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {exitcode}. Something in the dataset, "
         "collate_fn or worker_init_fn, or a library that they use, ended the process (sys.exit, os._exit). "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
+from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import Told, hears, listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.iteration.checkpoint import check
@@ -246,6 +247,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         iterator: Any = self._iterator
         if not isinstance(iterator, _import_iterators()[1]):  # a subclass may use torch's
             return None
+        exits.note_user()  # from now on nothing is ended, or has been already
         if not iterator.is_usable:
             self._iterator = None
             return None

@@ -1,21 +1,35 @@
 """The end of the interpreter: who is waited for, and who gets nothing any more.
 
     main thread ends ──> threads that train on come to their end: wait_for_users
-                     ──> our threads and workers end; daemon threads get no more batches: stop_daemon
+                     ──> our threads and workers end (at_exit); daemon threads get no more batches: stop_daemon
+    a thread that is no daemon takes its first batch only now ──> all of it begins anew, and ends when that thread has
 
-Each part of the engine that has something to end registers with ``threading._register_atexit``, and waits for the users
-first: ``atexit`` handlers run after threads were joined, which may wait for what we hold.
+The hook is one of ``threading._register_atexit``, and waits for the users first: ``atexit`` handlers run after threads
+were joined, which may wait for what we hold. It has to be there before the main thread returns, so `loader` imports
+this module, and leaves the rest of the engine until a loader is made.
 """
 
 from __future__ import annotations
 
-import concurrent.futures.process  # its exit hook must be registered before ours
-import concurrent.futures.thread
 import os
 import threading
 import time
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+from asyncloader.errors import LoaderClosedError
+
+try:
+    import concurrent.futures.process as _process  # the exit hooks of both must be registered before ours
+    import concurrent.futures.thread as _thread
+
+    cast(Any, threading)._register_atexit(lambda: _end())
+except RuntimeError as error:
+    raise LoaderClosedError(
+        "asyncloader is imported for the first time after the main thread has returned, when what ends workers with "
+        "the interpreter can no longer be registered. Import it (`from asyncloader import DataLoader`) at the top of "
+        "the program; loaders may then be made by a thread that goes on."
+    ) from error
 
 T = TypeVar("T")
 
@@ -26,17 +40,55 @@ is_exiting = False
 """Threads that train on have ended, and nobody would end what is made from now on."""
 
 _users: set[threading.Thread] = set()
-
-
+_closers: list[Callable[[], None]] = []
+_ending = threading.RLock()  # held while everything ends, and by a thread that comes to be waited for
 _began_at = 0.0
+_processes, _threads = cast(Any, _process), cast(Any, _thread)
 
 
-def begin() -> None:
-    """Wait for those who are waited for; who comes later is too late."""
+def at_exit(close: Callable[[], None]) -> None:
+    """Have this called at the end, before what was given earlier, and again if anything begins anew."""
+    _closers.insert(0, close)
+
+
+def _end() -> None:
+    """Wait for those who are waited for, then close everything."""
     global is_exiting, _began_at
-    wait_for_users()
-    if not is_exiting:
-        is_exiting, _began_at = True, time.monotonic()
+    while True:
+        wait_for_users()
+        with _ending:
+            if _waiting():  # one came in the last moment
+                continue
+            is_exiting, _began_at = True, time.monotonic()
+            for close in _closers:
+                close()
+            return
+
+
+def _begin_anew() -> None:
+    """Serve a thread that comes after the end, when executors too have ended; another thread waits for it."""
+    global is_exiting
+    is_exiting = False
+    _open_executors(True)
+    threading.Thread(target=_end_anew, name="asyncloader exit", daemon=False).start()
+
+
+def _end_anew() -> None:
+    _end()
+    with _ending:
+        if is_exiting:  # otherwise it has begun once more, and somebody else waits
+            _open_executors(False)
+
+
+def _open_executors(is_open: bool) -> None:
+    """Have executors take tasks, as before the end, or end what is left of them without waiting for it."""
+    with _threads._global_shutdown_lock:
+        _processes._global_shutdown = _threads._shutdown = not is_open
+        queues = [] if is_open else list(_threads._threads_queues.values())
+    for tasks in queues:
+        tasks.put(None)
+    for wakeup in [] if is_open else list(_processes._threads_wakeups.values()):
+        wakeup.wakeup()
 
 
 def grace_left_s() -> float:
@@ -45,13 +97,17 @@ def grace_left_s() -> float:
 
 
 def note_user() -> None:
-    """Remember the calling thread as one that takes batches."""
+    """Remember the calling thread as one that takes batches, and is waited for at the end, which it may come after."""
     thread = threading.current_thread()
-    if thread not in _users:
+    if thread in _users and not is_exiting:
+        return
+    with _ending:
         for other in tuple(_users):
             if not other.is_alive():
                 _users.discard(other)
         _users.add(thread)
+        if is_exiting and _may_go_on(thread):
+            _begin_anew()
 
 
 def wait_for_users() -> None:
@@ -61,12 +117,15 @@ def wait_for_users() -> None:
     well, but only after this hook. Threads of an executor end when concurrent.futures' own hook tells them to, which
     would be too late: it is told now.
     """
-    while waiting := [thread for thread in tuple(_users) if _may_go_on(thread)]:
-        pooled = concurrent.futures.thread._threads_queues
-        if any(thread in pooled for thread in waiting):
-            concurrent.futures.thread._python_exit()
+    while waiting := _waiting():
+        if any(thread in _threads._threads_queues for thread in waiting):
+            _threads._python_exit()
         for thread in waiting:
             thread.join()
+
+
+def _waiting() -> list[threading.Thread]:
+    return [thread for thread in tuple(_users) if _may_go_on(thread)]
 
 
 def is_left_behind() -> bool:
@@ -100,8 +159,8 @@ def _may_go_on(thread: threading.Thread) -> bool:
 
 
 def _begin_in_child() -> None:
-    global is_exiting
-    is_exiting = False
+    global is_exiting, _ending
+    is_exiting, _ending = False, threading.RLock()
     _users.clear()
 
 

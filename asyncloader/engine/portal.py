@@ -8,8 +8,8 @@ Why a thread of its own: work goes on while the trainer computes, whichever face
 it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.workers.parent.process`).
 
 Interpreter exit. A ``ProcessPoolExecutor`` whose worker does not end hangs the exit (its manager thread is joined
-before any ``atexit`` handler runs), so the portal closes what is alive from ``threading._register_atexit``, registered
-after ``concurrent.futures`` was imported and so run before its hook.
+before any ``atexit`` handler runs), so the portal closes what is alive in :mod:`asyncloader.engine.exits`' hook, which
+runs before that. A thread that uses a loader later still gets another portal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Portal:
         self.loop = _new_event_loop()
         self.sessions: set[Closeable] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
-        self._is_closed = False
+        self.is_closed = False
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
         # a Ctrl-C in here must not leave a half-made portal to be closed.
@@ -115,6 +115,15 @@ class Portal:
         finally:
             del step
 
+    def launch_apart(self, steps: Generator[Launch, None, None]) -> Future[None]:
+        """Take the steps of a start, and launch what they launch in a thread of its own."""
+        future: Future[None] = Future()
+        if self.is_closing:
+            future.set_exception(exiting())
+        else:
+            threads.start(partial(_fulfil, future, self.launch_here, (steps,)), "asyncloader start")
+        return future
+
     @property
     def is_here(self) -> bool:
         """Whether the caller is the loop thread."""
@@ -131,9 +140,9 @@ class Portal:
         Workers are killed from this thread where the loop does not turn: the interpreter waits for the threads of
         executors, and they for their processes, without a limit.
         """
-        if self._is_closed or self.pid != os.getpid():
+        if self.is_closed or self.pid != os.getpid():
             return
-        self._is_closed = True
+        self.is_closed = True
         exits.wait_for_users()
         deadline = time.monotonic() + exits.EXIT_GRACE_S + 1.0
         try:
@@ -154,7 +163,7 @@ class Portal:
             session.wait_closed(max(0.0, deadline - time.monotonic()))
         if users := self.call(self._end_if_idle).result():
             return users
-        self._is_closed = True
+        self.is_closed = True
         self._finalize.cancel()
         self._thread.join()
         return ""
@@ -221,12 +230,13 @@ _making = threading.Lock()
 
 
 def get_portal() -> Portal:
-    """Return the portal of this process, started at first use."""
+    """Return the portal of this process, started at first use. The calling thread will take batches."""
     global _portal
+    exits.note_user()
     if _portal is None and exits.is_exiting:
         exits.stop_daemon()
     with _making:
-        if _portal is None:
+        if _portal is None or (_portal.is_closed and not exits.is_exiting):
             with handlers_wait():  # Ctrl-C must not meet a portal that is half made
                 _portal = Portal()
         return _portal
@@ -276,11 +286,10 @@ _inherited: list[Any] = []
 
 
 def _close_at_exit() -> None:
-    exits.begin()
     if _portal is not None:
         _portal.close()
     threads.end_all(exits.grace_left_s())
 
 
 os.register_at_fork(after_in_child=_forget)
-threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
+exits.at_exit(_close_at_exit)

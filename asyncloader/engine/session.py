@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
@@ -147,6 +148,10 @@ class Session:
         They find what belongs to it, as workers that torch's loader forks there: connections to SQLite, thread-locals.
         """
         self.portal.launch_here(self._steps())
+
+    def start_apart(self) -> Future[None]:
+        """Do so where nobody is held up by it: neither the caller's loop nor, on the portal's, other loaders."""
+        return self.portal.launch_apart(self._steps())
 
     def _steps(self) -> Generator[Callable[[], None], None, None]:
         """Start; what is yielded launches a worker, and is to be called before the next step."""

@@ -416,11 +416,10 @@ def _stop_at_exit() -> None:
     See :mod:`asyncloader.workers.child.threads` for what would happen to them in the middle of one. Our own are waited
     for when everything else has ended.
     """
-    exits.begin()
     for fetching in exits.copied(fetch_threads):
         fetching.stop()
     for iterator in exits.copied(_iterators):
         iterator.wait_made(exits.grace_left_s())
 
 
-threading._register_atexit(_stop_at_exit)  # type: ignore[attr-defined]
+exits.at_exit(_stop_at_exit)

@@ -97,6 +97,8 @@ class WorkerIterator(BaseIterator[T_co]):
         self._started: Future[None] | None = None
         if wait and self._session.pool.has_processes:
             self._start_from_here()
+        elif self._session.pool.takes_long:
+            self._started = self._session.start_apart()
         else:
             self._started = self._session.portal.call(self._session.start)
             if wait:
@@ -223,7 +225,11 @@ class WorkerIterator(BaseIterator[T_co]):
         if self.is_usable:
             self._settings = replace(self._settings, num_workers=num_workers)
             self._num_workers = num_workers
-            self._session.portal.post(self._session.resize, num_workers)
+            resize = partial(self._session.portal.post, self._session.resize, num_workers)
+            if self._started is None:
+                resize()
+            else:  # the workers of the beginning are being launched, elsewhere
+                self._started.add_done_callback(lambda _: resize())
 
     # -------------------------------------------------------------------------------------------------- taking
 

@@ -109,6 +109,10 @@ class Backend(Protocol):
     def has_processes(self) -> bool:
         """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether launching one may take seconds, in whichever thread."""
+
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one worker after the other; `started` is called after each: it can be given tickets before the next.
 

@@ -184,6 +184,63 @@ begun.wait()
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 3, "")
 
 
+LATE = """
+def train_late():
+    threading.main_thread().join()  # nothing of ours was in use when the interpreter's exit hooks ran
+    print(train(loader) == list(range(40)), flush=True)
+loader = DataLoader(Numbers(), batch_size=4, num_workers=int(sys.argv[1]), persistent_workers=sys.argv[1] == "2")
+"""
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_a_thread_begins_to_train_after_main_has_returned(run: Run, num_workers: str, face: str) -> None:
+    """A non-daemon thread gets all its data, one after the other too; workers that it leaves are ended."""
+    main = """
+def train_later(other):
+    other.join()
+    train_late()
+first = threading.Thread(target=train_late)
+second = threading.Thread(target=train_later, args=(first,))
+first.start()
+second.start()
+"""
+    program = run(NUMBERS + FACES[face] + LATE + main, num_workers)
+    assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
+
+
+def test_a_thread_trains_on_though_main_had_loaders_that_have_ended(run: Run) -> None:
+    """What those used, the background thread too, has ended by then; a pool that it makes itself is ended after it."""
+    main = """
+from concurrent.futures import ThreadPoolExecutor
+def go_on():
+    train_late()
+    train_late.pool = ThreadPoolExecutor()
+    print(train_late.pool.submit(sum, (1, 2)).result(), flush=True)
+train(loader)
+threading.Thread(target=go_on).start()
+"""
+    program = run(NUMBERS + FACES["for"] + LATE + main, "1")
+    assert (program.returncode, program.out, program.err) == (0, "True\n3\n", "")
+
+
+def test_importing_asyncloader_after_main_has_returned_says_what_to_write(run: Run) -> None:
+    """Python takes no exit hooks by then, and without one workers would be left behind."""
+    main = """
+def first_use():
+    threading.main_thread().join()
+    for name in [name for name in sys.modules if name.startswith(("asyncloader", "concurrent.futures.process"))]:
+        del sys.modules[name]
+    try:
+        from asyncloader import DataLoader
+    except Exception as error:
+        print(type(error).__name__, "at the top of the program" in str(error))
+threading.Thread(target=first_use).start()
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out, program.err) == (0, "LoaderClosedError True\n", "")
+
+
 def test_workers_of_such_a_thread_use_loaders_themselves(run: Run) -> None:
     """A worker that is forked while the parent waits for its threads is not exiting."""
     main = """

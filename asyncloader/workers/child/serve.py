@@ -15,6 +15,7 @@ from typing import Any
 from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.child.overlap_loop import make_loop
 from asyncloader.workers.child.transport import ParentGone, ProcessTransport
+from asyncloader.workers.protocol.failure import with_notes
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 
 _KILLED_WITHIN_S = 1.5
@@ -49,7 +50,7 @@ def _opened(source: Any) -> WorkerSpec | Exception:
     try:
         return source if isinstance(source, WorkerSpec) else source.open()
     except Exception as error:
-        return error
+        return with_notes(error, ["The worker was unpickling the dataset and the functions that it needs."])
 
 
 def _wait_to_be_killed() -> None:

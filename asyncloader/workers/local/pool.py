@@ -46,6 +46,11 @@ class LocalPool:
         """Whether launching its workers takes a while; these are launched at once."""
         return False
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether launching one may take seconds."""
+        return False
+
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one worker after the other; `started` is called after each. There is nothing to launch."""
         self._epoch = epoch

@@ -17,6 +17,7 @@ import contextlib
 import io
 import os
 import select
+import signal
 from multiprocessing import context, forkserver, popen_forkserver, popen_spawn_posix, resource_tracker, spawn
 from multiprocessing import util as _util
 from multiprocessing.context import BaseContext, set_spawning_popen
@@ -25,12 +26,14 @@ from multiprocessing.reduction import dump
 from typing import Any, cast
 
 from asyncloader.errors import WorkerStartError
+from asyncloader.workers.parent.launching import masked
 
 PRELOAD = ("torch", "torch.utils.data", "asyncloader.preload")
 """What the fork server imports for us. No thread is left of it when a worker is forked, and no device is touched."""
 
 util = cast(Any, _util)
 _ENDS_WITHIN_S = 1.0
+_NOT_TOLD = 255  # multiprocessing's stand-in for a status that the fork server did not send
 _MAIN = ("init_main_from_name", "init_main_from_path")
 
 
@@ -47,9 +50,13 @@ def own(context: BaseContext) -> tuple[BaseContext, dict[str, str]]:
 
 
 def start_server() -> None:
-    """Start the fork server, if there is none. Signals that it needs are not to be blocked here."""
+    """Start the fork server, if there is none; what it imports takes it seconds, which this does not wait for.
+
+    Without SIGCHLD it would never learn of the end of a worker.
+    """
     _preload()
-    forkserver.ensure_running()
+    with masked(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
+        forkserver.ensure_running()
 
 
 def _preload() -> None:
@@ -93,6 +100,7 @@ class _Forkserver(popen_forkserver.Popen):
             with open(write_end, "wb") as file:
                 file.write(data)
             self.pid = forkserver.read_signed(self.sentinel)
+            self.server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         except (EOFError, ConnectionError) as error:
             _await_end(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
             raise fork_server_ended() from error
@@ -140,6 +148,17 @@ class _ForkServerContext(context.ForkServerContext):
 
 _KINDS: dict[str, type[BaseContext]] = {"spawn": _SpawnContext, "forkserver": _ForkServerContext}
 _CONTEXTS = (context.SpawnContext, context.ForkServerContext, context.DefaultContext)
+
+
+def exitcode_of(process: BaseProcess) -> int | None:
+    """Return how a process of the fork server has ended, as far as that tells: None if it has ended itself."""
+    code = process.exitcode
+    server = getattr(cast(Any, process)._popen, "server", None)
+    if code != _NOT_TOLD or server is None:
+        return code
+    with contextlib.suppress(OSError):  # it was reaped
+        return code if os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else None
+    return None
 
 
 def _await_end(pid: int | None) -> None:

@@ -5,12 +5,14 @@ with handlers_wait(), masked(SIG_BLOCK, all): fork
 
 from __future__ import annotations
 
+import concurrent.futures.process
 import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TypeAlias, TypeVar
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncloader.workers.backend import Launch
 
@@ -49,6 +51,22 @@ def carry_out(steps: Generator[Launch, None, T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+def start_process(executor: ProcessPoolExecutor) -> None:
+    """Have an executor start its process, in the calling thread.
+
+    It refuses once Python's exit hook has run. That may come just after ours (:mod:`asyncloader.engine.exits`), when a
+    thread that trains on has begun anew; whoever may not is refused before.
+    """
+    try:
+        executor.submit(int)
+    except RuntimeError:
+        executors = cast(Any, concurrent.futures.process)
+        if not executors._global_shutdown:
+            raise
+        executors._global_shutdown = False
+        executor.submit(int)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
+from asyncloader.workers.parent import fresh
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import RemoteError
@@ -55,6 +56,7 @@ class Pool:
         self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
         self._unreaped: list[WorkerProcess] = []  # gone, but for the thread of their executor that waits for them
         self._closing = False
+        self._is_starting = False  # somebody may be launching one more
 
     def __repr__(self) -> str:
         return f"<Pool {list(self.processes.values())!r}>"
@@ -70,6 +72,8 @@ class Pool:
         method = self._context.get_start_method()
         if method == "fork":
             return
+        if method == "forkserver":
+            fresh.start_server()  # it imports what it is to import while this pickles
         try:
             self._source = PickledSpec(self._spec)
         except Exception:
@@ -86,6 +90,11 @@ class Pool:
         """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
         return True
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether launching one may take seconds, in whichever thread: it is not forked."""
+        return self._context.get_start_method() != "fork"
+
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one process after the other; `started` is called after each. On failure those that did start are ended.
 
@@ -96,14 +105,21 @@ class Pool:
             WorkerStartError: if the system has no room.
         """
         self._epoch = epoch
+        self._is_starting = True
         try:
             for worker in range(self._spec.num_workers):
+                if self._closing:  # while one was being launched
+                    break
                 self._outstanding[worker] = 0
                 self.processes[worker] = yield from self._start_one(worker, epoch)
                 started()
         except BaseException:
-            self.end(0.0)
+            self._closing = True
             raise
+        finally:
+            self._is_starting = False
+            if self._closing:
+                self.end(0.0)
 
     def _start_one(self, worker: int, epoch: EpochSpec) -> Generator[Launch, None, WorkerProcess]:
         process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
@@ -248,7 +264,7 @@ class Pool:
         self._maybe_closed()
 
     def _maybe_closed(self) -> None:
-        if self._closing and not any(process.is_alive for process in self._everyone()):
+        if self._closing and not self._is_starting and not any(process.is_alive for process in self._everyone()):
             if isinstance(self._source, PickledSpec):
                 self._source.close()
             listener, self.listener = self.listener, None

@@ -38,7 +38,7 @@ from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
 from asyncloader.workers.parent import fresh
 from asyncloader.workers.parent.channel import Channel, open_pair
-from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, try_descriptors
+from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, start_process, try_descriptors
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind
 from asyncloader.workers.protocol.origin import Origin
@@ -150,16 +150,15 @@ class WorkerProcess:
         return ends
 
     def _launch(self, context: BaseContext, forking: Forking, initargs: tuple[Any, ...]) -> None:
-        # Without SIGCHLD the fork server would never learn of the end of a worker. And multiprocessing's resource
-        # tracker, which an executor may start, leaves signals unblocked that were not.
-        with masked(signal.SIG_UNBLOCK, {signal.SIGCHLD}):
+        # multiprocessing's resource tracker, which an executor may start, leaves signals unblocked that were not.
+        with masked(signal.SIG_UNBLOCK, ()):
             executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
-            if context.get_start_method() == "forkserver":
-                fresh.start_server()
+        if context.get_start_method() == "forkserver":
+            fresh.start_server()
         try:
             # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
             with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
-                executor.submit(int)  # makes it start the process
+                start_process(executor)
                 self._meet(executor)
         except BaseException:
             executor.shutdown(wait=False)
@@ -273,7 +272,7 @@ class WorkerProcess:
         except (KeyError, ChildProcessError):  # reaped already, or a child of the fork server
             popen = self._process._popen  # type: ignore[attr-defined]
             if popen.method == "forkserver" and self.is_reaped:
-                return self._process.exitcode
+                return fresh.exitcode_of(self._process)
             code: int | None = popen.returncode
             return code
         if status is None:

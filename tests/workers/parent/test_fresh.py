@@ -21,8 +21,11 @@ import asyncloader
 from asyncloader import DataLoader, WorkerStartError
 
 class Numbers:
+    def __init__(self, length=8):
+        self.length = length
+
     def __len__(self):
-        return 8
+        return self.length
 
     def __getitem__(self, index):
         return index
@@ -33,16 +36,19 @@ class Server(Numbers):
         server = f"/proc/{os.getppid()}"
         return "libtorch" in open(f"{server}/maps").read(), len(os.listdir(f"{server}/task"))
 
+def loader(dataset, **options):
+    return DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="forkserver", **options)
+
 def epoch(dataset=None):
-    return list(DataLoader(dataset or Numbers(), batch_size=None, num_workers=2, multiprocessing_context="forkserver"))
+    return list(loader(dataset or Numbers()))
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_a_main_module_without_a_guard_is_one_error_that_shows_it(run: Run, method: str) -> None:
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_main_module_without_a_guard_is_one_error_that_shows_it(run: Run, num_workers: int) -> None:
     """Nothing of the workers' own is on stderr, and what comes after the loop is not run in them."""
     main = f"""
-for batch in DataLoader(Numbers(), num_workers=2, multiprocessing_context="{method}"):
+for batch in DataLoader(Numbers(), num_workers={num_workers}, multiprocessing_context="spawn"):
     pass
 print("trained", flush=True)
 """
@@ -87,34 +93,12 @@ if __name__ == "__main__":
     assert program.out.splitlines()[1:] == ["__mp_main__ False", "2"]
 
 
-def test_the_fork_server_has_torch(run: Run) -> None:
-    """Beside what the user named, of which some cannot be imported; no thread of it is left once it has forked."""
-    main = """
-if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(["no_such_module_here", "json"])
-    print(set(map(tuple, epoch(Server()))))
-    print(forkserver._forkserver._preload_modules[:2], "torch" in forkserver._forkserver._preload_modules)
-"""
-    assert run(NUMBERS + main).out == "{(True, 1)}\n['no_such_module_here', 'json'] True\n"
+def test_the_fork_servers_life(run: Run, tmp_path: Path) -> None:
+    """One that cannot start is one clear error, and the next loader starts another; one that runs is used as it is.
 
-
-def test_a_fork_server_that_runs_is_used_as_it_is(run: Run) -> None:
-    """It may be the user's, with what that needs; and one that was killed is started again by the next loader."""
-    main = """
-if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload([])
-    forkserver.ensure_running()
-    pid = forkserver._forkserver._forkserver_pid
-    print(epoch()[-1], forkserver._forkserver._forkserver_pid == pid)
-    os.kill(pid, 9)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    print(epoch()[-1], forkserver._forkserver._forkserver_pid == pid)
-"""
-    assert run(NUMBERS + main).out == "7 True\n7 False\n"
-
-
-def test_a_fork_server_that_cannot_start_is_one_clear_error(run: Run, tmp_path: Path) -> None:
-    """It names what the server was to import; the next loader works where that was put right."""
+    It has torch, beside what the user named, of which some cannot be imported; no thread of it is left once it has
+    forked. Where it is killed its workers go with it: others of a new one take their places.
+    """
     (tmp_path / "ends_it.py").write_text("raise SystemExit('not today')")
     main = f"""
 if __name__ == "__main__":
@@ -124,11 +108,28 @@ if __name__ == "__main__":
         epoch()
     except WorkerStartError as error:
         print("ends_it" in str(error), "fork server" in str(error))
-    multiprocessing.set_forkserver_preload([])
-    print(epoch()[-1])
+    multiprocessing.set_forkserver_preload(["no_such_module_here", "json"])
+    print(set(map(tuple, epoch(Server()))))
+    print(forkserver._forkserver._preload_modules[:2], "torch" in forkserver._forkserver._preload_modules)
+    pid = forkserver._forkserver._forkserver_pid
+    iterator = iter(loader(Numbers(64), max_buffered_bytes=0))
+    seen = [next(iterator)]
+    print(forkserver._forkserver._forkserver_pid == pid)
+    os.kill(pid, 9)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    print(seen + list(iterator) == list(range(64)), forkserver._forkserver._forkserver_pid == pid)
 """
     program = run(NUMBERS + main)
-    assert (program.out, program.err) == ("True True\n7\n", "not today\n")
+    assert program.out.splitlines() == [
+        "True True",
+        "{(True, 1)}",
+        "['no_such_module_here', 'json'] True",
+        "True",
+        "True False",
+    ]
+    assert program.err.startswith("not today\n")
+    assert "If a fork server made it, that has ended too." in program.err
+    assert "Traceback" not in program.err
 
 
 def test_a_fork_server_that_imports_a_main_module_without_a_guard(run: Run) -> None:

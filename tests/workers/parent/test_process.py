@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures.process
 import multiprocessing
 import os
 import subprocess
@@ -16,7 +18,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, LoaderClosedError
+from asyncloader.engine.portal import get_portal
 from asyncloader.workers.backend import WorkerState
 from asyncloader.workers.parent import pool, process
 
@@ -85,6 +88,12 @@ def test_primitives_of_multiprocessing(start_method: str) -> None:
     assert sorted(dataset.queue.get(timeout=5) for _ in range(16)) == sorted(list(range(8)) * 2)
     dataset.queue.close()
     dataset.queue.join_thread()
+
+
+def test_executors_that_python_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit hook may run just after ours, and a thread that trains on come in between: workers start."""
+    monkeypatch.setattr(concurrent.futures.process, "_global_shutdown", True)
+    assert squares_of(DataLoader(Squares(), num_workers=2)) == [index**2 for index in range(8)]
 
 
 class Odd:
@@ -194,6 +203,85 @@ async def test_a_dataset_that_cannot_be_pickled_async() -> None:
     ):
         aiter(loader)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+class Unready(Squares):
+    """Cannot be unpickled while a file is there."""
+
+    def __init__(self, obstacle: Path) -> None:
+        self.obstacle = obstacle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        if self.obstacle.exists():
+            raise ConnectionError("no such database")
+
+
+def test_a_dataset_that_cannot_be_unpickled_is_told_of_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By what it raised, and where; not by each worker, nor on stderr. The next run works where that was put right."""
+    (tmp_path / "obstacle").touch()
+    loader = DataLoader(Unready(tmp_path / "obstacle"), num_workers=2, multiprocessing_context="forkserver")
+    with pytest.raises(ConnectionError, match="no such database") as caught:
+        squares_of(loader)
+    assert "The worker was unpickling the dataset and the functions that it needs." in caught.value.__notes__
+    assert "__setstate__" in str(caught.value.__cause__)
+    (tmp_path / "obstacle").unlink()
+    assert squares_of(loader) == [index**2 for index in range(8)]
+    assert capfd.readouterr().err == ""
+
+
+class Gate:
+    """Holds up what launches workers that are not forked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        launch = process.WorkerProcess._launch
+
+        def launch_late(worker: process.WorkerProcess, context: Any, *args: Any) -> None:
+            if context.get_start_method() != "fork":
+                self.reached.set()
+                assert self.open.wait(60)
+            launch(worker, context, *args)
+
+        monkeypatch.setattr(process.WorkerProcess, "_launch", launch_late)
+
+
+async def test_a_start_that_takes_long_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `async for`, a fork server that imports for seconds: neither the caller's loop nor other loaders wait."""
+    gate = Gate(monkeypatch)
+    iterator = aiter(DataLoader(Squares(), batch_size=None, num_workers=1, multiprocessing_context="forkserver"))
+    first = asyncio.create_task(anext(iterator))
+    await asyncio.to_thread(gate.reached.wait, 60)
+    others = DataLoader(Squares(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert [number async for number in others] == [index**2 for index in range(8)]
+    assert not first.done()
+    gate.open.set()
+    assert [await first] + [number async for number in iterator] == [index**2 for index in range(8)]
+
+
+async def test_other_numbers_of_workers_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the beginning are launched first; then some come or go."""
+    gate = Gate(monkeypatch)
+    iterator = aiter(DataLoader(Squares(), batch_size=None, num_workers=2, multiprocessing_context="forkserver"))
+    await asyncio.to_thread(gate.reached.wait, 60)
+    iterator.set_num_workers(1)
+    gate.open.set()
+    assert [number async for number in iterator] == [index**2 for index in range(8)]
+
+
+async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that is being launched is ended, no other one is begun with, and only then it is closed."""
+    gate = Gate(monkeypatch)
+    iterator = aiter(DataLoader(Squares(), num_workers=2, multiprocessing_context="forkserver"))
+    await asyncio.to_thread(gate.reached.wait, 60)
+    iterator._session.request_close()
+    get_portal().call(lambda: None).result(60)
+    assert not iterator._session._closed.is_set()
+    gate.open.set()
+    await iterator.aclose()
+    assert [worker.is_alive() for worker in iterator._workers] == [False]
+    with pytest.raises(LoaderClosedError):
+        await anext(iterator)
 
 
 @pytest.mark.parametrize("error", [ValueError("init"), StopIteration(), KeyError("k")])
