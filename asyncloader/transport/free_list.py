@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-from asyncloader.transport.arena import PAGE
 from asyncloader.transport.loans import fits
-
-
-def capacity_for(nbytes: int) -> int:
-    """Round up to one of 128 capacities between powers of two: whole pages, at most 0.8 % too large from 512 KiB on."""
-    step = max(PAGE, 1 << max(0, (nbytes - 1).bit_length() - 8))
-    return -(-nbytes // step) * step
 
 
 class Region:

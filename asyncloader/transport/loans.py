@@ -44,6 +44,12 @@ def fits(nbytes: int, capacity: int, is_loose: bool = False) -> bool:
     return nbytes <= capacity <= nbytes + max(3 * nbytes if is_loose else nbytes >> 2, 8 * PAGE)
 
 
+def capacity_for(nbytes: int) -> int:
+    """Round up to one of 128 capacities between powers of two: whole pages, at most 0.8 % too large from 512 KiB on."""
+    step = max(PAGE, 1 << max(0, (nbytes - 1).bit_length() - 8))
+    return -(-nbytes // step) * step
+
+
 _exporter_types: dict[int, Any] = {}
 
 
@@ -135,8 +141,12 @@ class WorkerSlabs:
 
     def _best_fit(self, nbytes: int) -> Loan | None:
         best: Loan | None = None
+        least = capacity_for(nbytes)
         for idle in self._idle.values():
             loan = idle.loan
+            if loan.capacity == least:  # none fits better
+                best = loan
+                break
             if fits(nbytes, loan.capacity, loan.is_loose) and (best is None or loan.capacity < best.capacity):
                 best = loan
         if best is not None:

@@ -15,8 +15,7 @@ import mmap
 import weakref
 from typing import Any
 
-from asyncloader.transport.free_list import capacity_for
-from asyncloader.transport.loans import exporter_at, fits
+from asyncloader.transport.loans import capacity_for, exporter_at, fits
 
 # malloc keeps what is smaller, and uses it again. Huge pages were tried: as fast later, up to ten times slower before.
 RECYCLED_MIN = 1 << 20

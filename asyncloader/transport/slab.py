@@ -30,8 +30,8 @@ from asyncloader.machine import total_bytes
 from asyncloader.transport import arena as arenas
 from asyncloader.transport.arena import Arena, Extents
 from asyncloader.transport.budget import Budget
-from asyncloader.transport.free_list import FreeList, Region, capacity_for
-from asyncloader.transport.loans import ArenaHandle, exporter_at
+from asyncloader.transport.free_list import FreeList, Region
+from asyncloader.transport.loans import ArenaHandle, capacity_for, exporter_at
 
 PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
 LOSS_BYTES = 32 << 20  # with more than that unused in regions on lease, they have to fit better

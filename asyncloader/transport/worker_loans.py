@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 from asyncloader.transport import codec
-from asyncloader.transport.free_list import Region, capacity_for
-from asyncloader.transport.loans import Loan
+from asyncloader.transport.free_list import Region
+from asyncloader.transport.loans import Loan, capacity_for
 from asyncloader.transport.slab import SlabPool
 
-_AHEAD = 3  # batches for which a worker has slabs at most: it fills them one after the other
+_AHEAD = 3  # batches for which a worker has slabs at most, if they are large: it fills them one after the other
+_MOST_AHEAD = 16  # if they are small: to ask for a slab takes longer than to fill one
+_AHEAD_BYTES = 4 << 20  # which is what small ones may take together
+_RECENT = 8  # batches that are looked back upon
 _LARGE_BATCH = 8 << 20  # bytes; to fill it takes longer than to ask for another slab, and another slab costs memory
 
 
@@ -28,8 +32,11 @@ class WorkerLoans:
         self._watched: list[Region] = []  # leased while it was forked
         self._loans: dict[int, Region] = {}
         self._kept: dict[int, Region] = {}  # sent, but still referred to
-        self._recent: deque[tuple[int, ...]] = deque(maxlen=8)  # sizes of large buffers of the last batches
-        self._asked: deque[bool] = deque(maxlen=8)  # whether the worker asked while it made them
+        self._num_held: Counter[int] = Counter()  # of _loans, by capacity
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)  # sizes of large buffers of the last batches
+        self._num_alike = 0  # of the last batches, but for the first of them
+        self._likely: dict[int, tuple[int, int]] = {}  # by capacity: size and number in the next batch; {}: to be found
+        self._asked: deque[bool] = deque(maxlen=_RECENT)  # whether the worker asked while it made them
         self._num_asks = 0  # since the last batch
         pool.enlist(self)
 
@@ -47,11 +54,12 @@ class WorkerLoans:
         self._pool.turn()
         if not self._recent or not (last := self._recent[-1]):
             return []
-        num_batches = min(outstanding, _AHEAD)
+        nbytes = sum(last)
+        num_batches = min(outstanding, max(_AHEAD, min(_MOST_AHEAD, _AHEAD_BYTES // nbytes)))
         missing = num_batches * len(last) - len(self._loans)
         if missing <= 0:
             return []
-        may_carve = sum(last) < _LARGE_BATCH or self._asks_often()
+        may_carve = nbytes < _LARGE_BATCH or self._asks_often()
         # Otherwise allocate only for the next batch: a slab will be free by the one after, or the worker asks.
         num_new = missing if may_carve else max(0, len(last) - len(self._loans))
         return self._grant(self._lacking(num_batches)[:missing], num_new)
@@ -79,6 +87,7 @@ class WorkerLoans:
             if self in region.users:
                 self._pool.release(region, self)
         self._loans.clear()
+        self._num_held.clear()
         self._kept.clear()
         self._watched.clear()
         self._pool.retire(self)
@@ -88,7 +97,7 @@ class WorkerLoans:
         """Begin the lease of a region that a payload names, `nbytes` of it."""
         if number not in self._loans or not 0 <= nbytes <= self._loans[number].capacity:
             raise LookupError(f"slab {number} is not on loan to this worker")
-        region = self._loans.pop(number)
+        region = self._taken_off(number)
         memory = self._pool.lease(region, nbytes)
         if is_kept:
             self._kept[number] = region
@@ -98,11 +107,15 @@ class WorkerLoans:
 
     def given_up(self, number: int) -> None:
         """Take back a region that the worker has no use for, or sent and does not refer to any more."""
-        region = self._loans.pop(number, None) or self._kept.pop(number)
+        region = self._taken_off(number) if number in self._loans else self._kept.pop(number)
         self._pool.release(region, self)
 
     def learn(self, sizes: tuple[int, ...]) -> None:
         """Note the sizes of the large buffers of a batch, and whether the worker had to ask for them."""
+        is_alike = bool(self._recent) and self._recent[-1] == sizes
+        self._num_alike = self._num_alike + 1 if is_alike else 0
+        if self._num_alike < _RECENT:  # as long as they were all alike, nothing else is likely
+            self._likely = {}
         self._recent.append(sizes)
         self._asked.append(self._num_asks > 0)
         self._num_asks = 0
@@ -110,17 +123,21 @@ class WorkerLoans:
     def _asks_often(self) -> bool:
         return sum(self._asked) >= 3
 
+    def _taken_off(self, number: int) -> Region:
+        """Remove a region from those on loan."""
+        region = self._loans.pop(number)
+        self._num_held[region.capacity] -= 1
+        return region
+
     def _lacking(self, num_batches: int) -> list[int]:
-        """Sizes that the next batches will need, less what is there."""
-        held = Counter(region.capacity for region in self._loans.values())
-        lacking = []
-        for nbytes in self._likely_sizes() * num_batches:
-            capacity = capacity_for(nbytes)
-            if held[capacity] > 0:
-                held[capacity] -= 1
-            else:
-                lacking.append(nbytes)
-        return lacking
+        """Sizes that the next batches will need, less what is there, batch by batch."""
+        if not self._likely:
+            for nbytes in sorted(self._likely_sizes()):
+                capacity = capacity_for(nbytes)
+                self._likely[capacity] = nbytes, self._likely.get(capacity, (0, 0))[1] + 1
+        held = self._num_held
+        lacking = [[n] * (count * num_batches - held[capacity]) for capacity, (n, count) in self._likely.items()]
+        return [nbytes for of_batch in zip_longest(*lacking) for nbytes in of_batch if nbytes is not None]
 
     def _likely_sizes(self) -> list[int]:
         """Sizes for the next batch: those of the last one, or the largest of the last few where sizes vary."""
@@ -136,5 +153,6 @@ class WorkerLoans:
             if region is not None:
                 region.users.add(self)
                 self._loans[region.number] = region
+                self._num_held[region.capacity] += 1
                 loans.append(Loan(region.number, region.offset, region.capacity, region.is_fresh, self._pool.is_loose))
         return loans
