@@ -138,6 +138,15 @@ def loader_class(request: pytest.FixtureRequest) -> type[torch.utils.data.DataLo
     return pytest.importorskip("asyncloader").DataLoader
 
 
+@pytest.fixture
+def patient_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give worker processes that are asked where they are more time to answer: other work may keep them from it."""
+    from asyncloader.workers.parent import process
+
+    monkeypatch.setattr(process, "STACK_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(process, "_STACK_QUIET_S", 0.2)
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """The process from which programs are forked."""

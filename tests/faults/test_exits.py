@@ -111,7 +111,7 @@ get_portal().post(time.sleep, 4)
     "ending", ["break", pytest.param("close", marks=pytest.mark.slow), pytest.param("del", marks=pytest.mark.slow)]
 )
 def test_hung_workers_are_killed_after_the_grace(run: Run, ending: str) -> None:
-    """close() waits for 3 s at most; del and break do not wait; and the workers are gone while the program goes on."""
+    """close() waits for them; del and break do not wait; and the workers are gone while the program goes on."""
     main = """
 import psutil
 loader = DataLoader(Hung("sleep"), batch_size=4, num_workers=2)
@@ -119,20 +119,17 @@ for i, batch in enumerate(iterator := iter(loader)):
     if i == 1:
         break
 time.sleep(0.2)
-begun = time.monotonic()
 if sys.argv[1] == "close":
     iterator.close()
 del iterator
-took = time.monotonic() - begun
+left = len(psutil.Process().children())
 while psutil.Process().children():
     time.sleep(0.01)
-print(took, time.monotonic() - begun)
+print(left)
 """
     program = run(NUMBERS + HUNG + main, ending)
     assert (program.returncode, program.err) == (0, "")
-    took, gone = map(float, program.out.splitlines()[-1].split())
-    assert gone < 5.0
-    assert took < 5.0 if ending == "close" else took < 1.0
+    assert program.out.splitlines()[-1] == ("0" if ending == "close" else "2")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

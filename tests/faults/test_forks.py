@@ -48,6 +48,7 @@ print(seen == list(range(40)))
     assert (program.returncode, program.out, program.err) == (0, "True\nTrue\nTrue\n0\nTrue\n", "")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "ending",
     ["os._exit(0)", "sys.exit(0)", "del iterator; import gc; gc.collect(); sys.exit(0)", "pass", "raise ValueError"],

@@ -16,6 +16,8 @@ from torch.utils.data import IterableDataset
 from asyncloader import BatchTimeoutError, DataLoader
 from tests.faults.datasets import Augmented, plain
 
+pytestmark = pytest.mark.usefixtures("patient_stacks")
+
 FACES = ["for", "async for"]
 TIMEOUT_S = 0.4
 
