@@ -70,7 +70,7 @@ class Bench:
         rows, found = [], {}
         for name, own in runs.items():
             ratios = [mine.value / other.value for mine, other in zip(own, runs[baseline], strict=True)]
-            seen: dict[str, Any] = {unit: _summary([run.value for run in own]), "ratio": _summary(ratios)}
+            seen: dict[str, Any] = {unit: summary([run.value for run in own]), "ratio": summary(ratios)}
             extras = {key: statistics.median(run.extras[key] for run in own) for key in own[0].extras}
             target = (targets or {}).get(name)
             verdict = self._judge(f"{title}: {name}", target, seen["ratio"]["median"])
@@ -173,7 +173,8 @@ def number(value: float) -> str:
     return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3}f}"
 
 
-def _summary(values: Sequence[float]) -> dict[str, Any]:
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median of some rounds, the least and the most, and all of them."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values), "all": list(values)}
 
 

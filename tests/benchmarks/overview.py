@@ -6,24 +6,28 @@ order but for one. Loads:
 
 - dispatch: batches of one int; what a batch costs that has nothing in it.
 - large batches: 64 x 3 x 224 x 224 float32, 38.5 MB, of one tensor; the trainer reads one number of each page.
-- waiting: samples that sleep 5 ms, as a request over a network does; batches of 16. Beside it what each has for that:
-  SPDL's pipeline with 128 threads, Grain with 16 threads in each of 2 workers (which fetch whole batches), our async
-  dataset with 64 samples at a time in each of 2 workers.
 - skew: samples that sleep 0.5 ms, every 200th 200 ms; batches of 16, 4 workers.
-- photographs: JPEG, decoded with Pillow (see decode); beside it two processes that do nothing else.
+- photographs: JPEG, decoded with Pillow and resized (see decode); beside it two processes that do nothing else.
+- samples that wait: 20 ms each, as a request over a network does, with 2, 16, 128 and 1,024 of them in flight in all,
+  for each loader that can have so many: by processes, threads or coroutines. Whole epochs of 100 times as many samples,
+  so that the bound, so many every 20 ms, takes 2 s.
 - the next epoch, a new loader: time until the first batch, ints, with persistent workers and without.
 - memory: a list of dicts (see memory), the most during an epoch, each in a fresh process.
 
-Rates are over whole epochs from the second batch of each worker on, so starting is not in them. A loader that fails is
-named with its error. With --quick short epochs, three rounds in place of five.
+A clock begins before the iterator is made and ends with the last batch, so that nothing is made before it starts: that
+is the whole epoch. "Steady" is the rate of its last two thirds, so that starting and warming up are not in it; what is
+ready when these begin was made before, which is a window at most, and so it is with every loader. Both are compared to
+torch's in the same round, and the median of these ratios is what counts. A loader that fails is named with its error.
+With --quick short epochs, three rounds in place of five.
 
-No targets: each load has a script of its own that has them. docs/draw_benchmarks.py makes page and picture of the JSON.
+No targets: each load has a script of its own that has them. docs/draw_benchmarks.py makes the page and the pictures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -34,15 +38,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.benchmarks import peers
-from tests.benchmarks.bench import Bench, main
+from tests.benchmarks.bench import Bench, main, number, summary
 from tests.benchmarks.decode import Photographs, bound
 from tests.benchmarks.dispatch import Ints
-from tests.benchmarks.measure import Memory, Run, drain, drain_async, settle
+from tests.benchmarks.measure import Memory, Run, cpu_seconds, settle
 from tests.benchmarks.memory import Dicts, count
 from tests.benchmarks.skew import Sleeps
 from tests.benchmarks.transport import read_pages
 
 WORKERS = 2
+WAIT_S = 0.02
+IN_FLIGHT = (2, 16, 128, 1024)
+MOST_PROCESSES = 32
 
 
 class SameImage(Dataset[Tensor]):
@@ -63,7 +70,7 @@ class Waits(Ints):
     """Samples that come over a network, so to speak."""
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.005)
+        time.sleep(WAIT_S)
         return index
 
 
@@ -71,7 +78,7 @@ class AsyncWaits(Ints):
     """The same for a dataset that is awaited."""
 
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(WAIT_S)
         return index
 
 
@@ -80,17 +87,77 @@ def read(batch: Any) -> None:
     read_pages(torch.as_tensor(batch))
 
 
+class Epoch:
+    """The clock of one epoch: to be made before its iterator, and told of each batch."""
+
+    def __init__(self, per_batch: float) -> None:
+        self._per_batch = per_batch
+        self._cpu = cpu_seconds()
+        self._began = time.perf_counter()
+        self._came: list[float] = []
+
+    def lap(self) -> None:
+        self._came.append(time.perf_counter())
+
+    def run(self) -> Run:
+        """Return the rate of the whole epoch, from the beginning on, and beside it that of its last two thirds."""
+        came, count = self._came, len(self._came)
+        cpu = cpu_seconds() - self._cpu
+        third = count // 3
+        extras = {
+            "steady": (count - 1 - third) * self._per_batch / (came[-1] - came[third]),
+            "first ms": (came[0] - self._began) * 1e3,
+            "cpu us/batch": cpu / count * 1e6,
+        }
+        return Run(count * self._per_batch / (came[-1] - self._began), extras)
+
+
 def whole(
     make: peers.Make, dataset: Any, batch_size: int, use: Any, per_batch: float, workers: int, **options: Any
 ) -> Run:
     """Run through one epoch."""
-    return drain(make(dataset, batch_size, workers, **options), use, per_batch, warm_up=2 * workers - 1)
+    loader = make(dataset, batch_size, workers, **options)
+    watch = Epoch(per_batch)
+    for batch in loader:
+        if use is not None:
+            use(batch)
+        watch.lap()
+    return watch.run()
 
 
 def whole_async(dataset: Any, batch_size: int, use: Any, per_batch: float, workers: int) -> Run:
     """Do so with our `async for`."""
-    loader = peers.ours(dataset, batch_size, workers)
-    return asyncio.run(drain_async(loader, use, per_batch, warm_up=2 * workers - 1))
+
+    async def go() -> Run:
+        loader = peers.ours(dataset, batch_size, workers)
+        watch = Epoch(per_batch)
+        async for batch in loader:
+            if use is not None:
+                use(batch)
+            watch.lap()
+        return watch.run()
+
+    return asyncio.run(go())
+
+
+def waiting(in_flight: int, short: bool) -> dict[str, Callable[[], Run]]:
+    """Return the loaders that can have so many samples in flight, each in the way that it has for it."""
+    batch, turns = min(16, max(1, in_flight // 8)), 15 if short else 100
+    count = -(-in_flight * turns // batch) * batch
+    blocking, awaited = Waits(count), AsyncWaits(count)
+    each = max(1, in_flight // WORKERS)
+    sides: dict[str, Callable[[], Run]] = {}
+    if in_flight <= MOST_PROCESSES:  # one sample in each process
+        sides["torch"] = partial(whole, peers.torch_ordered, blocking, batch, None, batch, in_flight)
+        sides["asyncloader, processes"] = partial(whole, peers.ours, blocking, batch, None, batch, in_flight)
+    given = blocking, batch, None, batch, WORKERS
+    sides["SPDL, threads"] = partial(whole, peers.spdl_threads, *given, threads=in_flight)
+    if 2 * WORKERS <= in_flight <= 128:  # each thread fetches a whole batch, so batches are of one sample
+        sides["Grain, threads"] = partial(whole, peers.grain, blocking, 1, None, 1, WORKERS, threads=each)
+    options: dict[str, Any] = {"concurrency": each}
+    sides["asyncloader, threads"] = partial(whole, peers.ours, *given, **options)
+    sides["asyncloader, async"] = partial(whole, peers.ours, awaited, batch, None, batch, WORKERS, **options)
+    return sides
 
 
 def until_first(make: Callable[[], Any]) -> Run:
@@ -132,8 +199,8 @@ def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]],
     short = bench.quick
     rounds = 3 if short else 5
     skewed = Sleeps([0.2 if index % 200 == 100 else 0.0005 for index in range(800 if short else 3200)])
-    photographs = Photographs(512 if short else 2048)
-    images = SameImage(64 * (16 if short else 60))
+    photographs = Photographs((500, 375), 768 if short else 4096, (224, 224))
+    images = SameImage(64 * (48 if short else 240))
 
     def sides(
         dataset: Any, batch_size: int, use: Any = None, per_batch: float = 1.0, workers: int = WORKERS
@@ -142,13 +209,8 @@ def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]],
         found: dict[str, Any] = {name: partial(whole, make, *given) for name, make in peers.PEERS.items()}
         return {**found, "asyncloader, async for": partial(whole_async, *given)}
 
-    waiting = sides(Waits(640 if short else 1600), 16, None, 16)
-    many = Waits(3200 if short else 12_800), AsyncWaits(3200 if short else 12_800)
-    waiting["SPDL, 128 threads"] = partial(whole, peers.spdl_threads, many[0], 16, None, 16, WORKERS, threads=128)
-    waiting["Grain, 2 x 16 threads"] = partial(whole, peers.grain, many[0], 16, None, 16, WORKERS, threads=16)
-    waiting["asyncloader, async dataset"] = partial(whole, peers.ours, many[1], 16, None, 16, WORKERS)
     decoding = sides(photographs, 32, None, 32)
-    decoding["two processes alone"] = partial(bound, photographs)
+    decoding["two processes alone"] = partial(bound, photographs, 32)
     fresh = {
         name: partial(until_first, partial(make, Ints(1600), 8, WORKERS))
         for name, make in peers.PEERS.items()
@@ -163,14 +225,28 @@ def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]],
         )
     }
     return {
-        "dispatch": ("batches/s", sides(Ints(1500 if short else 10_000), 1), rounds),
+        "dispatch": ("batches/s", sides(Ints(3000 if short else 30_000), 1), rounds),
         "large batches": ("GB/s", sides(images, 64, read, 64 * 3 * 224 * 224 * 4 / 1e9), rounds),
-        "waiting": ("samples/s", waiting, rounds),
         "skew": ("samples/s", sides(skewed, 16, None, 16, 4), rounds),
         "photographs": ("images/s", decoding, rounds),
         "a new loader": ("ms", fresh, rounds),
         "the next epoch": ("ms", lasting, 2 * rounds),
     }
+
+
+def steady(bench: Bench, title: str, unit: str, runs: Mapping[str, list[Run]]) -> None:
+    """Remember the rates without start and warm-up, and their ratios to torch's in the same round."""
+    found, rows = {}, []
+    baseline = [run.extras["steady"] for run in next(iter(runs.values()))]
+    for name, own in runs.items():
+        if "steady" not in own[0].extras:  # two processes alone
+            continue
+        rates = [run.extras["steady"] for run in own]
+        ratios = [mine / theirs for mine, theirs in zip(rates, baseline, strict=True)]
+        found[name] = {unit: summary(rates), "ratio": summary(ratios), "extras": {}, "target": ""}
+        rows.append([name, number(statistics.median(rates)), number(statistics.median(ratios))])
+    bench.table(f"{title}, steady", ["", unit, "ratio"], rows)
+    bench.found[f"{title}, steady"] = found
 
 
 def measure(bench: Bench) -> None:
@@ -183,7 +259,12 @@ def measure(bench: Bench) -> None:
         if stay:
             for side in sides.values():
                 side()
-        bench.compare(title, unit, sound, rounds=rounds, workers_stay=stay)
+        runs = bench.compare(title, unit, sound, rounds=rounds, workers_stay=stay)
+        if "steady" in runs["torch"][0].extras:
+            steady(bench, title, unit, runs)
+    for in_flight in IN_FLIGHT:
+        title = f"samples that wait, {in_flight} in flight"
+        bench.compare(title, "samples/s", safely(bench, title, waiting(in_flight, bench.quick), failed), rounds=3)
     most = {}
     for name in peers.PEERS:
         try:
@@ -198,8 +279,8 @@ def memory(bench: Bench, name: str) -> dict[str, float]:
     """Run through one epoch over a list of dicts in this process; what the tree took at the most."""
     dataset = Dicts(count(bench))
     watch, most = Memory(), 0
-    for number, _ in enumerate(peers.PEERS[name](dataset, 1000, WORKERS)):
-        if number % 50 == 0 or number >= len(dataset) // 1000 - 3:
+    for seen, _ in enumerate(peers.PEERS[name](dataset, 1000, WORKERS)):
+        if seen % 50 == 0 or seen >= len(dataset) // 1000 - 3:
             most = max(most, watch.bytes())
     return {"most MB": most / 1e6}
 
