@@ -22,7 +22,8 @@ from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.epochs import epoch_of
 from asyncloader.protocols import is_stateful, probe
-from asyncloader.samplers.random_order import indices, skip, take
+from asyncloader.samplers.random_order import indices, skip, take, take_array
+from asyncloader.workers.protocol.indices import Indices
 from asyncloader.workers.protocol.snapshot import Frozen, Pace
 
 log = logging.getLogger("asyncloader")
@@ -60,13 +61,22 @@ class Plan:
         progress: Where is counted what was read; samplers' states are left there.
         pace: When to take these.
         is_batched: Keys name the samples of a batch; otherwise one sample.
+        with_arrays: Whoever makes batches takes their keys as arrays as well, where torch's own samplers made them.
     """
 
     def __init__(
-        self, index_sampler: Any, iterator: Iterator[Any], progress: Progress, pace: Pace, *, is_batched: bool = True
+        self,
+        index_sampler: Any,
+        iterator: Iterator[Any],
+        progress: Progress,
+        pace: Pace,
+        *,
+        is_batched: bool = True,
+        with_arrays: bool = False,
     ) -> None:
         self._index_sampler = index_sampler
         self._is_batched = is_batched
+        self._with_arrays = with_arrays
         self._takes_apart = _is_torchs(index_sampler, iterator)
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
         iterated_over = iter(self._batch, []) if self._takes_apart else iterator
@@ -161,7 +171,10 @@ class Plan:
         try:
             if self._inner is None:
                 self._inner = indices(self._index_sampler.sampler)
-            return take(self._inner, self._index_sampler.batch_size)
+            if not self._with_arrays:
+                return take(self._inner, self._index_sampler.batch_size)
+            keys, array = take_array(self._inner, self._index_sampler.batch_size)
+            return keys if array is None else Indices(keys, array)
         except Exception:
             self._inner = iter(())
             raise

@@ -27,6 +27,7 @@ from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
 from asyncloader.protocols import is_stateful
 from asyncloader.settings import Settings
+from asyncloader.workers.child.gather import gathers
 from asyncloader.workers.protocol.snapshot import Frozen, Pace, Start, dataset_here, from_plain, unplain
 
 log = logging.getLogger("asyncloader")
@@ -182,7 +183,10 @@ def _plan(
 ) -> Plan:
     """Return the plan, from where the run begins."""
     progress.begin_after(samplers)
-    plan = Plan(settings.index_sampler, drawn.keys, progress, Pace(), is_batched=settings.auto_collation)
+    is_batched, dataset = settings.auto_collation, settings.dataset
+    is_gathered = gathers(dataset, is_batched, settings.collate_fn) and not (settings.overlaps or is_stateful(dataset))
+    kind = {"is_batched": is_batched, "with_arrays": is_gathered}
+    plan = Plan(settings.index_sampler, drawn.keys, progress, Pace(), **kind)
     if goes_on and progress.position and not settings.is_iterable:
         plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
     return plan

@@ -12,11 +12,14 @@ from itertools import count as counter
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
 _PIECE = 4096
+_RangeIterator = type(iter(range(0)))
 _torch_iter = RandomSampler.__iter__
 
 
@@ -33,6 +36,16 @@ def take(iterator: Iterator[Any], count: int) -> list[Any]:
     return iterator.take(count) if type(iterator) is RandomOrder else [*islice(iterator, count)]
 
 
+def take_array(iterator: Iterator[Any], count: int) -> tuple[list[Any], NDArray[np.int64] | None]:
+    """Return the next `count` indices, or what is left; as an array too, where that is at hand."""
+    if type(iterator) is RandomOrder:
+        return iterator.take(count), iterator.taken
+    taken = [*islice(iterator, count)]
+    if type(iterator) is _RangeIterator and taken and taken[-1] - taken[0] == len(taken) - 1:
+        return taken, np.arange(taken[0], taken[0] + len(taken))
+    return taken, None
+
+
 def skip(iterator: Iterator[Any], count: int) -> int:
     """Leave out the next `count` indices, or what is left; return how many."""
     if type(iterator) is RandomOrder:
@@ -43,7 +56,11 @@ def skip(iterator: Iterator[Any], count: int) -> int:
 
 
 class RandomOrder:
-    """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for."""
+    """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for.
+
+    Attributes:
+        taken: The indices that were taken last, as an array.
+    """
 
     def __init__(self, sampler: RandomSampler) -> None:
         self._sampler = sampler
@@ -53,6 +70,8 @@ class RandomOrder:
         self._order = torch.empty(0, dtype=torch.int64)
         self._at = 0  # in the order: where the next piece begins
         self._piece: list[int] = []
+        self._numbers = np.empty(0, np.int64)  # the same
+        self.taken = self._numbers
         self._used = 0  # of the piece
 
     def __iter__(self) -> Iterator[int]:
@@ -68,6 +87,7 @@ class RandomOrder:
         while self._used + count > len(self._piece) and self._read_on():
             pass
         taken = self._piece[self._used : self._used + count]
+        self.taken = self._numbers[self._used : self._used + count]
         self._used += len(taken)
         return taken
 
@@ -85,8 +105,9 @@ class RandomOrder:
         """Put more indices behind those that are not used yet; return whether there were any."""
         if not self._has_more():
             return False
-        more = self._order[self._at : self._at + _PIECE].tolist()
-        self._piece, self._used = self._piece[self._used :] + more, 0
+        more = self._order[self._at : self._at + _PIECE].numpy()
+        numbers = np.concatenate([self._numbers[self._used :], more])
+        self._piece, self._numbers, self._used = numbers.tolist(), numbers, 0
         self._at += _PIECE
         return True
 

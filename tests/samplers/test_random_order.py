@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
-from asyncloader.samplers.random_order import indices, skip, take
+from asyncloader.samplers.random_order import indices, skip, take, take_array
 
 
 def states(generator: torch.Generator | None) -> tuple[list[int], list[int] | None]:
@@ -70,7 +71,7 @@ def test_an_interrupt_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "tolist", interrupt)
+        patch.setattr(torch.Tensor, "numpy", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
     assert [*seen, *iterator] == whole
@@ -89,3 +90,22 @@ def test_taking_and_skipping(iterate: Any) -> None:
     assert skip(iterator, 10_000) == len(whole) - at
     assert take(iterator, 5) == []
     assert skip(iterator, 5) == 0
+
+
+@pytest.mark.parametrize("count", [3, 4096, 5000])
+@pytest.mark.parametrize("replays", [1, 3])
+def test_indices_as_an_array(count: int, replays: int) -> None:
+    """The same ones, over the borders of pieces and permutations; also of torch's SequentialSampler."""
+    for sampler in (RandomSampler(range(9000), num_samples=9000 * replays), SequentialSampler(range(9000))):
+        iterator = indices(sampler)
+        while (taken := take_array(iterator, count))[0]:
+            assert taken[1] is not None
+            assert (taken[1].dtype, taken[1].tolist()) == (np.int64, taken[0])
+        assert take(indices(sampler), 0) == []
+
+
+def test_indices_that_are_no_array() -> None:
+    """Of other samplers, and of a range with steps."""
+    assert take_array(iter([1, 2]), 5) == ([1, 2], None)
+    assert take_array(iter(range(0, 10, 2)), 3) == ([0, 2, 4], None)
+    assert take_array(iter(range(0)), 3) == ([], None)

@@ -18,6 +18,7 @@ from asyncloader.seeding import sample_context
 from asyncloader.settings import OnError
 from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, RemoteError
+from asyncloader.workers.protocol.indices import listed
 
 
 class NoGoodSample(Exception):
@@ -70,6 +71,7 @@ class MapFetcher:
             return _settled([dataset[keys]], self._run)[0]
         if (rows := self._whole.find(keys)) is not None:
             return rows
+        keys = listed(keys)
         if getattr(dataset, "__getitems__", None) and not self._whole.by_sample:
             return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys)
         samples = [dataset[key] for here.position, key in enumerate(keys)]
@@ -194,6 +196,7 @@ class TolerantMapFetcher(MapFetcher):
         self.bad = ()
         if (rows := self._whole.find(keys)) is not None:
             return rows
+        keys = listed(keys)
         if self._auto_collation and getattr(self._dataset, "__getitems__", None) and not self._whole.by_sample:
             try:
                 return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)

@@ -28,8 +28,9 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
 from asyncloader.transport.whole import Column, Ready, Rows, Source
+from asyncloader.workers.protocol.indices import Indices, Numbers
 
-Numbers = NDArray[np.int64]
+Array = NDArray[np.int64]
 
 _METHODS = {
     kind: (kind.__getitem__, getattr(kind, "__getitems__", None)) for kind in (TensorDataset, Subset, ConcatDataset)
@@ -56,7 +57,7 @@ class WholeBatches:
         self.by_sample = by_sample and not (self.is_collated or seeds_samples(dataset)) and has_samples(dataset)
         self._dataset = dataset
         self._is_default = auto_collation and is_default(collate_fn)
-        self._is_in_memory = self._is_default and is_in_memory(dataset)
+        self._is_in_memory = gathers(dataset, auto_collation, collate_fn)
 
     def find(self, keys: Any) -> Rows | None:
         """Return the rows of a batch; None if its samples are to be fetched."""
@@ -67,6 +68,11 @@ class WholeBatches:
         if not (self.is_collated and self._is_default):
             return samples
         return Ready(samples, len(keys) if hasattr(keys, "__len__") else 1)
+
+
+def gathers(dataset: Any, auto_collation: bool, collate_fn: Any) -> bool:
+    """Whether batches are gathered, as long as nothing about the dataset changes, and their keys may be arrays."""
+    return auto_collation and is_default(collate_fn) and is_in_memory(dataset)
 
 
 def is_in_memory(dataset: Any) -> bool:
@@ -156,11 +162,11 @@ def _columns_of_parts(dataset: ConcatDataset[Any], keys: Any) -> list[Column] | 
     return _joined(found, by_part)
 
 
-def _within(numbers: Numbers, ends: Numbers, part: Any) -> Numbers:
+def _within(numbers: Array, ends: Array, part: Any) -> Array:
     return numbers - ends[part - 1] if part else numbers
 
 
-def _joined(found: list[list[Column]], by_part: Numbers) -> list[Column] | None:
+def _joined(found: list[list[Column]], by_part: Array) -> list[Column] | None:
     """Make one column of those of several parts, whose rows are to be at the places ``by_part`` one after the other."""
     if len(set(map(len, found))) > 1:
         return None
@@ -171,7 +177,7 @@ def _joined(found: list[list[Column]], by_part: Numbers) -> list[Column] | None:
     return [Column(of_column, order) for of_column in parts] if are_alike else None
 
 
-def _in_order(columns: Sequence[Column]) -> Numbers:
+def _in_order(columns: Sequence[Column]) -> Array:
     """Return, of all rows of these columns, one column after the other, the numbers in the order of each."""
     counts = [sum(len(numbers) for _, numbers in column.parts) for column in columns]
     begins = np.cumsum([0, *counts])
@@ -179,9 +185,12 @@ def _in_order(columns: Sequence[Column]) -> Numbers:
     return np.concatenate([begin + order for begin, order in zip(begins, orders, strict=False)])
 
 
-def _numbers(keys: Any, count: int) -> Numbers | None:
+def _numbers(keys: Any, count: int) -> Array | None:
     """Return keys as numbers from 0 on below ``count``; None if one of them is none."""
-    if type(keys) is np.ndarray:
+    numbers: Array | None
+    if type(keys) is Numbers or type(keys) is Indices:
+        numbers = keys.array
+    elif type(keys) is np.ndarray:
         numbers = keys.astype(np.int64) if keys.ndim == 1 and keys.dtype.type in _WHOLE_NUMBERS else None
     elif type(keys) in (list, tuple, range) and _WHOLE_NUMBERS.issuperset(map(type, keys)):
         numbers = np.fromiter(keys, np.int64, len(keys))

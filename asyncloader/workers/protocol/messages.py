@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from asyncloader.epochs import Told
 from asyncloader.observe.record import Record as Record
 from asyncloader.settings import OnError
+from asyncloader.workers.protocol.indices import Indices
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.origin import Origin
 from asyncloader.workers.protocol.snapshot import Start
@@ -75,8 +76,9 @@ def pack_tickets(tickets: Sequence[tuple[int, Any]], loans: Sequence[Any]) -> tu
 
     One for all of them: a pickle for each ticket would take a microsecond more on each side.
     """
+    batches = [keys.travelling() if type(keys) is Indices else keys for _, keys in tickets]
     seqs = pickle.dumps(([seq for seq, _ in tickets], loans), 5)
-    return _LENGTH.pack(len(seqs)), seqs, pickle.dumps([keys for _, keys in tickets], 5)
+    return _LENGTH.pack(len(seqs)), seqs, pickle.dumps(batches, 5)
 
 
 def unpack_tickets(body: bytes) -> tuple[list[int], list[Any], memoryview]:
