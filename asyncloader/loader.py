@@ -101,6 +101,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         equal_steps: What ranks do about iterable datasets that give them different numbers of batches: "drop" leaves
             out what not all have; "pad" has a rank repeat its last batch until all are at their end. They agree some
             steps ahead and hold up to 17 batches for it. All have to begin, leave and resume a run at the same step.
+        prefetch_epochs: 1 has persistent workers go on with the next epoch while the last batches of this one are used:
+            there is no gap between epochs where training is slower than loading. Nothing else changes: where the next
+            epoch turns out to be another one (by `set_epoch`, or by what was drawn from a generator meanwhile), what
+            was made is dropped. For samplers of torch's and ElasticSampler.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -145,6 +149,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
         equal_steps: EqualSteps | None = None,
+        prefetch_epochs: int = 0,
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
@@ -171,7 +176,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
         self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
         self.scheduling, self.seeding, self.snapshot_every_n_steps = scheduling, seeding, snapshot_every_n_steps
-        self.equal_steps, self._newest, self._runs = equal_steps, _nothing, Runs()
+        self.equal_steps, self.prefetch_epochs = equal_steps, prefetch_epochs
+        self._newest, self._runs = _nothing, Runs()
         self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -216,6 +222,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             trace=self.trace,
             snapshot_every_n_steps=self.snapshot_every_n_steps,
             equal_steps=self.equal_steps,
+            prefetch_epochs=self.prefetch_epochs,
         )
 
     def _changed_options(self) -> str:

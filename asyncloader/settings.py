@@ -90,6 +90,7 @@ class Settings:
     trace: str | PathLike[str] | None
     snapshot_every_n_steps: int | None
     equal_steps: EqualSteps | None
+    prefetch_epochs: int
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -209,6 +210,7 @@ class Settings:
             on_crash=first.on_crash,
             worker_backend=first.worker_backend,
             snapshot_every_n_steps=first.snapshot_every_n_steps,
+            prefetch_epochs=first.prefetch_epochs,
         )
 
     def num_samples(self) -> int | None:
@@ -248,11 +250,32 @@ class Settings:
                     "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
                     "samples: torch's DistributedSampler, or ElasticSampler"
                 )
+        self._check_prefetch_epochs()
         if self.on_timeout != "raise" and self.num_workers and not self.timeout:
             raise ConfigurationError(
                 f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "
                 "does: set timeout, in seconds"
             )
+
+    def _check_prefetch_epochs(self) -> None:
+        if self.prefetch_epochs not in (0, 1) or isinstance(self.prefetch_epochs, bool):
+            raise ConfigurationError(f"prefetch_epochs should be 0 or 1, but got {self.prefetch_epochs!r}")
+        if not self.prefetch_epochs:
+            return
+        reasons = {
+            "persistent_workers=True: other workers end with their epoch": self.persistent_workers,
+            "a map-style dataset: an iterable one that was read ahead in vain cannot be read again": not isinstance(
+                self.dataset, IterableDataset
+            ),
+            'seeding="batch" or "sample": streams of random numbers that were drawn in vain are not had again': (
+                self.seeding != "worker"
+            ),
+            "a dataset without a state, in which samples that were read in vain would count": not (
+                self.snapshot_every and is_stateful(self.dataset)
+            ),
+        }
+        if lacking := [reason for reason, is_so in reasons.items() if not is_so]:
+            raise ConfigurationError(f"prefetch_epochs needs {lacking[0]}")
 
     def _check_max_errors(self) -> None:
         limit = self.max_errors

@@ -372,8 +372,9 @@ async def test_asking_again_does_not_begin_a_sample_again(place: dict[str, Any],
     assert (tmp_path / "begun").read_text() == "x"
 
 
-def test_what_blocks_the_loop_for_all_is_named(gate: Gate) -> None:
+def test_what_blocks_the_loop_for_all_is_named(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without workers, by a timeout."""
+    monkeypatch.setattr("asyncloader.iteration.worker_iterator._ANSWER_S", 0.5)
     gate.open()
     release = threading.Event()
     blocking: Any = DataLoader(Gated(gate, act=release.wait), batch_size=4, timeout=0.2)  # type: ignore[arg-type]

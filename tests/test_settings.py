@@ -98,10 +98,14 @@ def test_each_option_takes_another_value() -> None:
         "trace": "trace.json",
         "snapshot_every_n_steps": 3,
         "equal_steps": "pad",
+        "prefetch_epochs": 1,
     }
     assert sorted(values) == sorted(OURS)
     for name, value in values.items():
-        needs = {"on_error": "skip"} if name == "max_errors" else {}
+        needs: dict[str, Any] = {
+            "max_errors": {"on_error": "skip"},
+            "prefetch_epochs": {"num_workers": 1, "persistent_workers": True},
+        }.get(name, {})
         dataset: Any = Stream() if name == "equal_steps" else [1]
         loader = DataLoader(dataset, **{**needs, name: value})
         assert getattr(loader, name) == value

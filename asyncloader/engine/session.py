@@ -84,6 +84,7 @@ class Session:
         self.state = State.NEW
         self.pid = os.getpid()
         self.run = run
+        self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
         self._pinner = pinner
         self._is_stream = policy.is_stream
         self.staff = Staff(portal.loop, pool, policy, run.scheduler.num_workers)
@@ -173,6 +174,8 @@ class Session:
         if self.state is State.CLOSED:
             return
         self._move(State.CLOSING)
+        if self._last is not None:
+            self._last.close()
         self.run.close()
         self._read_inbox()
         self.staff.stop()
@@ -204,8 +207,9 @@ class Session:
             self.apply(self.run.scheduler.plan_ended())
 
     def _begin(self, run: Run) -> None:
-        """Begin another run with the same workers. What is left of the last one is dropped."""
+        """Begin another run with the same workers. What is left to be made of the last one is dropped."""
         last, self.run = self.run, run
+        self._last = last if last.ended else None
         last.handoff.wake_all()
         self._outbox.clear()  # of workers that are not started yet, for the last run
         if self.state is State.OPEN:

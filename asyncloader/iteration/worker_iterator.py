@@ -13,6 +13,7 @@ import asyncio
 import os
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,16 @@ from torch.utils.data import DataLoader
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_loop
+from asyncloader.engine.progress import Progress
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session, State
 from asyncloader.engine.staff import END_GRACE_S
+from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
+from asyncloader.iteration.foresight import make_foresight
 from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
@@ -50,7 +54,7 @@ from asyncloader.workers.protocol.outcome import Batch
 
 T_co = TypeVar("T_co", covariant=True)
 
-_ANSWER_S = 3.0
+_ANSWER_S = 10.0  # the loop answers within a second; where a machine is overloaded, starting a worker takes some
 
 
 class WorkerIterator(BaseIterator[T_co]):
@@ -88,11 +92,13 @@ class WorkerIterator(BaseIterator[T_co]):
         iterate = partial(self._reset, loader, first_iter=True)
         start = self._begin(iterate, state, prepare=partial(self._construct, loader))
         self._run_numbers = count(1)
-        run = self._make_run(start)
+        run = self._make_run(self._spec_of(start), start.plan, start.checkpointer.progress)
         self._session = self._make_session(run)
         self._finalizer = weakref.finalize(self, self._session.request_close)
         self._finalizer.atexit = False
-        self._begin_run(run, start)
+        self._foresight = make_foresight(self._settings, self._epochs()) if self._settings.prefetch_epochs else None
+        run.begin(self._session.waker())
+        self._is_at(run, start)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
         if wait and self._session.pool.has_processes:
@@ -127,21 +133,49 @@ class WorkerIterator(BaseIterator[T_co]):
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
         self._settings = settings.with_workers_of(self._settings)
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
-        run = self._make_run(start)
-        self._session.push(run)
-        self._begin_run(run, start)
+        progress, spec = start.checkpointer.progress, self._spec_of(start)
+        run, plan = None, iter(start.plan)
+        if self._foresight is not None:
+            run, plan = self._foresight.compare(self._settings, spec, plan)
+        if run is None:
+            run = self._make_run(spec, plan, progress)
+            self._session.push(run)
+            run.begin(self._session.waker())
+        else:
+            run.take_up(plan, progress, ErrorLimit(self._settings, progress, run.faults))
+        self._is_at(run, start)
 
-    def _begin_run(self, run: Run, start: RunStart) -> None:
-        run.begin(self._session.waker())
+    def _foresee(self) -> None:
+        """Begin the next run: all batches of this one are made, and are there to be taken."""
+        if self._foresight is not None and self.is_usable:
+            self._foresight.foresee(self._settings, self._epochs(), self._begin_ahead)
+
+    def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
+        """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
+        key = (int(self._base_seed), self._runs.begun, self._rank)
+        spec = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
+        run = self._make_run(spec, iter(keys), progress)
+        self._session.push(run)
+        run.begin(self._session.waker(), until=len(keys) + is_whole)
+        return run
+
+    def _is_at(self, run: Run, start: RunStart) -> None:
+        """Have consumers take from a run that has begun."""
         self._run = run
+        self._meter = self._runs.meter = run.meter
         start.settle()
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self._finalizer()
         self._start(loader, state, wait=False)
 
-    def _make_run(self, start: RunStart) -> Run:
-        settings, progress = self._settings, start.checkpointer.progress
+    def _spec_of(self, start: RunStart) -> EpochSpec:
+        """Return a run as workers are to know it."""
+        number, shared_seed = next(self._run_numbers), start.checkpointer.shared_seed
+        return EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
+
+    def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
+        settings = self._settings
         scheduler = Scheduler(
             num_workers=settings.num_places,
             prefetch_factor=settings.window // settings.num_places,
@@ -156,9 +190,8 @@ class WorkerIterator(BaseIterator[T_co]):
             next_worker=progress.next_worker,
         )
         faults = Faults()
-        epoch = start.checkpointer.epoch
-        self._meter = self._runs.meter = Meter(
-            epoch,
+        meter = Meter(
+            spec.key[1],
             settings.num_places,
             settings.window,
             faults,
@@ -170,11 +203,9 @@ class WorkerIterator(BaseIterator[T_co]):
             concurrency=settings.samples_at_once,
             in_process=settings.is_in_process,
         )
-        checkpointer, epochs = start.checkpointer, self._epochs()
-        spec = EpochSpec(next(self._run_numbers), start.key, checkpointer.shared_seed, start.starts, epochs)
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
         limit = ErrorLimit(settings, progress, faults)
-        return Run(scheduler, spec, self._meter, start.plan, progress, limit, settings.window, **kind)
+        return Run(scheduler, spec, meter, plan, progress, limit, settings.window, **kind)
 
     # ------------------------------------------------------------------------------------------------- workers
 
@@ -241,6 +272,8 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _next(self) -> Any:
         run = self._run
+        if run.ended:
+            self._foresee()
         if run.handoff.ready and self._session.pid == os.getpid() and (item := run.take()) is not None:
             try:
                 return self._open(item)
@@ -297,6 +330,8 @@ class WorkerIterator(BaseIterator[T_co]):
             check_owner(self._session.pid)
             await self._wait_started_async(self._started)
         self._check_usable()
+        if self._run.ended:
+            self._foresee()
         if (item := self._run.take()) is None:
             item = await self._wait_async(asked_at)
         try:
@@ -331,6 +366,8 @@ class WorkerIterator(BaseIterator[T_co]):
     def _take_or_read_on(self, asked_at: float) -> Item | None:
         """Take an item, or find out that there will be none, or do what can be done before waiting."""
         run = self._run
+        if run.ended:
+            self._foresee()
         if (item := run.take(asked_at)) is not None:
             return item
         self._check_usable()

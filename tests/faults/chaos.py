@@ -82,6 +82,8 @@ class Plan:
         may_change = plan.kind not in STREAMS and (place or where) != "here"
         changes = chance.sample(range(60), chance.choice([0, 0, 2, 6]) * may_change)
         crews = {after: chance.randint(1, 4) for after in changes}
+        if plan.loader["persistent_workers"] and plan.kind not in STREAMS:
+            plan.loader["prefetch_epochs"] = chance.choice([0, 1])
         return dataclasses.replace(plan, cancels=frozenset(cancels), crews=crews)._moved(place or where)
 
     def _moved(self, place: str) -> Plan:
@@ -94,7 +96,7 @@ class Plan:
         if place == "thread":
             loader["worker_backend"] = "thread"
         else:
-            loader |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+            loader |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "prefetch_epochs": 0}
             if not is_async:
                 loader["timeout"] = 0
             # Nobody can help a loop that is blocked, nor one that hangs in a stream that has not told where it is.
@@ -153,7 +155,7 @@ class Plan:
 
     def undisturbed(self) -> Plan:
         """Return the run with the same data, one worker (but for streams, which they divide) and no faults."""
-        loader = {**self.loader, "timeout": 0, "on_timeout": "raise", "scheduling": "static"}
+        loader = {**self.loader, "timeout": 0, "on_timeout": "raise", "scheduling": "static", "prefetch_epochs": 0}
         if self.kind not in STREAMS and self.place != "here":
             loader["num_workers"] = 1
         if self.place == "process":

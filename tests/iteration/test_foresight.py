@@ -1,0 +1,389 @@
+"""The next run, begun while the last batches of this one are taken: nothing else is different."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, WorkerDiedError, sample_rng
+from asyncloader.samplers import ElasticSampler
+
+LENGTH = 23
+AHEAD: dict[str, Any] = {"persistent_workers": True, "prefetch_epochs": 1, "worker_backend": "thread"}
+GIVE_UP_S = 60
+
+
+class Epochs(Dataset[Any]):
+    """Samples that depend on the key, on their seed and on the epoch; counts in all workers which were read."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.reads = torch.zeros(LENGTH, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, key: int) -> Any:
+        self.reads[key] += 1
+        return key, self.epoch, float(sample_rng().random())
+
+    def wait_for_reads(self, number: int) -> None:
+        """Wait until so many samples were read in all."""
+        wait_for(lambda: int(self.reads.sum()) >= number)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def make_loader(kind: str = "shuffle", **options: Any) -> DataLoader[Any]:
+    """Return a loader with a sampler of some kind, and workers that stay; nothing depends on how far it reads ahead."""
+    dataset = Epochs()
+    generator = torch.Generator().manual_seed(5)
+    order: dict[str, Any] = {
+        "shuffle": {"shuffle": True},
+        "own generator": {"shuffle": True, "generator": generator},
+        "in order": {},
+        "replacement": {"sampler": RandomSampler(dataset, replacement=True, num_samples=40, generator=generator)},
+        "subset": {"sampler": SubsetRandomSampler(range(0, LENGTH, 2))},
+        "weighted": {"sampler": WeightedRandomSampler([1.0] * LENGTH, LENGTH)},
+        "distributed": {"sampler": DistributedSampler(dataset, num_replicas=2, rank=1)},
+        "elastic": {"sampler": ElasticSampler(dataset, num_replicas=2, rank=1)},
+        "batches": {"batch_sampler": BatchSampler(RandomSampler(dataset), 5, drop_last=True), "batch_size": 1},
+        "unbatched": {"shuffle": True, "batch_size": None},
+    }[kind]
+    defaults = {"batch_size": 3, "num_workers": 2, "max_buffered_bytes": 0, **AHEAD, "prefetch_epochs": 0}
+    return DataLoader(dataset, **{**defaults, **order, **options})
+
+
+def plain(batch: Any) -> Any:
+    return [column.tolist() if isinstance(column, torch.Tensor) else column for column in batch]
+
+
+def epochs_of(loader: DataLoader[Any], count: int, between: Callable[[int], object] = lambda _: None) -> list[Any]:
+    """Return what is seen of some epochs: batches, states, and what the trainer draws itself."""
+    torch.manual_seed(3)
+    seen: list[Any] = []
+    for number in range(count):
+        between(number)
+        for batch in loader:
+            seen.append((plain(batch), torch.rand(1).item()))
+        seen.append(loader.state_dict())
+    loader.close()
+    return seen
+
+
+KINDS = [
+    "shuffle", "own generator", "in order", "replacement", "subset", "weighted", "distributed", "elastic", "batches",
+    "unbatched",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("advances", [False, True], ids=["same epoch", "set_epoch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_else_is_different(kind: str, advances: bool) -> None:
+    """Batches, states and generators, whatever the sampler, and whether it is told of epochs."""
+    seen = []
+    for prefetch_epochs in (0, 1):
+        loader = make_loader(kind, prefetch_epochs=prefetch_epochs, seeding="sample" if advances else "batch")
+        seen.append(epochs_of(loader, 4, loader.set_epoch if advances else lambda _: None))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", ["own generator", "in order", "distributed", "elastic", "unbatched"])
+@pytest.mark.parametrize("advances", [False, True], ids=["same epoch", "set_epoch"])
+def test_what_was_made_ahead_is_taken(kind: str, advances: bool) -> None:
+    """Where the order can be known, no sample is read twice: the first epoch shows how the epochs go on."""
+    loader = make_loader(kind, prefetch_epochs=1)
+    dataset: Any = loader.dataset
+    taken, ahead = 0, 4 if kind == "unbatched" else 4 * 3
+    for number in range(4):
+        if advances:
+            loader.set_epoch(number)
+        taken += sum(1 if kind == "unbatched" else len(plain(batch)[0]) for batch in loader)
+    dataset.wait_for_reads(taken + ahead)
+    loader.close()
+    # In vain is what lies ahead of the last epoch, and once what lay ahead of the first, where the guess was wrong.
+    assert int(dataset.reads.sum()) <= taken + 2 * ahead
+
+
+def test_the_next_epoch_is_made_while_the_last_batch_is_used() -> None:
+    """Before anybody asks for it, in worker processes; and it is the one that comes."""
+    loader = make_loader("own generator", prefetch_epochs=1, worker_backend="process")
+    dataset: Any = loader.dataset
+    iterator: Any = iter(loader)
+    first = list(itertools.islice(iterator, len(loader) - 1))
+    wait_for(lambda: iterator._run.ended)
+    first.append(next(iterator))
+    dataset.wait_for_reads(LENGTH + 4 * 3)
+    assert next(iterator, None) is None
+    second = [plain(batch)[0] for batch in loader]
+    assert sorted(itertools.chain(*second)) == list(range(LENGTH))
+    assert len(first) == len(second)
+    dataset.wait_for_reads(2 * LENGTH + 4 * 3)
+    loader.close()
+    assert int(dataset.reads.sum()) == 2 * LENGTH + 4 * 3
+
+
+async def test_async_for_has_no_gap_either() -> None:
+    """The next epoch begins while the last batch is held."""
+    loader = make_loader("in order", prefetch_epochs=1)
+    dataset: Any = loader.dataset
+    for number in (1, 2):
+        keys = []
+        async for batch in loader:
+            keys += plain(batch)[0]
+        assert keys == list(range(LENGTH))
+        await asyncio.to_thread(dataset.wait_for_reads, number * LENGTH + 4 * 3)
+    await asyncio.to_thread(loader.close)
+    assert int(dataset.reads.sum()) == 2 * LENGTH + 4 * 3
+
+
+def test_an_epoch_of_fewer_batches_than_the_window() -> None:
+    """All of the next one is made ahead, its end included."""
+    seen = [epochs_of(make_loader("own generator", prefetch_epochs=ahead, batch_size=20), 4) for ahead in (0, 1)]
+    assert seen[0] == seen[1]
+
+
+def test_no_samples_at_all() -> None:
+    """There is nothing to begin ahead."""
+    loader = DataLoader(Epochs(), sampler=SubsetRandomSampler([]), num_workers=1, **AHEAD)
+    assert [list(loader) for _ in range(3)] == [[], [], []]
+    loader.close()
+
+
+def change_nothing(_: DataLoader[Any]) -> None:
+    pass
+
+
+def draw(loader: DataLoader[Any]) -> None:
+    torch.rand(1, generator=loader.generator)
+
+
+def jump(loader: DataLoader[Any]) -> None:
+    loader.set_epoch(7)
+
+
+def other_timeout(loader: DataLoader[Any]) -> None:
+    loader.timeout = 30.0
+
+
+def other_sampler(loader: DataLoader[Any]) -> None:
+    """Change a sampler in place, in a way that it does not tell of."""
+    sampler: Any = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        sampler.seed += 1
+
+
+def break_off(loader: DataLoader[Any]) -> None:
+    next(iter(loader))
+
+
+def resume(loader: DataLoader[Any]) -> None:
+    loader.load_state_dict(loader.state_dict())
+
+
+def resume_in_the_middle(loader: DataLoader[Any]) -> None:
+    iterator = iter(loader)
+    list(itertools.islice(iterator, 3))
+    state = loader.state_dict()
+    loader.close()
+    loader.load_state_dict(state)
+
+
+def other_workers(loader: DataLoader[Any]) -> None:
+    loader.set_num_workers(3 - loader.num_workers)
+
+
+CHANGES = (
+    change_nothing,
+    other_workers,
+    draw,
+    jump,
+    other_timeout,
+    other_sampler,
+    break_off,
+    resume,
+    resume_in_the_middle,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    kind=st.sampled_from(KINDS),
+    changes=st.lists(st.sampled_from(CHANGES), min_size=2, max_size=4),
+    seeding=st.sampled_from(["batch", "sample"]),
+)
+def test_whatever_the_trainer_does_between_epochs(
+    kind: str, changes: list[Callable[[DataLoader[Any]], None]], seeding: str
+) -> None:
+    """What turns out to be another epoch than was foreseen is begun anew."""
+    seen = []
+    for prefetch_epochs in (0, 1):
+        loader = make_loader(kind, prefetch_epochs=prefetch_epochs, scheduling="dynamic", seeding=seeding)
+        seen.append(epochs_of(loader, len(changes) + 1, lambda number, it=loader: number and changes[number - 1](it)))
+    assert seen[0] == seen[1]
+
+
+class Dies(Epochs):
+    """Kills its worker at a key, when this is read for the second time: ahead of the second epoch."""
+
+    def __getitem__(self, key: int) -> Any:
+        if key == 4 and self.reads[key] == 1:
+            self.reads[key] += 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("on_crash", ["retry", "raise", "skip"])
+def test_a_worker_that_dies_at_the_next_epoch(on_crash: str) -> None:
+    """What is to be said of it is said there."""
+    dataset = Dies()
+    options: dict[str, Any] = {**AHEAD, "worker_backend": "process", "on_crash": on_crash}
+    loader = DataLoader(dataset, batch_size=3, num_workers=2, **options)
+    keys = [plain(batch)[0] for batch in loader]
+    assert list(itertools.chain(*keys)) == list(range(LENGTH))
+    dataset.wait_for_reads(LENGTH + 5)
+    iterator, second = iter(loader), []
+    lost: list[Any] = [keys[1]] if on_crash == "skip" else []
+    while True:
+        try:
+            second.append(plain(next(iterator))[0])
+        except StopIteration:
+            break
+        except WorkerDiedError as error:
+            lost = error.keys
+            assert keys[1] in lost
+    loader.close()
+    assert second == [each for each in keys if each not in lost]
+    assert (len(lost) > 0) == (on_crash != "retry")
+
+
+class Fails(Epochs):
+    """Raises at a key in the second epoch."""
+
+    def __getitem__(self, key: int) -> Any:
+        if key == 4 and self.reads[key] == 1:
+            raise KeyError("the second time")
+        return super().__getitem__(key)
+
+
+def test_what_a_sample_of_the_next_epoch_raises_is_raised_there() -> None:
+    """In the place of its batch; what is left out is counted in that epoch."""
+    loader = DataLoader(Fails(), batch_size=3, num_workers=2, **AHEAD)
+    assert len(list(loader)) == 8
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(KeyError, match="the second time"):
+        next(iterator)
+    assert len(list(iterator)) == 6
+    loader.close()
+    skipping = DataLoader(Fails(), batch_size=3, num_workers=2, on_error="skip", **AHEAD)
+    assert [(len(list(skipping)), skipping.stats().bad_samples) for _ in range(3)] == [(8, ()), (8, (4,)), (8, (4,))]
+    skipping.close()
+
+
+@pytest.mark.parametrize("taken", [4, 8], ids=["in its middle", "after its end"])
+def test_closing_drops_both_epochs(taken: int) -> None:
+    """An iterator that is closed gives nothing more, of this epoch or the next."""
+    loader = make_loader("in order", prefetch_epochs=1, prefetch_factor=4)
+    dataset: Any = loader.dataset
+    iterator = iter(loader)
+    list(itertools.islice(iterator, taken))
+    if taken == 8:
+        assert next(iterator, None) is None
+    dataset.wait_for_reads(LENGTH)
+    loader.close()
+    if taken < 8:
+        with pytest.raises(LoaderClosedError):
+            list(iterator)
+    with iter(loader) as again:
+        assert plain(next(again))[0] == [0, 1, 2]
+
+
+def test_figures_are_those_of_the_epoch_that_is_taken() -> None:
+    """stats() tells of the next one when it is iterated; its clock begins then."""
+    loader = make_loader("in order", prefetch_epochs=1)
+    dataset: Any = loader.dataset
+    assert len(list(loader)) == 8
+    dataset.wait_for_reads(LENGTH + 12)
+    began = time.perf_counter()
+    assert (loader.stats().epoch, loader.stats().batches) == (0, 8)
+    assert len(list(loader)) == 8
+    assert (loader.stats().epoch, loader.stats().batches) == (1, 8)
+    assert loader.stats().elapsed_s <= time.perf_counter() - began
+    loader.close()
+
+
+class Own(SequentialSampler):
+    """A sampler that counts who iterates over it."""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"persistent_workers": False}, "persistent_workers=True"),
+        ({"seeding": "worker"}, 'seeding="batch"'),
+        ({"prefetch_epochs": 2}, "should be 0 or 1"),
+        ({"prefetch_epochs": True}, "should be 0 or 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None:
+    """At construction, with what to change."""
+    with pytest.raises(ConfigurationError, match=says):
+        DataLoader(Epochs(), num_workers=1, **{**AHEAD, **options})
+
+
+def test_what_cannot_be_read_in_vain_is_refused() -> None:
+    """Streams, and datasets whose state would count it."""
+
+    class Stateful(Epochs):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(ConfigurationError, match="map-style"):
+        DataLoader(Stream(), num_workers=1, **AHEAD)
+    with pytest.raises(ConfigurationError, match="without a state"):
+        DataLoader(Stateful(), num_workers=1, **AHEAD)
+    DataLoader(Stateful(), num_workers=1, snapshot_every_n_steps=0, **AHEAD)
+
+
+def test_what_cannot_be_foreseen_is_told() -> None:
+    """A sampler of the user's may count how often it is iterated over."""
+    loader = DataLoader(Epochs(), sampler=Own(range(4)), num_workers=1, **AHEAD)
+    with pytest.warns(UserWarning, match="the order of Own"):
+        assert [len(list(loader)) for _ in range(2)] == [4, 4]
+    loader.close()
