@@ -67,8 +67,8 @@ class sample_seed:  # read as a function that returns a context manager
     and batch size. In the trainer's process the generators are given back to it after each block; what it draws itself
     while a block runs in another thread, it draws from those of the sample.
 
-    Under another ``seeding``, and where nothing is fetched, it changes nothing. A block that is not async must hold no
-    ``await``: the other samples of its loop would run inside it.
+    Under another ``seeding``, and where nothing is fetched, it changes nothing. A block must hold no ``await``: other
+    samples of its loop would run inside it.
 
     Args:
         position: Of the sample in the batch, in `__getitems__`, which makes all samples of one. In the block,

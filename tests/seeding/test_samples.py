@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, StackDataset, Subset
 
 from asyncloader import DataLoader, sample_rng, sample_seed
-from asyncloader.datasets import CachedDataset, FileDataset
+from asyncloader.datasets import CachedDataset, FileDataset, ImageFolder
 from asyncloader.seeding.seeder import left_alone
 from asyncloader.testing import assert_reproducible, assert_resumable
 
@@ -240,20 +240,43 @@ def test_samples_of_several_datasets() -> None:
     assert_reproducible(lambda: StackDataset(Drawing(), Together()), num_workers=(0, 2), scheduling=["static"])
 
 
+def test_samples_that_turn_out_to_be_awaitables() -> None:
+    """A wrapper whose dataset nobody could know to be async is awaited sample by sample."""
+
+    class Wrapper(Dataset[Any]):
+        def __len__(self) -> int:
+            return LENGTH
+
+        def __getitem__(self, index: int) -> Any:
+            return self.drawn(index)
+
+        async def drawn(self, index: int) -> Any:
+            await asyncio.sleep(0)
+            return (index, *draw())
+
+    expected = samples(Wrapper(), batch_size=1, num_workers=1)
+    assert samples(Wrapper(), batch_size=5, num_workers=2) == expected
+
+
 def test_files_are_read_at_the_same_time_and_decoded_in_turn(tmp_path: Path) -> None:
     """So random transforms are the same with any number of workers, and threads."""
     for number in range(LENGTH):
-        (tmp_path / f"{number}").write_bytes(bytes([number]))
+        (tmp_path / f"{number % 2}").mkdir(exist_ok=True)
+        (tmp_path / f"{number % 2}" / f"{number}.png").write_bytes(bytes([number]))
 
     def decode(data: bytes, path: Path) -> Any:
         return (data[0], *draw())
 
     def of(threads: int, **options: Any) -> list[Any]:
-        return samples(FileDataset(tmp_path, decode, threads=threads), batch_size=4, **options)
+        files = FileDataset(tmp_path, decode, threads=threads)
+        images = ImageFolder(tmp_path, lambda image: (*image, *draw()), decode=decode, threads=threads)
+        found = samples(images, batch_size=4, **options)
+        assert [(number, *drawn[:4]) for (number, *drawn), _ in found] == samples(files, batch_size=3)
+        return [image for image, _ in found]
 
     expected = of(1, num_workers=0)
     assert of(4, num_workers=0) == of(1, num_workers=2) == of(0, num_workers=0) == of(4, num_workers=2) == expected
-    assert len({number for sample in expected for number in sample[1:]}) == 2 * LENGTH * 4
+    assert len({number for sample in expected for number in sample[1:]}) == 2 * LENGTH * 8
 
 
 def test_transforms_after_a_cache_draw_the_same_whether_it_had_the_sample() -> None:

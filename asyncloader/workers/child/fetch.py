@@ -74,7 +74,10 @@ class MapFetcher:
         keys = listed(keys)
         if getattr(dataset, "__getitems__", None) and not self._whole.by_sample:
             return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys)
-        samples = [dataset[key] for here.position, key in enumerate(keys)]
+        if here.first is not None:  # what turns out to be awaitable draws as well, when it is awaited
+            samples = [_settled([dataset[key]], self._run)[0] for here.position, key in enumerate(keys)]
+        else:
+            samples = [dataset[key] for here.position, key in enumerate(keys)]
         here.position = sample_context.BATCH
         return _settled(samples, self._run)
 

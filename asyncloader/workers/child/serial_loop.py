@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -144,7 +145,8 @@ class SerialLoop:
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(coroutine)
+        # Otherwise the runner's own context, of its first run: `sample_rng` would be that of the sample then.
+        return self._runner.run(coroutine, context=contextvars.copy_context())
 
     def close(self) -> None:
         """Let the dataset, its iterator and what they hold run their own cleanup."""
