@@ -100,12 +100,14 @@ class SeedingContext(SampleContext):
         seq: Number of the batch.
         first: Number of the batch's first sample in the epoch.
         seeder: Of the epoch.
+        count: How many samples the batch has.
     """
 
-    __slots__ = ("_position", "_seed")
+    __slots__ = ("_position", "_seed", "_seeds")
 
-    def __init__(self, key: tuple[int, int, int], seq: int, first: int, seeder: Seeder) -> None:
+    def __init__(self, key: tuple[int, int, int], seq: int, first: int, seeder: Seeder, count: int) -> None:
         self._seed = seeder
+        self._seeds = seeder.seeds(first, count)
         super().__init__(key, seq, BATCH, first)
         seeder(first, WHOLE)
 
@@ -118,7 +120,7 @@ class SeedingContext(SampleContext):
     def position(self, position: int) -> None:
         self._position = position
         if position >= 0:
-            self._seed(self.first + position)  # type: ignore[operator]
+            self._seed.set(self._seeds[position])
         elif position == COLLATION:
             self._seed(self.first, COLLATE)  # type: ignore[arg-type]
 

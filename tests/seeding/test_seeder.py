@@ -172,6 +172,15 @@ def test_no_two_batches_of_an_epoch_share_numpys_seed(monkeypatch: pytest.Monkey
     assert all(0 <= word < 1 << 32 for word in words)
 
 
+@pytest.mark.parametrize("first", [0, 7, (1 << 32) - 40, 1 << 40])
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 100])
+def test_many_seeds_at_once_are_those_of_each_alone(first: int, count: int) -> None:
+    """Also where numbers have more than 32 bits."""
+    for key in [(1, 2, 3), (2**62, 0, 9)]:
+        alone = Seeder(key)
+        assert Seeder(key).seeds(first, count) == [alone(number) for number in range(first, first + count)]
+
+
 def test_each_generator_draws_numbers_of_its_own() -> None:
     """All three are Mersenne Twisters: from one seed they would draw the same."""
     Seeder((1, 2, 3))(7)

@@ -305,9 +305,13 @@ class BatchMaker:
             if seed is not None:
                 seed(seq)
             return SampleContext(key, seq), keys
-        first = keys.first
-        here = SampleContext(key, seq, first=first) if seed is None else SeedingContext(key, seq, first, seed)
-        return here, keys.keys
+        keys, first = keys
+        if seed is None:
+            return SampleContext(key, seq, first=first), keys
+        if not self.spec.auto_collation:
+            return SeedingContext(key, seq, first, seed, 1), keys
+        keys = keys if hasattr(keys, "__len__") else list(keys)
+        return SeedingContext(key, seq, first, seed, len(keys)), keys
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""

@@ -75,11 +75,15 @@ class MapFetcher:
         if getattr(dataset, "__getitems__", None) and not self._whole.by_sample:
             return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys)
         if here.first is not None:  # what turns out to be awaitable draws as well, when it is awaited
-            samples = [_settled([dataset[key]], self._run)[0] for here.position, key in enumerate(keys)]
+            samples = [self._one(key) for here.position, key in enumerate(keys)]
         else:
             samples = [dataset[key] for here.position, key in enumerate(keys)]
         here.position = sample_context.BATCH
         return _settled(samples, self._run)
+
+    def _one(self, key: Any) -> Any:
+        sample = self._dataset[key]
+        return self._run(settle(sample)) if hasattr(type(sample), "__await__") else sample
 
 
 class IterableFetcher:
