@@ -1,4 +1,4 @@
-"""Make the picture and the table of docs/benchmarks.md of what tests/benchmarks/overview.py wrote.
+"""Make the pictures and the tables of docs/benchmarks.md of what tests/benchmarks/overview.py wrote.
 
 python docs/draw_benchmarks.py overview.json
 """
@@ -6,6 +6,7 @@ python docs/draw_benchmarks.py overview.json
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from matplotlib import pyplot
 DOCS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- overview: begin -->\n", "<!-- overview: end -->\n"
 LOWER_IS_BETTER = {"ms"}
+IN_FLIGHT = re.compile(r"samples that wait, (\d+) in flight")
+WAIT_S = 0.02
+COLORS = {"asyncloader": "#2563eb", "torch": "#0f172a", "StatefulDataLoader": "#78716c", "SPDL": "#d97706"}
 
 
 def number(value: float) -> str:
@@ -37,50 +41,123 @@ def loads(report: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-def draw(report: dict[str, Any], picture: Path) -> None:
-    """One panel for each load: medians as bars, lowest and highest as whiskers."""
-    panels = loads(report)
-    columns = 2
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(11, 2.6 * rows), layout="constrained")
-    for axis, (title, (unit, sides)) in zip(axes.flat, panels.items(), strict=False):
-        names = list(sides)[::-1]
-        medians = [sides[name][unit]["median"] for name in names]
-        spread = [
-            [sides[name][unit]["median"] - sides[name][unit]["low"] for name in names],
-            [sides[name][unit]["high"] - sides[name][unit]["median"] for name in names],
-        ]
-        colors = ["#2563eb" if name.startswith("asyncloader") else "#94a3b8" for name in names]
-        axis.barh(names, medians, xerr=spread, color=colors, error_kw={"ecolor": "#475569", "capsize": 2})
-        better = "lower is better" if unit in LOWER_IS_BETTER else "higher is better"
-        axis.set_title(f"{title}: {unit} ({better})", fontsize=10, loc="left")
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_visible(False)
-    figure.savefig(picture, dpi=110)
+def style(name: str) -> tuple[str, str]:
+    """Return colour and marker of a loader: ours blue, filled; each family one colour."""
+    family = next((key for key in COLORS if name.startswith(key)), "")
+    marker = {
+        "": "o",
+        "unordered": "s",
+        "async for": "D",
+        "threads": "^",
+        "drop-in": "v",
+        "async": "D",
+        "processes": "o",
+    }
+    return COLORS.get(family, "#15803d"), marker.get(name.partition(", ")[2], "o")
+
+
+def draw_ratios(report: dict[str, Any], picture: Path) -> None:
+    """A row for each load, a dot for each loader: its ratio to torch, which is 1, and a bar over all rounds."""
+    rows = {title: found for title, found in loads(report).items() if not IN_FLIGHT.fullmatch(title)}
+    figure, axis = pyplot.subplots(figsize=(8.2, 0.62 * len(rows) + 1.7), layout="constrained")
+    seen: dict[str, Any] = {}
+    for place, (unit, sides) in enumerate(reversed(rows.values())):
+        names = [name for name in sides if name != "torch"]
+        for at, name in enumerate(names):
+            ratios = sides[name]["ratio"]["all"]
+            if unit in LOWER_IS_BETTER:
+                ratios = [1 / ratio for ratio in ratios]
+            ratios = sorted(ratios)
+            color, marker = style(name)
+            height = place + 0.32 - 0.64 * at / max(1, len(names) - 1)
+            axis.plot([ratios[0], ratios[-1]], [height, height], color=color, linewidth=1, alpha=0.6)
+            filled = color if name.startswith("asyncloader") else "white"
+            middle = ratios[len(ratios) // 2]
+            (seen[name],) = axis.plot(middle, height, marker, color=color, markerfacecolor=filled, markersize=6, ls="")
+    axis.axvline(1, color=COLORS["torch"], linewidth=1)
+    for place in range(len(rows) - 1):
+        axis.axhline(place + 0.5, color="#e2e8f0", linewidth=0.8)
+    axis.set_yticks(range(len(rows)), list(rows)[::-1], fontsize=9)
+    axis.set_ylim(-0.5, len(rows) - 0.5)
+    axis.set_xscale("log")
+    ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
+    low, high = axis.get_xlim()
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axis.set_xticks(shown, [f"{tick:g}" for tick in shown], fontsize=9)
+    axis.minorticks_off()
+    axis.set_xlabel(
+        "times as fast as torch's DataLoader (the line); dot: median of the rounds' ratios, bar: all rounds", fontsize=9
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(picture, dpi=130)
     pyplot.close(figure)
 
 
+def draw_waiting(report: dict[str, Any], picture: Path) -> None:
+    """Samples a second over samples in flight, for all loaders on one axis; the line is as many every 20 ms."""
+    curves: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for title, (unit, sides) in loads(report).items():
+        if match := IN_FLIGHT.fullmatch(title):
+            for name, side in sides.items():
+                curves.setdefault(name, []).append((int(match[1]), side[unit]))
+    figure, axis = pyplot.subplots(figsize=(8.2, 4.2), layout="constrained")
+    flights = sorted({flight for points in curves.values() for flight, _ in points})
+    axis.plot(flights, [flight / WAIT_S for flight in flights], color="#94a3b8", linewidth=1, ls="--")
+    axis.annotate("all of them every 20 ms", (flights[1], flights[1] / WAIT_S), (-6, 8), textcoords="offset points",
+                  fontsize=8, color="#64748b", ha="right")  # fmt: skip
+    for name, points in curves.items():
+        color, marker = style(name)
+        middles = [found["median"] for _, found in points]
+        around = [[m - found["low"] for m, (_, found) in zip(middles, points, strict=True)],
+                  [found["high"] - m for m, (_, found) in zip(middles, points, strict=True)]]  # fmt: skip
+        filled = color if name.startswith("asyncloader") else "white"
+        axis.errorbar([flight for flight, _ in points], middles, around, color=color, marker=marker, label=name,
+                      markerfacecolor=filled, capsize=2, linewidth=1.4, markersize=6)  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(flights, [f"{flight:,}" for flight in flights])
+    axis.set_xlabel("samples in flight, in all", fontsize=9)
+    axis.set_ylabel("samples a second, whole epoch", fontsize=9)
+    axis.legend(fontsize=8, frameon=False)
+    axis.grid(color="#e2e8f0", linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=130)
+    pyplot.close(figure)
+
+
+def table(title: str, unit: str, sides: dict[str, Any]) -> list[str]:
+    """One load: the figure, its spread, its ratio to the first side, and what CPU time a batch takes."""
+    first = next(iter(sides))
+    rounds = len(sides[first][unit]["all"])
+    lines = ["", f"### {title[0].upper()}{title[1:]}", ""]
+    lines += [f"Medians of {rounds} runs; the ratio to {first} is the median of the rounds' ratios.", ""]
+    has_first = any("first ms" in side["extras"] for side in sides.values())
+    lines += [f"| | {unit} | lowest to highest | ratio |{' first batch, ms | CPU ms a batch |' if has_first else ''}"]
+    lines += ["|---|---:|---:|---:|" + "---:|---:|" * has_first]
+    for name, side in sides.items():
+        seen, extras = side[unit], side["extras"]
+        shown = f"**{name}**" if name.startswith("asyncloader") else name
+        line = f"| {shown} | {number(seen['median'])} | {number(seen['low'])} to {number(seen['high'])} "
+        line += f"| {number(side['ratio']['median'])} |"
+        if has_first:
+            cpu, came = extras.get("cpu us/batch"), extras.get("first ms")
+            line += f" {number(came) if came else ''} | {number(cpu / 1e3) if cpu else ''} |"
+        lines.append(line)
+    return lines
+
+
 def tables(report: dict[str, Any]) -> str:
-    """The picture, the machine, then a table for each load, then what failed."""
-    lines = ["![All loaders, all loads](images/benchmarks.png)", ""]
+    """The pictures, the machine, then a table for each load, then what failed."""
+    lines = ["![How many times as fast as torch's DataLoader, by load and loader](images/benchmarks.png)", ""]
+    if any(map(IN_FLIGHT.fullmatch, report["found"])):
+        lines += ["![Samples a second over samples in flight](images/in_flight.png)", ""]
     if report["quick"]:
-        lines += ["**A quick look, with short runs: too short to judge by.**", ""]
+        lines += ["**A quick look, with short runs, on a machine that did other work: too short to judge by.**", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in report["machine"].items()]
     for title, (unit, sides) in loads(report).items():
-        rounds = len(next(iter(sides.values()))[unit]["all"])
-        lines += ["", f"### {title[0].upper()}{title[1:]}", ""]
-        lines += [f"Medians of {rounds} runs; ratio to torch in the same round.", ""]
-        lines += [f"| | {unit} | lowest to highest | ratio | CPU ms a batch |", "|---|---:|---:|---:|---:|"]
-        for name, side in sides.items():
-            seen, cpu = side[unit], side["extras"].get("cpu us/batch")
-            shown = f"**{name}**" if name.startswith("asyncloader") else name
-            lines.append(
-                f"| {shown} | {number(seen['median'])} | {number(seen['low'])} to {number(seen['high'])} "
-                f"| {number(side['ratio']['median'])} | {number(cpu / 1e3) if cpu else ''} |"
-            )
+        lines += table(title, unit, sides)
     for title, figures in report["found"].items():
         if title.startswith("memory"):
             lines += ["", f"### {title[0].upper()}{title[1:]}", "", "| | MB |", "|---|---:|"]
@@ -91,9 +168,11 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Draw the picture, and put the tables between the marks on the page."""
+    """Draw the pictures, and put the tables between the marks on the page."""
     report = json.loads(Path(sys.argv[1]).read_text())
-    draw(report, DOCS / "images" / "benchmarks.png")
+    draw_ratios(report, DOCS / "images" / "benchmarks.png")
+    if any(map(IN_FLIGHT.fullmatch, report["found"])):
+        draw_waiting(report, DOCS / "images" / "in_flight.png")
     page = DOCS / "benchmarks.md"
     text = page.read_text()
     before, rest = text.split(BEGIN)

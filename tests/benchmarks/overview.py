@@ -18,7 +18,7 @@ A clock begins before the iterator is made and ends with the last batch, so that
 is the whole epoch. "Steady" is the rate of its last two thirds, so that starting and warming up are not in it; what is
 ready when these begin was made before, which is a window at most, and so it is with every loader. Both are compared to
 torch's in the same round, and the median of these ratios is what counts. A loader that fails is named with its error.
-With --quick short epochs, three rounds in place of five.
+With --quick short epochs, three rounds in place of five, and no Grain, whose start alone takes seconds.
 
 No targets: each load has a script of its own that has them. docs/draw_benchmarks.py makes the page and the pictures.
 """
@@ -152,7 +152,7 @@ def waiting(in_flight: int, short: bool) -> dict[str, Callable[[], Run]]:
         sides["asyncloader, processes"] = partial(whole, peers.ours, blocking, batch, None, batch, in_flight)
     given = blocking, batch, None, batch, WORKERS
     sides["SPDL, threads"] = partial(whole, peers.spdl_threads, *given, threads=in_flight)
-    if 2 * WORKERS <= in_flight <= 128:  # each thread fetches a whole batch, so batches are of one sample
+    if not short and 2 * WORKERS <= in_flight <= 128:  # each thread fetches a whole batch, so batches are of one sample
         sides["Grain, threads"] = partial(whole, peers.grain, blocking, 1, None, 1, WORKERS, threads=each)
     options: dict[str, Any] = {"concurrency": each}
     sides["asyncloader, threads"] = partial(whole, peers.ours, *given, **options)
@@ -194,9 +194,14 @@ def safely(bench: Bench, title: str, sides: Mapping[str, Callable[[], Run]], fai
     return sound
 
 
+def others(bench: Bench) -> dict[str, peers.Make]:
+    """Return the loaders that take part."""
+    return {name: make for name, make in peers.PEERS.items() if name != "Grain" or not bench.quick}
+
+
 def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]], int]]:
     """Return title: (unit, sides, rounds)."""
-    short = bench.quick
+    short, rivals = bench.quick, others(bench)
     rounds = 3 if short else 5
     skewed = Sleeps([0.2 if index % 200 == 100 else 0.0005 for index in range(800 if short else 3200)])
     photographs = Photographs((500, 375), 768 if short else 4096, (224, 224))
@@ -206,14 +211,14 @@ def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]],
         dataset: Any, batch_size: int, use: Any = None, per_batch: float = 1.0, workers: int = WORKERS
     ) -> dict[str, Any]:
         given = dataset, batch_size, use, per_batch, workers
-        found: dict[str, Any] = {name: partial(whole, make, *given) for name, make in peers.PEERS.items()}
+        found: dict[str, Any] = {name: partial(whole, make, *given) for name, make in rivals.items()}
         return {**found, "asyncloader, async for": partial(whole_async, *given)}
 
     decoding = sides(photographs, 32, None, 32)
     decoding["two processes alone"] = partial(bound, photographs, 32)
     fresh = {
         name: partial(until_first, partial(make, Ints(1600), 8, WORKERS))
-        for name, make in peers.PEERS.items()
+        for name, make in rivals.items()
         if name != "torch, unordered"
     }
     lasting = {
@@ -266,7 +271,7 @@ def measure(bench: Bench) -> None:
         title = f"samples that wait, {in_flight} in flight"
         bench.compare(title, "samples/s", safely(bench, title, waiting(in_flight, bench.quick), failed), rounds=3)
     most = {}
-    for name in peers.PEERS:
+    for name in others(bench):
         try:
             most[name] = bench.alone("memory", name, watch=False)[0]["most MB"]
         except RuntimeError as error:
