@@ -46,11 +46,11 @@ def is_default(collate_fn: Any) -> bool:
 
 
 def stacks_tuples() -> bool:
-    """Whether torch's default now makes of tuples of tensors what it always does: the user may change its map."""
+    """Whether torch's default now makes of tuples and dicts what it always does: users may change its map."""
     there: Map = torch_collate.default_collate_fn_map
     function = there.get(torch.Tensor)
     is_torchs = function is torch_collate.collate_tensor_fn or isinstance(getattr(function, "__self__", None), Stacker)
-    return is_torchs and not any(issubclass(tuple, kind) for kind in there)
+    return is_torchs and not any(issubclass(tuple, kind) or issubclass(dict, kind) for kind in there)
 
 
 def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:

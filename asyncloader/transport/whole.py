@@ -68,24 +68,36 @@ class Column(NamedTuple):
     order: NDArray[np.int64] | None = None
 
 
+Tree: TypeAlias = "list[Column] | tuple[Any, ...] | dict[Any, Any]"
+"""The columns of samples that are tuples of rows; or of samples that are tuples or dicts of such samples."""
+
+
 class Rows(Whole):
-    """What torch's default collation makes of samples that are tuples of rows.
+    """What torch's default collation makes of samples that are tuples of rows, or are made of such ones.
 
     Args:
-        columns: One for each entry of a sample.
+        tree: A column for each entry of a sample.
         count: How many samples there are.
     """
 
-    def __init__(self, columns: Sequence[Column], count: int) -> None:
-        self._columns = columns
+    def __init__(self, tree: Tree, count: int) -> None:
+        self._tree = tree
         self._count = count
 
     def __len__(self) -> int:
         return self._count
 
-    def batch(self, gatherer: Gatherer) -> list[torch.Tensor]:
+    def batch(self, gatherer: Gatherer) -> Any:
         """Gather the rows: a tensor for each column, in a list, as torch collates tuples."""
-        return [_gathered(column, gatherer) for column in self._columns]
+        return _batch(self._tree, gatherer)
+
+
+def _batch(tree: Tree, gatherer: Gatherer) -> Any:
+    if type(tree) is list:
+        return [_gathered(column, gatherer) for column in tree]
+    if isinstance(tree, dict):
+        return {name: _batch(part, gatherer) for name, part in tree.items()}
+    return [_batch(part, gatherer) for part in tree]
 
 
 def _gathered(column: Column, gatherer: Gatherer) -> torch.Tensor:

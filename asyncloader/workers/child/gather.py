@@ -6,6 +6,7 @@ of a batch are found all at once:
     TensorDataset, ArrayDataset                  its rows
     Subset (random_split) of one of these        the rows that its indices name
     ConcatDataset of some                        those of each, and how they lie in the batch
+    StackDataset of all these                    those of each, in a tuple or a dict
 
 Nothing is remembered from batch to batch, so whoever changes tensors, indices or lists of datasets between two batches
 gets what torch would give. What is not plainly the common case is left to be fetched sample by sample, as torch does:
@@ -23,17 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
-from asyncloader.transport.whole import Column, Ready, Rows, Source
+from asyncloader.transport.whole import Column, Ready, Rows, Source, Tree
 from asyncloader.workers.protocol.indices import Indices, Numbers
 
 Array = NDArray[np.int64]
 
 _METHODS = {
-    kind: (kind.__getitem__, getattr(kind, "__getitems__", None)) for kind in (TensorDataset, Subset, ConcatDataset)
+    kind: (kind.__getitem__, getattr(kind, "__getitems__", None))
+    for kind in (TensorDataset, Subset, ConcatDataset, StackDataset)
 }
 _WHOLE_NUMBERS = frozenset({int, np.int64, np.int32, np.int16, np.int8, np.uint32, np.uint16, np.uint8})
 
@@ -82,14 +84,17 @@ def is_in_memory(dataset: Any) -> bool:
         return is_in_memory(dataset.dataset)
     if kind is ConcatDataset:
         return all(map(is_in_memory, dataset.datasets))
+    if kind is StackDataset:
+        parts = dataset.datasets
+        return all(map(is_in_memory, parts.values() if type(parts) is dict else parts))
     return kind is not None
 
 
 def rows_of(dataset: Any, keys: Any) -> Rows | None:
     """Return the rows of a batch; None if it is to be fetched sample by sample."""
     try:
-        columns = _columns(dataset, keys)
-        return None if columns is None or not len(keys) else Rows(columns, len(keys))
+        tree = _tree(dataset, keys)
+        return None if tree is None or not len(keys) else Rows(tree, len(keys))
     except Exception:  # it is raised by the sample that it is about
         return None
 
@@ -113,13 +118,30 @@ def _has_methods(dataset: Any, getitem: Any, getitems: Any) -> bool:
     return is_same and type(dataset).__getitem__ is getitem
 
 
+def _tree(dataset: Any, keys: Any) -> Tree | None:
+    """Return the columns of a batch; of stacked datasets those of each, as their samples are put together."""
+    kind = _kind(dataset)
+    if kind is Subset:
+        return _tree(dataset.dataset, _picked(dataset.indices, keys))
+    if kind is not StackDataset:
+        return _columns(dataset, keys)
+    parts = dataset.datasets
+    if type(parts) not in (dict, tuple):
+        return None
+    names, members = zip(*(parts.items() if type(parts) is dict else enumerate(parts)), strict=True)
+    trees = [_tree(member, keys) for member in members]
+    if any(tree is None for tree in trees):
+        return None
+    return dict(zip(names, trees, strict=True)) if type(parts) is dict else tuple(trees)
+
+
 def _columns(dataset: Any, keys: Any) -> list[Column] | None:
     kind = _kind(dataset)
     if kind is Subset:
         return _columns(dataset.dataset, _picked(dataset.indices, keys))
     if kind is ConcatDataset:
         return _columns_of_parts(dataset, keys)
-    if kind is None:
+    if kind is None or kind is StackDataset:
         return None
     sources = dataset.tensors if kind is TensorDataset else dataset.arrays
     length = sources[0].shape[0]

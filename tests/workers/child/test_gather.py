@@ -93,6 +93,9 @@ GATHERED: dict[str, Callable[[], Any]] = {
     "several of several": lambda: ConcatDataset([ConcatDataset([tensors(), tensors(50, 4)]), tensors(100, 7)]),
     "several subsets": lambda: ConcatDataset([Subset(tensors(), [5, 2]), Subset(tensors(100), [-1])]),
     "a subset of several": lambda: Subset(ConcatDataset([tensors(), tensors(100, 7)]), [26, -1, 0, 20, 19]),
+    "stacked": lambda: StackDataset(tensors(), tensors(100)),
+    "stacked by name": lambda: StackDataset(a=tensors(), b=Subset(tensors(100, 30), range(5, 25))),
+    "a subset of stacked": lambda: Subset(StackDataset(a=tensors(), b=StackDataset(tensors(7))), [3, 1, -1]),
     "arrays": lambda: ArrayDataset(np.arange(60.0).reshape(20, 3), np.arange(20)[::-1]),
     "several of arrays": lambda: ConcatDataset([ArrayDataset(np.arange(6)), ArrayDataset(np.arange(60, 66))]),
 }
@@ -112,7 +115,8 @@ FETCHED: dict[str, Callable[[], Any]] = {
     "several of several dtypes": lambda: ConcatDataset([tensors(), tensors(dtype=torch.float64)]),
     "several of several shapes": lambda: ConcatDataset([tensors(), TensorDataset(torch.ones(5))]),
     "several of several kinds": lambda: ConcatDataset([tensors(), cast(Any, [(1, 2, 3)])]),
-    "stacked": lambda: StackDataset(tensors(), tensors()),
+    "stacked with others": lambda: StackDataset(tensors(), Doubled(*tensors().tensors)),
+    "several that are stacked": lambda: ConcatDataset([StackDataset(tensors()), StackDataset(tensors())]),
 }
 
 KEYS: dict[str, Any] = {
@@ -169,9 +173,11 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert form[0] == form[1]
         as_bytes = [t.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (ours, theirs)]
         assert torch.equal(*as_bytes)
-    elif isinstance(ours, list):
+    elif isinstance(ours, (list, tuple)):
         for one, other in zip(ours, theirs, strict=True):
             assert_same(one, other)
+    elif isinstance(ours, dict):
+        assert_same([*ours.items()], [*theirs.items()])
     else:
         assert ours == theirs
 
@@ -185,7 +191,7 @@ def test_rows_are_those_of_torch(name: str) -> None:
         if name in ("arrays", "several of arrays") and kind not in USUAL:
             continue  # numpy's own words
         assert_same(ours, torchs(dataset, keys))
-        assert is_whole or kind not in USUAL or not isinstance(ours, list), kind
+        assert is_whole or kind not in USUAL or not isinstance(ours, (list, dict)), kind
 
 
 @pytest.mark.parametrize("name", FETCHED)
@@ -195,7 +201,7 @@ def test_all_else_is_fetched_as_torch_does(name: str) -> None:
     for keys in ([0, 1, 2], [1, 25], [-1]):
         theirs = torchs(FETCHED[name](), keys)
         ours, is_whole = fetched(FETCHED[name](), keys)
-        if isinstance(theirs, list):
+        if isinstance(theirs, (list, dict)):
             assert_same(ours, theirs)
         else:
             assert ours == theirs or ours[0] is theirs[0]
@@ -219,6 +225,8 @@ def test_any_tree_of_datasets(data: st.DataObject) -> None:
         return Subset(inside, data.draw(st.lists(keys, min_size=1, max_size=8)))
 
     dataset = tree(3)
+    if data.draw(st.booleans()):
+        dataset = StackDataset(a=dataset, b=StackDataset(dataset))
     keys = data.draw(st.lists(st.integers(-len(dataset), len(dataset) - 1), min_size=1, max_size=10))
     ours, is_whole = fetched(dataset, keys)
     assert is_whole
@@ -251,7 +259,7 @@ def test_collation_that_the_user_changed_is_used(monkeypatch: pytest.MonkeyPatch
     options: dict[str, Any] = {"is_iterable": False, "auto_collation": True, "drop_last": False}
     fetch = make_fetcher(tensors(), collate_fn=default_collate, **options)
     assert isinstance(fetch([1]), Rows)
-    for key in (torch.Tensor, tuple, object):
+    for key in (torch.Tensor, tuple, dict, object):
         with monkeypatch.context() as patch:
             patch.setitem(torch_collate.default_collate_fn_map, key, lambda batch, collate_fn_map: "the user's")
             assert type(fetch([1])) is list
