@@ -319,3 +319,17 @@ def test_workers_that_come_and_go_in_the_middle() -> None:
         found.append(sample)
         loader.set_num_workers(2 if len(found) < 6 else 1)
     assert found == samples(Drawing(), batch_size=4)[:LENGTH]
+
+
+def test_an_epoch_that_is_begun_ahead() -> None:
+    """Its samples are those of one that is begun when it is asked for."""
+    options: dict[str, Any] = {"num_workers": 1, "batch_size": 4, "persistent_workers": True}
+    assert samples(Drawing(), **options, prefetch_epochs=1) == samples(Drawing(), **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_in_memory_are_gathered_as_ever(num_workers: int) -> None:
+    """Nothing is drawn for them."""
+    data = torch.utils.data.TensorDataset(torch.arange(LENGTH))
+    loader = DataLoader(data, 4, seeding="sample", num_workers=num_workers)
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

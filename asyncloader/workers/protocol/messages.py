@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 from asyncloader.epochs import Told
 from asyncloader.observe.record import Record as Record
+from asyncloader.seeding.sample_context import Placed
 from asyncloader.settings import OnError
 from asyncloader.workers.protocol.indices import Indices
 from asyncloader.workers.protocol.modes import Modes
@@ -71,12 +72,21 @@ class Kind(enum.IntEnum):
 KINDS = frozenset(int(kind) for kind in Kind)
 
 
+_PACKED = frozenset({Indices, Placed})
+
+
+def _travelling(keys: Any) -> Any:
+    if type(keys) is Placed:
+        return Placed(keys.keys.travelling(), keys.first) if type(keys.keys) is Indices else keys
+    return keys.travelling()
+
+
 def pack_tickets(tickets: Sequence[tuple[int, Any]], loans: Sequence[Any]) -> tuple[bytes, bytes, bytes]:
     """Return the body of TICKETS, in parts. The keys are the user's: a pickle of their own, which may not come out.
 
     One for all of them: a pickle for each ticket would take a microsecond more on each side.
     """
-    batches = [keys.travelling() if type(keys) is Indices else keys for _, keys in tickets]
+    batches = [_travelling(keys) if type(keys) in _PACKED else keys for _, keys in tickets]
     seqs = pickle.dumps(([seq for seq, _ in tickets], loans), 5)
     return _LENGTH.pack(len(seqs)), seqs, pickle.dumps(batches, 5)
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from asyncloader import DataLoader
+from asyncloader.seeding.sample_context import Placed
 from asyncloader.workers.protocol.indices import Indices, Numbers, listed
 from asyncloader.workers.protocol.messages import pack_tickets, unpack_tickets
 
@@ -18,10 +19,12 @@ from asyncloader.workers.protocol.messages import pack_tickets, unpack_tickets
 def test_on_the_way_there_is_the_array_alone() -> None:
     """A worker gets numbers out of which Python's own ints come."""
     keys = Indices([3, 1, 2], np.array([3, 1, 2]))
-    seqs, _, pickled = unpack_tickets(b"".join(pack_tickets([(0, keys), (1, [7, 8]), (2, "name")], [])))
-    numbers, plain, name = pickle.loads(pickled)
-    assert (seqs, plain, name) == ([0, 1, 2], [7, 8], "name")
-    assert type(numbers) is Numbers
+    tickets = [(0, keys), (1, [7, 8]), (2, "name"), (3, Placed(keys, 8)), (4, Placed([7, 8], 11))]
+    seqs, _, pickled = unpack_tickets(b"".join(pack_tickets(tickets, [])))
+    numbers, plain, name, placed, plain_placed = pickle.loads(pickled)
+    assert (seqs, plain, name) == ([0, 1, 2, 3, 4], [7, 8], "name")
+    assert type(numbers) is type(placed.keys) is Numbers
+    assert (list(placed.keys), placed.first, plain_placed) == ([3, 1, 2], 8, Placed([7, 8], 11))
     assert (len(numbers), list(numbers), numbers[1], numbers[1:]) == (3, [3, 1, 2], 1, [1, 2])
     assert {type(number) for number in [*numbers, numbers[0], *numbers[:2], *listed(numbers)]} == {int}
 
