@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from asyncloader import ConfigurationError
 from asyncloader.datasets import ArrayDataset
@@ -20,17 +20,25 @@ PIXELS = np.arange(COUNT * 6, dtype=np.float32).reshape(COUNT, 2, 3)
 LABELS = np.arange(COUNT) * 3
 
 
-@pytest.fixture(params=["memory", "mapped", "loaded"])
-def pixels(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
-    """Gives the same array: in memory, a part of a mapped file, a file of numpy's."""
-    path = tmp_path / "pixels.npy"
-    if request.param == "memory":
+PLACES = ["memory", "mapped", "loaded"]
+
+
+def pixels_in(place: str, folder: Path) -> Callable[[], Any]:
+    """Return what gives the same array: in memory, a part of a mapped file, a file of numpy's."""
+    path = folder / f"{place}.npy"
+    if place == "memory":
         return lambda: PIXELS
-    if request.param == "loaded":
+    if place == "loaded":
         np.save(path, PIXELS)
         return lambda: np.load(path, mmap_mode="r")
     np.concatenate([np.zeros(5000, np.float32), PIXELS.reshape(-1)]).tofile(path)
     return lambda: np.memmap(path, np.float32, "r", offset=4996 * 4)[4:].reshape(COUNT, 2, 3)
+
+
+@pytest.fixture(params=PLACES)
+def pixels(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    """Gives the array, in each place."""
+    return pixels_in(request.param, tmp_path)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -53,15 +61,17 @@ def test_batches_are_those_of_tensors(loader_class: Any, pixels: Callable[[], An
     assert all(map(torch.equal, dataset.__getitems__([1])[0], dataset[1]))
 
 
-def test_arrays_travel(loader_class: Any, pixels: Callable[[], Any], start_method: str) -> None:
-    """To workers however they are started; what is mapped goes by its place in the file."""
-    dataset = ArrayDataset(pixels())
-    loader = loader_class(dataset, batch_size=COUNT, num_workers=1, multiprocessing_context=start_method)
-    ((batch,),) = list(loader)
-    assert torch.equal(batch, torch.from_numpy(PIXELS))
-    data = pickle.dumps(dataset)
-    assert (len(data) < 1000) == isinstance(dataset.arrays[0], np.memmap)
-    assert torch.equal(pickle.loads(data)[7][0], dataset[7][0])
+def test_arrays_travel(loader_class: Any, tmp_path: Path, start_method: str) -> None:
+    """To workers however they are started, from whatever place; what is mapped goes by its place in the file."""
+    datasets = [ArrayDataset(pixels_in(place, tmp_path)()) for place in PLACES]
+    whole = ConcatDataset(datasets)
+    batches = list(loader_class(whole, batch_size=COUNT, num_workers=1, multiprocessing_context=start_method))
+    assert len(batches) == len(PLACES)
+    for (batch,), dataset in zip(batches, datasets, strict=True):
+        assert torch.equal(batch, torch.from_numpy(PIXELS))
+        data = pickle.dumps(dataset)
+        assert (len(data) < 1000) == isinstance(dataset.arrays[0], np.memmap)
+        assert torch.equal(pickle.loads(data)[7][0], dataset[7][0])
 
 
 def test_changes_and_parts_of_what_is_mapped(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from asyncloader.transport.arena import PAGE, Arena, Extents, MemfdArena, NamedA
 from asyncloader.transport.loans import ArenaHandle
 
 SIZE = 1 << 28
+KINDS = [MemfdArena, NamedArena]
 
 
 def write(memory: Arena, offset: int, content: bytes) -> None:
@@ -31,7 +32,7 @@ def read(memory: Arena, offset: int, length: int) -> bytes:
     return ctypes.string_at(memory.base + offset, length)
 
 
-@pytest.fixture(params=[MemfdArena, NamedArena])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> type[MemfdArena] | type[NamedArena]:
     return request.param
 
@@ -48,24 +49,26 @@ def test_memory_is_reserved_written_and_given_back(kind: type[MemfdArena]) -> No
     memory.close()
 
 
-def _write_from_a_worker(handle: ArenaHandle) -> None:
-    slabs = handle.attach()
-    assert slabs is not None
-    slabs._arena.reserve(0, PAGE)
-    write(slabs._arena, 0, b"from a worker")
+def _write_from_a_worker(*handles: ArenaHandle) -> None:
+    for number, handle in enumerate(handles):
+        slabs = handle.attach()
+        assert slabs is not None
+        slabs._arena.reserve(0, PAGE)
+        write(slabs._arena, 0, b"from a worker %d" % number)
 
 
-def test_another_process_writes_to_it(kind: type[MemfdArena], start_method: str) -> None:
-    """A handle goes to a worker whichever way that is started."""
-    memory = kind.create(SIZE)
+def test_another_process_writes_to_it(start_method: str) -> None:
+    """Handles, of either kind, go to a worker whichever way that is started."""
+    arenas = [kind.create(SIZE) for kind in KINDS]
     context = multiprocessing.get_context(start_method)
-    process = context.Process(target=_write_from_a_worker, args=(ArenaHandle(memory),))
+    process = context.Process(target=_write_from_a_worker, args=[ArenaHandle(memory) for memory in arenas])
     process.start()
     process.join()
     assert process.exitcode == 0
     process.close()
-    assert read(memory, 0, 13) == b"from a worker"
-    memory.close()
+    for number, memory in enumerate(arenas):
+        assert read(memory, 0, 15) == b"from a worker %d" % number
+        memory.close()
 
 
 def test_it_has_one_descriptor() -> None:
