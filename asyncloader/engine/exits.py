@@ -66,14 +66,26 @@ def _end() -> None:
 
 
 def _begin_anew() -> None:
-    """Serve a thread that comes after the end, when executors too have ended; another thread waits for it."""
+    """Serve a thread that comes after the end, when executors too have ended; another thread waits for it.
+
+    Raises:
+        LoaderClosedError: if Python starts no threads any more, nor processes.
+    """
     global is_exiting
+    try:
+        threading.Thread(target=_end_anew, name="asyncloader exit", daemon=False).start()  # waits for `_ending`
+    except RuntimeError as error:
+        raise LoaderClosedError(
+            "Python 3.12.0 and 3.12.1 start no thread and fork no process once the main thread has returned, so no "
+            "loader can begin. Have the main thread wait (thread.join()), or use a later version."
+        ) from error
     is_exiting = False
     _open_executors(True)
-    threading.Thread(target=_end_anew, name="asyncloader exit", daemon=False).start()
 
 
 def _end_anew() -> None:
+    with _ending:  # it has begun anew
+        pass
     _end()
     with _ending:
         if is_exiting:  # otherwise it has begun once more, and somebody else waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -189,6 +190,11 @@ loader = DataLoader(Numbers(), batch_size=4, num_workers=int(sys.argv[1]), persi
 """
 
 
+REFUSES = (3, 12) <= sys.version_info < (3, 12, 2)
+"""Python starts no thread and no process any more, for nobody."""
+
+
+@pytest.mark.skipif(REFUSES, reason="this Python starts nothing any more")
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", ["0", "2"])
 def test_a_thread_begins_to_train_after_main_has_returned(run: Run, num_workers: str, face: str) -> None:
@@ -206,6 +212,7 @@ second.start()
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
 
 
+@pytest.mark.skipif(REFUSES, reason="this Python starts nothing any more")
 def test_a_thread_trains_on_though_main_had_loaders_that_have_ended(run: Run) -> None:
     """What those used, the background thread too, has ended by then; a pool that it makes itself is ended after it."""
     main = """
@@ -219,6 +226,24 @@ threading.Thread(target=go_on).start()
 """
     program = run(NUMBERS + FACES["for"] + LATE + main, "1")
     assert (program.returncode, program.out, program.err) == (0, "True\n3\n", "")
+
+
+def test_where_python_starts_no_thread_any_more(run: Run) -> None:
+    """As 3.12.0 and 3.12.1: an error says so, and what to do."""
+    main = """
+def refuse(*args, **options):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+def first_use():
+    threading.main_thread().join()
+    threading._start_new_thread = threading._start_joinable_thread = refuse
+    try:
+        iter(DataLoader(Numbers(), num_workers=1))
+    except Exception as error:
+        print(type(error).__name__, "start no thread" in str(error))
+threading.Thread(target=first_use).start()
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out, program.err) == (0, "LoaderClosedError True\n", "")
 
 
 def test_importing_asyncloader_after_main_has_returned_says_what_to_write(run: Run) -> None:
