@@ -362,9 +362,10 @@ def test_images(there_and_back: RoundTrip) -> None:
 
 def test_frames(there_and_back: RoundTrip) -> None:
     """Frames of pandas can be changed in place."""
-    frame = pd.DataFrame({"a": np.arange(LARGE), "b": np.arange(LARGE) * 0.5, "c": ["x"] * LARGE, "d": 1})
+    rows = LARGE // 4  # of 8 bytes each
+    frame = pd.DataFrame({"a": np.arange(rows), "b": np.arange(rows) * 0.5, "c": ["x"] * rows, "d": 1})
     frame["e"] = pd.Categorical(frame["c"])
-    frame["f"] = pd.date_range("2024", periods=LARGE)
+    frame["f"] = pd.date_range("2024", periods=rows)
     new = there_and_back(frame)
     pd.testing.assert_frame_equal(new, frame)
     new.loc[0, "a"] = -1
@@ -561,7 +562,8 @@ def test_payloads_that_are_not_as_they_say(there_and_back: RoundTrip, data: st.D
 
     What a worker has on loan stays in order: the batch that comes next is right.
     """
-    batch = [torch.arange(LARGE), torch.arange(3 * LARGE)[LARGE:], "label"]
+    numbers = torch.arange(3 * LARGE // 8)
+    batch = [torch.arange(LARGE // 8), numbers[LARGE // 8 :], "label"]
     payload = bytearray().join(there_and_back.encoder.encode(batch))
     there_and_back.encoder.release()
     decode_it = decode if there_and_back.loans is None else there_and_back.loans.decode

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from asyncloader.workers.protocol.frames import BadFrame, FrameBuffer, frame
 from asyncloader.workers.protocol.messages import HEADER, MAX_FRAME_BYTES, Kind
 
+MOST_PIECES = 2000
+"""About so many: a megabyte in pieces of a byte takes seconds."""
 FRAME = st.tuples(
     st.sampled_from(list(Kind)),
     st.binary(max_size=100)
@@ -33,7 +35,8 @@ def cut(data: bytes, sizes: list[int]) -> list[tuple[int, bytes]]:
     left = memoryview(data)
 
     def receive(view: memoryview) -> int:
-        count = min(sizes[len(left) % len(sizes)] if sizes else len(left), len(view), len(left))
+        size = sizes[len(left) % len(sizes)] if sizes else len(left)
+        count = min(max(size, len(data) // MOST_PIECES), len(view), len(left))
         assert count > 0, "no room to receive into: this would be taken for the end"
         view[:count] = left[:count]
         return count
