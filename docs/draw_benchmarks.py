@@ -86,7 +86,8 @@ def draw_ratios(report: dict[str, Any], picture: Path) -> None:
     axis.set_xticks(shown, [f"{tick:g}" for tick in shown], fontsize=9)
     axis.minorticks_off()
     axis.set_xlabel(
-        "times as fast as torch's DataLoader (the line); dot: median of the rounds' ratios, bar: all rounds", fontsize=9
+        "times as fast as torch's DataLoader, which is the line (median of the rounds' ratios; bars: all rounds)",
+        fontsize=9,
     )
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
@@ -118,7 +119,7 @@ def draw_waiting(report: dict[str, Any], picture: Path) -> None:
     axis.set_yscale("log")
     axis.set_xticks(flights, [f"{flight:,}" for flight in flights])
     axis.set_xlabel("samples in flight, in all", fontsize=9)
-    axis.set_ylabel("samples a second, whole epoch", fontsize=9)
+    axis.set_ylabel("samples a second", fontsize=9)
     axis.legend(fontsize=8, frameon=False)
     axis.grid(color="#e2e8f0", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)

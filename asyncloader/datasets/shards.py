@@ -40,8 +40,8 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
     :class:`asyncloader.DataLoader`, or take :class:`IndexedTarShards`.
 
     The order depends on ``seed``, the epoch, and the numbers of ranks and workers. Call :meth:`set_epoch` before each
-    epoch, as with torch's DistributedSampler; otherwise all are alike. Persistent workers, whose copies of the dataset
-    that does not reach any more, count on by themselves from the epoch that was set when they started.
+    epoch, as with torch's DistributedSampler; otherwise all are alike. Persistent workers have copies of the dataset,
+    which :meth:`asyncloader.DataLoader.set_epoch` reaches; without it they count from the epoch that they began with.
 
     Args:
         shards: Paths and urls: ``file``, ``http``, ``https``, and those of object stores (``s3``, ``gs``, ``az``).
