@@ -274,7 +274,12 @@ class BatchMaker:
             return refused
         work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
         assert fetch is not None
-        here, keys = self._context(self._epoch.key, seq, keys)
+        if type(keys) is Placed:
+            here, keys = self._placed(self._epoch.key, seq, keys)
+        else:
+            here = SampleContext(self._epoch.key, seq)
+            if self._seed is not None:
+                self._seed(seq)
         outside = sample_context.current.set(here)
         try:
             if keeper is not None and (gap := keeper.gap()):
@@ -298,14 +303,9 @@ class BatchMaker:
         finally:
             sample_context.current.reset(outside)
 
-    def _context(self, key: tuple[int, int, int], seq: int, keys: Any) -> tuple[SampleContext, Any]:
-        """Return the context that a batch is made in, and its keys; seed the generators as `seeding` says."""
-        seed = self._seed
-        if type(keys) is not Placed:
-            if seed is not None:
-                seed(seq)
-            return SampleContext(key, seq), keys
-        keys, first = keys
+    def _placed(self, key: tuple[int, int, int], seq: int, placed: Placed) -> tuple[SampleContext, Any]:
+        """Return the context of a batch whose samples know their places, and its keys."""
+        seed, (keys, first) = self._seed, placed
         if seed is None:
             return SampleContext(key, seq, first=first), keys
         if not self.spec.auto_collation:
@@ -317,7 +317,11 @@ class BatchMaker:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         for made in keeper.made:
             self._seed = Seeder(made.key) if self.spec.seed_each_batch or self.spec.seed_each_sample else None
-            here, keys = self._context(made.key, made.seq, made.keys)
+            here, keys = SampleContext(made.key, made.seq), made.keys
+            if type(keys) is Placed:
+                here, keys = self._placed(made.key, made.seq, keys)
+            elif self._seed is not None:
+                self._seed(made.seq)
             sample_context.current.set(here)
             fetch_and_drop(self._fetch, keys)
 
