@@ -109,16 +109,20 @@ def grace_left_s() -> float:
 
 
 def note_user() -> None:
-    """Remember the calling thread as one that takes batches, and is waited for at the end, which it may come after."""
+    """Remember the calling thread as one that takes batches, and is waited for at the end, which it may come after.
+
+    Raises:
+        LoaderClosedError: if it has come after the end, and Python starts no threads any more.
+    """
     thread = threading.current_thread()
-    if thread in _users and not is_exiting:
+    if not _may_go_on(thread) or (thread in _users and not is_exiting):
         return
     with _ending:
         for other in tuple(_users):
             if not other.is_alive():
                 _users.discard(other)
         _users.add(thread)
-        if is_exiting and _may_go_on(thread):
+        if is_exiting:
             _begin_anew()
 
 
