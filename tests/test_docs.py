@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncloader.loader import OPTIONS
 from tests.conformance.__main__ import PAGE, page
 from tests.nursery import Program
 
@@ -89,6 +90,27 @@ def test_errors_of_the_troubleshooting_page_are_printed() -> None:
 def test_the_page_of_comparisons_is_that_of_the_tests() -> None:
     """What docs/conformance.md lists is what the tests compare; `python -m tests.conformance --write` makes it so."""
     assert PAGE.read_text() == page()
+
+
+def test_numbers_of_what_was_compared_are_those_of_the_page() -> None:
+    """README and docs/testing.md say how many behaviours are the same as torch's, and how many are not."""
+    same, different = PAGE.read_text().split("## The same as torch")[1].split("## Different on purpose")
+    counts = [len(re.findall(r"^\| (?!\|)", part.split("## Others")[0], re.MULTILINE)) for part in (same, different)]
+    words = {15: "fifteen", 16: "sixteen", 17: "seventeen", 18: "eighteen"}
+    readme, testing = (ROOT / "README.md").read_text(), (ROOT / "docs" / "testing.md").read_text()
+    assert f"{counts[0]} behaviours" in readme
+    assert f"{words[counts[1]]} are [different on purpose]" in readme
+    assert f"with `for` and `async for` | {counts[0]} |" in testing
+    assert f"tested on both | {counts[1]} |" in testing
+
+
+def test_the_readme_has_every_option_with_its_default() -> None:
+    """In its table of what there is beyond torch's arguments."""
+    readme = (ROOT / "README.md").read_text()
+    for name, option in OPTIONS.items():
+        default = "64 MiB" if name == "max_buffered_bytes" else option.default
+        shown = f'"{default}"' if isinstance(default, str) and default != "64 MiB" else str(default)
+        assert f"| `{name}={shown}` |" in readme
 
 
 @pytest.mark.slow
