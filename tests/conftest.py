@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch.utils.data
@@ -28,6 +29,12 @@ ALONE = ("alone", "soak", "benchmark", "gpu")
 PASSED = pytest.StashKey[bool]()
 ROOM = pytest.StashKey[Room]()
 ROOM_FILE = pytest.StashKey[str]()
+
+# What an example takes is a matter of what else the machine does.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

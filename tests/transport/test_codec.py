@@ -526,7 +526,7 @@ BATCHES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(batches=st.lists(BATCHES, min_size=1, max_size=3))
 def test_any_batch(there_and_back: RoundTrip, batches: list[Any]) -> None:
     """Whatever is in it, at any depth, and with views of the same tensors in it."""
@@ -534,7 +534,7 @@ def test_any_batch(there_and_back: RoundTrip, batches: list[Any]) -> None:
         assert_same(there_and_back(batch), batch)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(base=tensors(), data=st.data())
 def test_any_views(there_and_back: RoundTrip, base: torch.Tensor, data: st.DataObject) -> None:
     """Views of one tensor have their values, and those that overlap see each other's changes."""
@@ -555,7 +555,7 @@ NUMBERS = st.sampled_from([-(1 << 62), -1, 0, 1, 2, 7, LARGE, 1 << 40, (1 << 63)
 FIELDS = ["region", "offset", "nbytes", "is_kept"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_payloads_that_are_not_as_they_say(there_and_back: RoundTrip, data: st.DataObject) -> None:
     """With other lengths, numbers and places than were sent: an error or a batch, and no memory for what is not there.
