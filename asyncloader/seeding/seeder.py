@@ -68,25 +68,18 @@ def _has_accelerator() -> bool:
         return False
 
 
-def seed_of(key: int, number: int) -> int:
+def _seed(key: int, mixed_key: int, number: int) -> int:
     """Return the seed of a batch, or of a sample: 63 bits, so that it fits a signed tensor, as torch's do.
 
     torch's generator for the CPU looks at the lower 32 bits only (as of 2.13: the Mersenne Twister is begun with one
-    word). These are therefore a permutation of its number: no two batches of an epoch have them in common,
-    where of 100,000 with 32 random bits one pair is alike.
+    word). These are therefore a permutation of the number: no two batches of an epoch have them in common, where of
+    100,000 with 32 random bits one pair is alike. They go twice through the finalizer of MurmurHash3 (Austin Appleby,
+    public domain), which maps 32 bits to 32 bits, one to one.
 
     Args:
         key: Of the epoch: what base seed, epoch and rank were mixed into.
+        mixed_key: ``mix(key)``.
         number: Of the batch, or of the sample in the epoch.
-    """
-    return _seed(key, mix(key), number)
-
-
-def _seed(key: int, mixed_key: int, number: int) -> int:
-    """Do what `seed_of` does, without a call for each step.
-
-    The lower word goes twice through the finalizer of MurmurHash3 (Austin Appleby, public domain), which maps 32 bits
-    to 32 bits, one to one.
     """
     low = (number ^ key) & _WORD
     low = (low ^ low >> 16) * 0x85EBCA6B & _WORD

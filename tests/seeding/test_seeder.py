@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from asyncloader.hashing import mix
-from asyncloader.seeding.seeder import Seeder, seed_of, seed_worker
+from asyncloader.seeding.seeder import Seeder, seed_worker
 
 
 def draw() -> tuple[float, float, float]:
@@ -75,7 +75,7 @@ def test_worker_streams_are_bit_identical_to_torchs(num_workers: int) -> None:
     [{"num_workers": 1}, {"scheduling": "dynamic"}, {"prefetch_factor": 5}, {"max_buffered_bytes": 0}],
     ids=str,
 )
-def test_seed_ofs_do_not_depend_on_who_works_when(options: dict[str, Any]) -> None:
+def test_batch_seeds_do_not_depend_on_who_works_when(options: dict[str, Any]) -> None:
     """Any number of workers, scheduling and timing gives the same samples."""
     expected = epochs(DataLoader(Drawing(), batch_size=4, shuffle=True, num_workers=2), 2)
     assert (
@@ -153,11 +153,11 @@ def test_a_sample_may_give_its_seed_away(seeding: Any) -> None:
 
 def test_no_two_batches_of_an_epoch_have_a_word_in_common() -> None:
     """torch's generator looks at the lower 32 bits of a seed only: among 200,000 random ones several would be alike."""
-    key = mix(12345, 0, 0)
-    seeds = [seed_of(key, seq) for seq in range(200_000)]
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
-    assert max(seeds) < 1 << 63
-    ones = [sum(seed >> bit & 1 for seed in seeds) / len(seeds) for bit in range(63)]
+    seeds = np.array(Seeder((12345, 0, 0)).seeds(0, 200_000))
+    assert len(np.unique(seeds & 0xFFFFFFFF)) == len(seeds)
+    assert seeds.dtype == np.int64
+    assert seeds.min() >= 0
+    ones = [(seeds >> bit & 1).mean() for bit in range(63)]
     assert all(0.49 < share < 0.51 for share in ones)
 
 
@@ -187,7 +187,7 @@ def test_each_generator_draws_numbers_of_its_own() -> None:
     assert len({round(number, 6) for number in (random.random(), float(np.random.rand()), torch.rand(()).item())}) == 3
 
 
-def test_a_seed_of_sets_all_three_generators() -> None:
+def test_a_batch_seed_sets_all_three_generators() -> None:
     """From the same numbers the same draws; another rank, epoch or batch other ones."""
     draws = {}
     for key in [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]:
