@@ -9,6 +9,12 @@ Then slices of a tensor in shared memory (`share_memory_()`, batch_size=None): G
 that was forked, dropped as they come and summed by the consumer. torch sends a reference to the dataset's own memory,
 ours a copy.
 
+Seen with rows of a TensorDataset and 2 workers, on 2 cores with much other work on them, in three rounds: 6.4, 15.5 and
+7.6 times torch's rate; in CPU time of all processes, which depends less on that, 0.9 to 1.4 ms a batch for 11 to 14 of
+torch's. Without workers 29 times. Profiled: keys as lists of ints, pickled, unpickled, checked and converted, took 140
+us of CPU time a batch more than as an array; slabs that a worker had to ask for came by a round trip each, where
+batches of 128 kB were lent three at a time, and are sixteen now.
+
 Targets: at least 15 times torch's rate with rows of a TensorDataset. (For the slices there is none: why ours are
 copies is told in docs/architecture.md.)
 """
