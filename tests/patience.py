@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from asyncloader import BatchTimeoutError
 
 TRIES = 3
 PATIENCE_S = 30.0
@@ -40,3 +42,15 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+def patiently(batches: Iterator[Any]) -> Iterator[Any]:
+    """Take what is left of an epoch whose loader has a short timeout: a batch that is later is asked for again."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except BatchTimeoutError:
+            continue
+        yield batch

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
+from tests.patience import patiently
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PLACES = [
@@ -340,7 +341,7 @@ async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> N
     for face in ("for", "async for"):
         dataset: Any = Gated(gate, at=4)
         iterator: Any = iter(DataLoader(dataset, batch_size=4, timeout=1.0, **place))
-        assert next(iterator).tolist() == SQUARES[:4]
+        assert next(patiently(iterator)).tolist() == SQUARES[:4]
         with pytest.raises(BatchTimeoutError) as caught:
             next(iterator) if face == "for" else await anext(iterator)
         assert caught.value.keys == [4, 5, 6, 7]
@@ -349,7 +350,7 @@ async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> N
         assert "1 of the 4 samples" in caught.value.stack
         del caught
         gate.open()
-        assert flat(iterator) == SQUARES[4:]
+        assert flat(patiently(iterator)) == SQUARES[4:]
         gate.path.unlink()
 
 
@@ -368,7 +369,7 @@ async def test_asking_again_does_not_begin_a_sample_again(place: dict[str, Any],
         with pytest.raises(BatchTimeoutError):
             await anext(iterator)
     gate.open()
-    assert flat(iterator) == SQUARES
+    assert flat(patiently(iterator)) == SQUARES
     assert (tmp_path / "begun").read_text() == "x"
 
 
@@ -384,7 +385,7 @@ def test_what_blocks_the_loop_for_all_is_named(gate: Gate, monkeypatch: pytest.M
     assert "release.wait" in caught.value.stack or "self.act()" in caught.value.stack
     release.set()
     del caught
-    assert flat(iterator) == SQUARES
+    assert flat(patiently(iterator)) == SQUARES
     with pytest.raises(AssertionError, match="timeout == 0"):
         iter(DataLoader(range(4), timeout=1))  # type: ignore[arg-type]
 
@@ -402,7 +403,7 @@ def test_a_timeout_names_where_an_async_generator_is(gate: Gate) -> None:
     with pytest.raises(BatchTimeoutError, match=r"await gate\.wait\(\)"):
         next(iterator)
     gate.open()
-    assert flat(iterator) == [0, 1]
+    assert flat(patiently(iterator)) == [0, 1]
 
 
 def kill_once(folder: Path) -> Callable[[], None]:

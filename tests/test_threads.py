@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from asyncloader import BatchTimeoutError, DataLoader, sample_rng
+from tests.patience import patiently
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
 PLACES = [
@@ -146,14 +147,14 @@ def test_a_timeout_names_the_line(place: dict[str, Any], tmp_path: Path) -> None
         pytest.skip("torch knows no timeout there")
     dataset: Any = Tensors(tmp_path / "gate", at=5)
     iterator: Any = iter(DataLoader(dataset, batch_size=4, timeout=0.3, **place))
-    assert firsts([next(iterator)]) == EXPECTED[:4]
+    assert firsts([next(patiently(iterator))]) == EXPECTED[:4]
     with pytest.raises(BatchTimeoutError) as caught:
         next(iterator)
     assert caught.value.keys == [4, 5, 6, 7]
     assert "in wait_for_the_gate" in caught.value.stack
     del caught
     (tmp_path / "gate").touch()
-    assert firsts(iterator) == EXPECTED[4:]
+    assert firsts(patiently(iterator)) == EXPECTED[4:]
 
 
 def test_a_hung_thread_is_abandoned(tmp_path: Path) -> None:

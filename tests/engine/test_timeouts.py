@@ -13,6 +13,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, DataLoader
+from tests.patience import patiently
 
 pytestmark = pytest.mark.usefixtures("patient_stacks")
 
@@ -43,13 +44,6 @@ class Gated(Dataset[int]):
 async def take(iterator: Any, face: str) -> Any:
     """Take the next batch, by either face."""
     return next(iterator) if face == "for" else await anext(iterator)
-
-
-def come_up(iterator: Any) -> Any:
-    """Take the first batch, however long its worker takes to start: it may be longer than the timeout."""
-    while True:
-        with contextlib.suppress(BatchTimeoutError):
-            return next(iterator)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -93,7 +87,7 @@ def test_a_worker_that_hangs_in_c_code_shows_its_stack(tmp_path: Path) -> None:
         return batch
 
     iterator = iter(DataLoader(range(4), num_workers=1, collate_fn=collate, timeout=0.2))  # type: ignore[arg-type]
-    assert come_up(iterator) == [0]
+    assert next(patiently(iterator)) == [0]
     with pytest.raises(BatchTimeoutError, match="in collate"):
         next(iterator)
 
@@ -102,7 +96,7 @@ def test_several_who_wait_are_all_told(tmp_path: Path) -> None:
     """Each consumer has a clock of its own; the worker is asked once at a time."""
     loader = DataLoader(Gated(tmp_path / "gate", at=4), batch_size=4, num_workers=1, timeout=0.2)
     iterator = iter(loader)
-    assert come_up(iterator).tolist() == [0, 1, 2, 3]
+    assert next(patiently(iterator)).tolist() == [0, 1, 2, 3]
     errors: list[BatchTimeoutError] = []
 
     def wait() -> None:
@@ -118,7 +112,7 @@ def test_several_who_wait_are_all_told(tmp_path: Path) -> None:
         thread.join(10)
     assert ["in wait_for_the_gate" in error.stack for error in errors] == [True] * 3
     (tmp_path / "gate").touch()
-    assert [int(batch[0]) for batch in iterator] == [4, 8, 12]
+    assert [int(batch[0]) for batch in patiently(iterator)] == [4, 8, 12]
 
 
 @pytest.mark.slow
