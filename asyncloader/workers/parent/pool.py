@@ -10,6 +10,7 @@ that belong to an earlier run are dropped here, after their slabs were given bac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -73,7 +74,8 @@ class Pool:
         if method == "fork":
             return
         if method == "forkserver":
-            fresh.start_server()  # it imports what it is to import while this pickles
+            with contextlib.suppress(OSError):  # whoever launches a worker will tell
+                fresh.start_server()  # it imports what it is to import while this pickles
         try:
             self._source = PickledSpec(self._spec)
         except Exception:

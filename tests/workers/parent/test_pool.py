@@ -9,6 +9,7 @@ import asyncio
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,35 @@ def test_what_is_pickled_once_is_given_to_every_worker(make: Make) -> None:
     _, _, (*_, third, fourth) = make(method="spawn")
     assert third.source is fourth.source
     assert not hasattr(third.source, "dataset")
+
+
+def test_a_fork_server_that_cannot_be_begun_with_is_for_the_launch_to_tell(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only to have it import while the dataset is pickled, it is started before that."""
+
+    def refuse() -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(module.fresh, "start_server", refuse)
+    _, heard, processes = make(method="forkserver")
+    assert heard.told == [("started", 1), ("started", 2)]
+    assert [process.heard for process in processes] == [["launched"]] * 2
+
+
+def test_closed_between_two_launches(make: Make) -> None:
+    """No other one is launched; those that were are ended, and only then it is closed."""
+    pool, heard, processes = make(0)
+    pool._spec = replace(pool._spec, num_workers=3)
+    pool.listener = heard
+    steps = pool.start(EPOCHS[0], lambda: heard.told.append(("started", len(pool.processes))))
+    next(steps)()
+    pool.end(1.0)
+    assert pool.listener is heard
+    assert list(steps) == []
+    assert [process.heard for process in processes] == [["launched", ("end", 0.0)]]
+    processes[0].exit(expected=True)
+    assert pool.listener is None
 
 
 def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
