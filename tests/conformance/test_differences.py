@@ -168,6 +168,7 @@ def test_error_of_worker_init_fn_is_told_for_every_batch(ours: Any) -> None:
     ours="an error that is TimeoutError and RuntimeError, with the indices, the worker's pid and its stack",
     why="it says what was waited for",
 )
+@pytest.mark.usefixtures("patient_stacks")
 def test_timeout_says_what_was_waited_for(ours: Any) -> None:
     """torch's words are in both."""
     errors = []
@@ -177,7 +178,7 @@ def test_timeout_says_what_was_waited_for(ours: Any) -> None:
             assert mailbox.letter() == 0
             errors.append((caught(lambda it=it: next(it)), it._workers[0].pid))
             gate.open()
-            list(it)
+            caught(lambda it=it: list(it))  # a busy machine may be late again
     (mine, pid), (torchs, _) = errors
     assert isinstance(mine, TimeoutError)
     assert isinstance(mine, RuntimeError)
