@@ -150,10 +150,9 @@ _KINDS: dict[str, type[BaseContext]] = {"spawn": _SpawnContext, "forkserver": _F
 _CONTEXTS = (context.SpawnContext, context.ForkServerContext, context.DefaultContext)
 
 
-def exitcode_of(process: BaseProcess) -> int | None:
-    """Return how a process of the fork server has ended, as far as that tells: None if it has ended itself."""
-    code = process.exitcode
-    server = getattr(cast(Any, process)._popen, "server", None)
+def exitcode(popen: Any, code: int | None) -> int | None:
+    """Return the status with which a process is said to have ended: None if that is of a fork server that ended too."""
+    server = getattr(popen, "server", None)
     if code != _NOT_TOLD or server is None:
         return code
     with contextlib.suppress(OSError):  # it was reaped

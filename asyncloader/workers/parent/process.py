@@ -271,10 +271,8 @@ class WorkerProcess:
             status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except (KeyError, ChildProcessError):  # reaped already, or a child of the fork server
             popen = self._process._popen  # type: ignore[attr-defined]
-            if popen.method == "forkserver" and self.is_reaped:
-                return fresh.exitcode_of(self._process)
-            code: int | None = popen.returncode
-            return code
+            is_told = popen.method == "forkserver" and self.is_reaped
+            return fresh.exitcode(popen, self._process.exitcode if is_told else popen.returncode)
         if status is None:
             return None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from asyncloader.workers.parent import fresh
 from tests.nursery import Program
 
 Run = Callable[..., Program]
@@ -149,3 +153,15 @@ epoch()
     assert program.err.startswith("The fork server ends. The main module iterates over a DataLoader")
     assert program.err.count("WorkerStartError: ") == 1
     assert "`if __name__" in program.err
+
+
+def test_nobody_knows_how_workers_of_a_server_that_has_ended_have_ended() -> None:
+    """multiprocessing has 255 for them; with a server that is there, that is the worker's own status."""
+    with subprocess.Popen(["sleep", "100"]) as server:
+        made = SimpleNamespace(server=server.pid)
+        assert (fresh.exitcode(made, 255), fresh.exitcode(made, 3), fresh.exitcode(made, None)) == (255, 3, None)
+        server.kill()
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+        assert (fresh.exitcode(made, 255), fresh.exitcode(made, 3)) == (None, 3)
+    assert fresh.exitcode(made, 255) is None  # it was reaped
+    assert fresh.exitcode(object(), 255) == 255  # spawned
