@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
@@ -28,6 +28,7 @@ from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterable
 from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
 from asyncloader.settings import (
     MAX_BUFFERED_BYTES,
+    AutoWorkers,
     EqualSteps,
     OnCrash,
     OnError,
@@ -36,6 +37,7 @@ from asyncloader.settings import (
     Seeding,
     Settings,
     WorkerBackend,
+    first_workers,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: Draw the samples in random order.
         sampler: Yields keys of the dataset.
         batch_sampler: Yields lists of keys.
-        num_workers: Worker processes; 0 makes the batches in this process.
+        num_workers: Worker processes; 0 makes the batches in this process. "auto" begins with 2, and has more while
+            training waits and they help, and fewer while they are idle; as an attribute it is how many there are now.
         collate_fn: Makes a batch of a list of samples.
         pin_memory: Copy batches into page-locked memory, on a side thread; types with a ``pin_memory`` method too.
         drop_last: Leave out an incomplete last batch.
@@ -105,6 +108,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             there is no gap between epochs where training is slower than loading. Nothing else changes: where the next
             epoch turns out to be another one (by `set_epoch`, or by what was drawn from a generator meanwhile), what
             was made is dropped. For samplers of torch's and ElasticSampler.
+        max_workers: How many ``num_workers="auto"`` may come to. By default as many as there are cores for this process
+            (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many there are); four
+            times that while workers mostly wait.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -123,7 +129,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -150,6 +156,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         snapshot_every_n_steps: int | None = 1,
         equal_steps: EqualSteps | None = None,
         prefetch_epochs: int = 0,
+        max_workers: int | None = None,
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
@@ -159,7 +166,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            first_workers(num_workers, max_workers),
             collate_fn,
             pin_memory,
             drop_last,
@@ -176,7 +183,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
         self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
         self.scheduling, self.seeding, self.snapshot_every_n_steps = scheduling, seeding, snapshot_every_n_steps
-        self.equal_steps, self.prefetch_epochs = equal_steps, prefetch_epochs
+        self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self._newest, self._runs = _nothing, Runs()
         self._settings()
 
@@ -223,6 +230,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             snapshot_every_n_steps=self.snapshot_every_n_steps,
             equal_steps=self.equal_steps,
             prefetch_epochs=self.prefetch_epochs,
+            max_workers=self.max_workers,
         )
 
     def _changed_options(self) -> str:
@@ -248,6 +256,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if (taken := in_step(iterator, self.equal_steps, self._runs)) is not iterator:
             self._newest = weakref.ref(taken)
         return cast("BaseIterator[T_co]", taken)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn, as torch does, of more workers than cores; unless the number looks after itself."""
+        if not isinstance(self.num_workers, AutoWorkers):
+            super().check_worker_number_rationality()
 
     def _begin_with_kept_workers(self) -> WorkerIterator[T_co] | None:
         """Begin a run with persistent workers; None if there are none, or closed ones, or those of another process."""
@@ -316,7 +329,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Order and content of the batches do not change by it. Who comes takes part when it has opened its copy of the
         dataset; who goes finishes the batches that it has. For map-style datasets without a state of their own, and
-        ``seeding="batch"`` or "sample". To be called by the thread that iterates. Does not wait.
+        ``seeding="batch"`` or "sample". To be called by the thread that iterates. Does not wait, and ends
+        ``num_workers="auto"``.
 
         Args:
             num_workers: At least 1.
@@ -325,7 +339,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ConfigurationError: if the number cannot change; it says why.
         """
         self._settings().with_num_workers(num_workers)
-        self.num_workers = num_workers
+        self.num_workers, self.max_workers = num_workers, None
         if (iterator := self._newest()) is not None:
             iterator.set_num_workers(num_workers)
 
@@ -358,6 +372,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         self._runs.load(state, self._settings())
         self._iterator = None
+        if isinstance(self.num_workers, AutoWorkers) and (found := state.get("num_workers")):
+            self.num_workers = AutoWorkers(min(found, self._settings().most_waiting))
 
     def save_state(self, path: str | PathLike[str]) -> None:
         """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""

@@ -28,6 +28,14 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, min([bound, *map(math.ceil, quotas)]))
 
 
+def cores_of_rank() -> int:
+    """Return how many of these cores are this process's share, where a launcher has started several ranks here."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        if (ranks := os.environ.get(name, "")).isdecimal() and int(ranks):
+            return max(1, usable_cores() // int(ranks))
+    return usable_cores()
+
+
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that could be allocated here: the least of what machine and cgroups have left."""
     left = (

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.errors import ConfigurationError
+from asyncloader.machine import cores_of_rank
 from asyncloader.protocols import is_async, is_stateful, probe
 
 Scheduling = Literal["static", "dynamic"]
@@ -37,6 +38,36 @@ ASYNC_DEFAULT = 64
 """Samples that a worker awaits at once unless the loader says otherwise."""
 
 _UNKNOWN_BATCH_SIZE = 8
+
+FIRST_WORKERS = 2
+"""With so many ``num_workers="auto"`` begins."""
+
+_WAITING_PER_CORE = 4
+"""Workers that mostly wait may be so many for each core, unless ``max_workers`` says otherwise."""
+
+
+class AutoWorkers(int):
+    """A number of workers that looks after itself, as it is now: an int, for libraries that read `loader.num_workers`.
+
+    Those that make a loader anew from that hand it on, and the new one looks after itself too.
+    """
+
+
+def first_workers(num_workers: Any, max_workers: int | None) -> Any:
+    """Return with how many workers a loader begins.
+
+    Raises:
+        ConfigurationError: if the options do not go together.
+    """
+    is_auto = num_workers == "auto" or isinstance(num_workers, AutoWorkers)
+    if max_workers is not None:
+        _count("max_workers", max_workers, least=1)
+        if not is_auto:
+            raise ConfigurationError('max_workers is for num_workers="auto"; otherwise there are num_workers')
+    if not is_auto:
+        return num_workers
+    count = FIRST_WORKERS if num_workers == "auto" else int(num_workers)
+    return AutoWorkers(count if max_workers is None else min(count, max_workers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +122,7 @@ class Settings:
     snapshot_every_n_steps: int | None
     equal_steps: EqualSteps | None
     prefetch_epochs: int
+    max_workers: int | None = None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -110,11 +142,30 @@ class Settings:
         # One more to begin with when the first is finished, and one on its way through the channel.
         tickets = math.ceil(samples / self._samples_in_batch()) + 2 if awaits or samples > 1 else 0
         derive(self, "tickets_at_once", tickets)
+        if self.is_auto and (why := self.why_workers_stay):
+            raise ConfigurationError(
+                f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
+            )
 
     @property
     def overlaps(self) -> bool:
         """Whether samples are fetched on a loop, several at once."""
         return self.is_async or self.samples_at_once > 1
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of workers looks after itself."""
+        return isinstance(self.num_workers, AutoWorkers)
+
+    @property
+    def most_computing(self) -> int:
+        """How many workers there may be if they compute, where the number looks after itself."""
+        return self.max_workers or cores_of_rank()
+
+    @property
+    def most_waiting(self) -> int:
+        """How many there may be if they mostly wait."""
+        return self.max_workers or _WAITING_PER_CORE * cores_of_rank()
 
     @property
     def num_places(self) -> int:
@@ -199,6 +250,7 @@ class Settings:
         return replace(
             self,
             num_workers=first.num_workers,
+            max_workers=first.max_workers,
             collate_fn=first.collate_fn,
             worker_init_fn=first.worker_init_fn,
             multiprocessing_context=first.multiprocessing_context,

@@ -99,11 +99,13 @@ def test_each_option_takes_another_value() -> None:
         "snapshot_every_n_steps": 3,
         "equal_steps": "pad",
         "prefetch_epochs": 1,
+        "max_workers": 5,
     }
     assert sorted(values) == sorted(OURS)
     for name, value in values.items():
         needs: dict[str, Any] = {
             "max_errors": {"on_error": "skip"},
+            "max_workers": {"num_workers": "auto"},
             "prefetch_epochs": {"num_workers": 1, "persistent_workers": True},
         }.get(name, {})
         dataset: Any = Stream() if name == "equal_steps" else [1]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.utils.data
 
 from asyncloader.loader import OPTIONS, DataLoader
+from asyncloader.settings import AutoWorkers
 
 _TORCH = (
     "num_workers",
@@ -41,6 +42,8 @@ class Source(NamedTuple):
         if issubclass(kind, DataLoader):
             options |= {name: getattr(loader, name) for name in OPTIONS if hasattr(loader, name)}
         options |= changes
+        if not isinstance(options["num_workers"], AutoWorkers):
+            options.pop("max_workers", None)
         if not options["num_workers"]:
             options |= {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
             options |= {"timeout": 0}

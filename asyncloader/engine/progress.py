@@ -49,6 +49,7 @@ class Progress:
         lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
             middle of that, in the same thread: so it can be taken again.
         ends: By worker, the state of a stream after its end.
+        num_workers: How many there are now, where their number looks after itself.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Progress:
         self.untold = ""  # why the state of a dataset could not be taken
         self.next_worker = next_worker
         self.bad_count = bad_count
+        self.num_workers: int | None = None
         self._in_order = in_order
         self._tracks = make_tracks(workers, key, overlaps=overlaps)
 

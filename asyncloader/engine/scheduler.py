@@ -87,7 +87,7 @@ class Scheduler:
     ) -> None:
         self.num_workers = num_workers
         self._prefetch_factor = prefetch_factor
-        self.window = num_workers * prefetch_factor
+        self.window = self._first_window = num_workers * prefetch_factor
         self._static = scheduling == "static"
         self._in_order = in_order
         self._on_crash = on_crash
@@ -358,7 +358,7 @@ class Scheduler:
 
     def _resize(self, change: int) -> Window:
         self.num_workers += change
-        self.window += change * self._prefetch_factor
+        self.window = self._run_ahead.window(self.num_workers, self._prefetch_factor, self._first_window)
         return Window(self.window)
 
     def _forget(self, worker: int) -> list[Ticket]:

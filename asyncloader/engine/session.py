@@ -48,7 +48,7 @@ from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue, Policy
 from asyncloader.engine.run import Item, Run, failed
-from asyncloader.engine.staff import END_GRACE_S, Staff
+from asyncloader.engine.staff import END_GRACE_S, Auto, Staff
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
@@ -76,9 +76,18 @@ class Session:
         run: The first run.
         policy: What can be done about workers that are lost.
         pinner: Copies batches into page-locked memory, or None.
+        auto: Looks after the number of workers, or None.
     """
 
-    def __init__(self, portal: Portal, pool: Backend, run: Run, policy: Policy, pinner: Pinner | None = None) -> None:
+    def __init__(
+        self,
+        portal: Portal,
+        pool: Backend,
+        run: Run,
+        policy: Policy,
+        pinner: Pinner | None = None,
+        auto: Auto | None = None,
+    ) -> None:
         self.portal = portal
         self.pool = pool
         self.state = State.NEW
@@ -87,7 +96,7 @@ class Session:
         self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
         self._pinner = pinner
         self._is_stream = policy.is_stream
-        self.staff = Staff(portal.loop, pool, policy, run.scheduler.num_workers)
+        self.staff = Staff(portal.loop, pool, policy, run.scheduler.num_workers, auto)
         self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
         self.gave_up = False  # no worker can be had any more
@@ -265,6 +274,8 @@ class Session:
         else:
             self._pin(self._pinner, item, times)
         self.apply(actions)
+        if (auto := self.staff.auto) is not None and arrived_at >= auto.controller.due:
+            self.staff.look(self, arrived_at)
 
     def _pin(self, pinner: Pinner, item: Item, times: BatchTimes) -> None:
         """Have the batch copied; what stands for it meanwhile does not refer to it."""
@@ -307,8 +318,14 @@ class Session:
         """The worker has gone, and nothing that it was at is to blame."""
         self.staff.lost(self, worker)
 
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are to be. In any thread."""
+        return len(self.staff.crew.members)
+
     def resize(self, num_workers: int) -> None:
         """Have so many workers from now on. Who comes joins when it is ready; who goes finishes what it has."""
+        self.staff.auto = None
         self.staff.resize(self, num_workers)
 
     def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:

@@ -1,6 +1,7 @@
 """The workers of a session: who is there, who is replaced, who comes and who goes.
 
     session ── died, ready, resize, run begun, actions ──> Staff ──> Backend.add, dismiss, discard
+                                                             ├ Controller looks how many are worth it
                                                              ├ Recovery decides about those that were lost
                                                              └ Crew decides who comes and goes
 
@@ -12,19 +13,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from asyncloader.engine.actions import Dismiss, GiveUp, Join, Lose, Part, Replace, Start
+from asyncloader.engine.controller import Controller
 from asyncloader.engine.crew import Crew
 from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Run
 from asyncloader.errors import describe_death
+from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.workers.backend import Backend, Worker
 
 log = logging.getLogger("asyncloader")
 
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
+
+
+_WORKER_BYTES = 256 << 20
+"""One more worker is started on its own account only where so much memory is left for it."""
+
+
+class Auto(NamedTuple):
+    """A number of workers that looks after itself.
+
+    Attributes:
+        controller: Decides.
+        tell: Is told of it.
+    """
+
+    controller: Controller
+    tell: Callable[[int], None]
 
 
 class Session(Protocol):
@@ -56,9 +76,18 @@ class Staff:
         pool: The workers.
         policy: What can be done about workers that are lost.
         num_workers: How many there are at the beginning.
+        auto: Looks after their number, or None.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pool: Backend, policy: Policy, num_workers: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pool: Backend,
+        policy: Policy,
+        num_workers: int,
+        auto: Auto | None = None,
+    ) -> None:
+        self.auto = auto
         self.recovery = Recovery(policy, num_workers)
         self.crew = Crew(num_workers)
         self._loop = loop
@@ -78,6 +107,8 @@ class Staff:
             self._pool.discard(worker)
         for worker in self.stop() | unmoved:
             session.apply(self.recovery.fill(self._pool.processes[worker], session.run.start_of(worker)))
+        if self.auto is not None:
+            self.auto.controller.begin()
         self.settle(session)
 
     def stop(self) -> set[int]:
@@ -128,6 +159,20 @@ class Staff:
         self.crew.resize(num_workers)
         self.recovery.num_workers = num_workers
         self.settle(session)
+
+    def look(self, session: Session, now: float) -> None:
+        """Have as many workers as are worth it, where their number looks after itself."""
+        assert self.auto is not None
+        controller, roster = self.auto.controller, session.run.scheduler.roster
+        before = controller.num_workers
+        wanted = controller.observe(session.run.meter.load(now, roster.num_takers))
+        if wanted > before and (room := available_bytes() - total_bytes() // 20) < (wanted - before) * _WORKER_BYTES:
+            wanted = before + max(0, room // _WORKER_BYTES)
+            controller.limit(wanted)
+        if wanted != before:
+            log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
+            self.resize(session, wanted)
+            self.auto.tell(wanted)
 
     def settle(self, session: Session) -> None:
         """Have those come and go who should."""

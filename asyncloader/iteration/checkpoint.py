@@ -11,6 +11,7 @@
      "sample": samples of the epoch before that position,
      "bad_count": samples of the run that have raised, and were left out or replaced,
      "finished": whether it is a state after the end of a run,
+     "num_workers": how many there are, where their number looks after itself,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
      "fits": what of the loader must be the same}
 
@@ -182,6 +183,7 @@ class Checkpointer:
             drawn=samplers.drawn,
             is_over=samplers.is_over,
             finished=True,
+            num_workers=self.progress.num_workers,
             workers=None if carried is None else as_plain(carried),
         )
 
@@ -210,6 +212,7 @@ class Checkpointer:
             is_over=samplers.is_over,
             workers=None if progress.workers is None else as_plain(progress.workers),
             next_worker=progress.next_worker,
+            num_workers=progress.num_workers,
         )
 
     def _describe(self) -> dict[str, Any]:
@@ -229,6 +232,7 @@ def initial_state(settings: Settings, epoch: int) -> dict[str, Any]:
         rng.as_text(rng.capture()),
         samplers=samplers and samplers.plain(),
         workers=None if here == Start() else as_plain({0: here}),
+        num_workers=int(settings.num_workers) if settings.is_auto else None,
     )
 
 
@@ -254,5 +258,6 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "finished": False,
         "workers": None,
         "next_worker": None,
+        "num_workers": None,
     }
     return {**state, **more, "fits": dict(fits)}

@@ -116,6 +116,7 @@ def begin(
     key = (drawn.base_seed, epoch, drawn.rank)
     starts = _starts(settings, None if is_dataset_loaded else state, news)
     progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
+    progress.num_workers = int(settings.num_workers) if settings.is_auto else None
     plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)
     epochs = [each.number for each in told(settings.dataset, runs.told)]
     checkpointer = Checkpointer(

@@ -27,7 +27,6 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Progress
-from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session, State
@@ -39,14 +38,12 @@ from asyncloader.iteration.foresight import make_foresight
 from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
+from asyncloader.iteration.workplace import make_auto, make_pool, policy_of
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from asyncloader.protocols import is_stateful, probe
-from asyncloader.settings import Settings
-from asyncloader.workers.backend import Backend
+from asyncloader.settings import AutoWorkers, Settings
 from asyncloader.workers.child.bootstrap import refuse_in_main
-from asyncloader.workers.local.pool import LocalPool
-from asyncloader.workers.parent.pool import Pool, WorkerHandle
+from asyncloader.workers.parent.pool import WorkerHandle
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
@@ -131,7 +128,10 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def begin_next(self, loader: DataLoader[T_co], settings: Settings) -> None:
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
-        self._settings = settings.with_workers_of(self._settings)
+        first = self._settings
+        if first.is_auto:
+            first = replace(first, num_workers=AutoWorkers(self._session.num_workers))
+        self._settings = settings.with_workers_of(first)
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
         progress, spec = start.checkpointer.progress, self._spec_of(start)
         run, plan = None, iter(start.plan)
@@ -202,6 +202,7 @@ class WorkerIterator(BaseIterator[T_co]):
             persistent_workers=settings.persistent_workers,
             concurrency=settings.samples_at_once,
             in_process=settings.is_in_process,
+            auto=settings.is_auto,
         )
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
         limit = ErrorLimit(settings, progress, faults)
@@ -211,35 +212,18 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_session(self, run: Run) -> Session:
         portal = get_portal()
-        return Session(portal, self._make_pool(portal), run, self._policy(), self._make_pinner(portal))
-
-    def _policy(self) -> Policy:
-        """Say how the session is to find out whether a worker that died can be replaced.
-
-        Not where a batch of a stream is to be left out: another worker would begin before it. Where a dataset tells
-        its state, what this process has of it is what workers began with, but only in their first run, and only if
-        they have processes or threads of their own.
-        """
         settings = self._settings
-        if not settings.is_iterable:
-            return Policy(replaceable=True, on_timeout=settings.on_timeout)
-        tells_place = settings.on_crash != "skip"
-        return Policy(
-            replaceable=tells_place and probe(settings.dataset, "deterministic") is True,
-            is_stream=True,
-            tells_place=tells_place,
-            has_initial_state=is_stateful(settings.dataset) and settings.num_workers > 0,
-            on_timeout=settings.on_timeout,
-        )
+        pool, pinner = make_pool(settings, self._worker_spec(), portal.loop), self._make_pinner(portal)
+        auto = make_auto(settings, partial(_note_number, weakref.ref(self)))
+        return Session(portal, pool, run, policy_of(settings), pinner, auto)
 
-    def _make_pool(self, portal: Portal) -> Backend:
-        """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes."""
-        settings, spec = self._settings, self._worker_spec()
-        if settings.is_in_process:
-            return LocalPool(portal.loop, spec, on_threads=settings.num_workers > 0)
-        pool = Pool(portal.loop, settings.start_context, spec)
-        pool.pack()
-        return pool
+    def note_number(self, num_workers: int) -> None:
+        """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
+        number = AutoWorkers(num_workers)
+        self._checkpointer.progress.num_workers = num_workers
+        loader = self._loader()
+        if loader is not None and isinstance(loader.num_workers, AutoWorkers):
+            loader.num_workers = number
 
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
@@ -449,3 +433,8 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"
+
+
+def _note_number(iterator: weakref.ref[WorkerIterator[Any]], num_workers: int) -> None:
+    if (alive := iterator()) is not None:
+        alive.note_number(num_workers)

@@ -44,6 +44,32 @@ class Change(NamedTuple):
     num_workers: int
 
 
+class Load(NamedTuple):
+    """What a run has come to at one moment: sums since its beginning. Times in seconds.
+
+    Attributes:
+        at_s: When that is.
+        num_workers: Workers that take tickets.
+        taken: Batches that consumers have taken.
+        waited_s: How long they waited for these.
+        trained_s: How long they did not.
+        made: Batches that workers have made.
+        work_s: How long that took them.
+        cpu_s: How long they had a core for it, or wanted one.
+        main_cpu_s: How long this process had one.
+    """
+
+    at_s: float
+    num_workers: int
+    taken: int
+    waited_s: float
+    trained_s: float
+    made: int
+    work_s: float
+    cpu_s: float
+    main_cpu_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Stages:
     """How long each stage of a batch took.

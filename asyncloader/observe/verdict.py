@@ -109,6 +109,14 @@ def judge(stats: Figures) -> Verdict:
         workers=stats.num_workers,
     )
     verdict = _judge(stats, costs)
+    if stats.options.get("auto"):
+        advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
+        text = (
+            f'{verdict.text} (num_workers="auto" looks after that)'
+            if len(advice) < len(verdict.advice)
+            else verdict.text
+        )
+        verdict = Verdict(verdict.limit, text, advice, verdict.gain)
     late = stats.first_batch_s / stats.elapsed_s
     if stats.num_workers and late > 0.2 and not stats.options.get("persistent_workers"):
         text = (

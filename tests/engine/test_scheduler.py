@@ -330,7 +330,8 @@ class Model(RuleBasedStateMachine):
                     assert worker not in self.lost_workers | self.resting
                     self.readers[worker] = Reader(self.tracks[worker].start)
                 case Window(size):
-                    assert size == self.prefetch_factor * len(self.takers)
+                    assert len(self.takers) <= size <= self.prefetch_factor * len(self.takers)
+                    assert size == self.prefetch_factor * len(self.takers) or size >= self.run_ahead_batches
                     self.window = size
                     self.most_ahead = max(self.most_ahead, size)
                 case Dismiss(worker):
@@ -513,6 +514,18 @@ def test_a_worker_that_joins_first_gets_what_the_others_have() -> None:
     assert actions == [Window(6)]
     assert sent(scheduler.planned(range(6))) == [(2, 4), (2, 5), (0, 6), (1, 7), (2, 8), (0, 9)]
     scheduler.validate()
+
+
+def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
+    """One batch each, and what was there before them."""
+    budget = 5 * (BATCH_BYTES + OVERHEAD_BYTES)
+    scheduler = make(max_buffered_bytes=budget)
+    scheduler.planned(range(4))
+    assert scheduler.joined(2) == [Window(6)]  # how large batches are is not known yet
+    scheduler.returned(0, 0)
+    scheduler.ready(0, 0, BATCH_BYTES)
+    assert [scheduler.joined(worker)[0] for worker in (3, 4, 5)] == [Window(5), Window(5), Window(6)]
+    assert [scheduler.left(worker)[0] for worker in (5, 4, 3, 2)] == [Window(5), Window(5), Window(5), Window(4)]
 
 
 def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:

@@ -1,0 +1,263 @@
+"""Decide how many workers there should be, from what they and the trainer have been doing. No loop, clock or process.
+
+    observe(load) ── differences over a window ──> does the trainer wait? would more help? are some idle? ──> a number
+
+The model is that of the verdict: a batch comes every ``max(train, work / workers, cpu / cores)`` seconds. While the
+trainer waits and all workers are busy there are more of them, as many as the model asks for; if that did not help, they
+go again, and it is not tried again for a while. While the trainer does not wait there are as few as the model asks for;
+if it waits then, they come back. Both times get longer each time, and are forgotten when the load has changed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from asyncloader.observe.figures import Load
+
+_LOOK_S = 0.1
+_LEAST_WINDOW_S = 0.5
+_LONGEST_WINDOW_S = 3.0
+_LEAST_BATCHES = 10
+"""A window is judged when it is so long, and so many batches were taken in it, or when it is too long."""
+
+_WAITS = 0.05
+"""A trainer that waits for a larger share of its time than this waits."""
+
+_BUSY = 0.75
+"""Workers that are busy for a smaller share of their time than this are not what is waited for."""
+
+_FULL = 0.9
+"""Where all cores are in use for more than this share of the time, more workers would only share them."""
+
+_HELPED = 0.75
+"""More workers have helped if this share of what they might have added has been added."""
+
+_UNSURE = 1.1
+"""What comes of so few batches is known to within so much."""
+
+_SPARE = 1.2
+"""So many times the workers that the mean asks for are kept, for batches are not all alike."""
+
+_CHANGED = 1.5
+"""A load of which a part has become so many times what it was is another load."""
+
+_SAME = 1.15
+"""A trainer that takes less than so many times what it took for a batch has the same to do."""
+
+_FIRST_PATIENCE_S = 10.0
+_LONGEST_PATIENCE_S = 300.0
+"""What did not help is not tried again for so long; each time for twice as long."""
+
+_LATE_S = 5.0
+"""Workers that have not come after this time are not waited for any more."""
+
+
+class Window(NamedTuple):
+    """What follows from two loads: seconds a batch, and shares."""
+
+    rate: float  # batches a second
+    taken: int  # of how many that is
+    waits: float  # share of the trainer's time
+    train: float
+    work: float
+    cpu_floor: float  # with all cores
+    computes: bool
+
+    def enough(self) -> float:
+        """Return with how many workers something else would limit."""
+        return self.work / max(self.train, self.cpu_floor, 1e-6)
+
+
+class Controller:
+    """Looks for the number of workers of one loader, run after run.
+
+    Args:
+        num_workers: To begin with.
+        max_computing: The most, where workers compute.
+        max_waiting: The most, where they mostly wait.
+        cores: That there are for all of it.
+        overlaps: Workers have several batches in work at once, so that how long one takes says nothing of how busy they
+            are.
+
+    Attributes:
+        num_workers: How many there should be.
+        due: When `observe` is worth calling again; on the clock of the loads.
+        reason: Of the last change.
+    """
+
+    def __init__(
+        self, num_workers: int, *, max_computing: int, max_waiting: int, cores: int, overlaps: bool = False
+    ) -> None:
+        self.num_workers = num_workers
+        self.due = 0.0
+        self.reason = ""
+        self._most = {True: max_computing, False: max_waiting}
+        self._cores = cores
+        self._overlaps = overlaps
+        self._now = 0.0
+        self._changed_at: float | None = None  # until those that are to come or go have done so
+        self._first: Load | None = None  # where the window begins
+        self._settled_at = 0  # when so many batches were made, workers that came have made some of them
+        self._calm = 0  # windows one after the other in which fewer workers would do
+        self._before: tuple[int, Window] | None = None  # on trial: how many there were before, and how that was
+        self._refused: float | None = None  # the rate of what did not help
+        self._ceiling = self._floor = _Limit()
+        self._known: tuple[float, float] | None = None  # work and train with this number of workers
+
+    def __repr__(self) -> str:
+        return f"<Controller {self.num_workers} between {self._floor} and {self._ceiling}: {self.reason}>"
+
+    def begin(self) -> None:
+        """Another run has begun, whose sums begin at zero."""
+        self._first = None
+        self._settled_at = 0
+        self.due = 0.0
+
+    def observe(self, load: Load) -> int:
+        """Take note of a load; return how many workers there should be from now on."""
+        self._now = load.at_s
+        self.due = load.at_s + _LOOK_S
+        if load.num_workers != self.num_workers:
+            self._await(load)
+            return self.num_workers
+        if self._changed_at is not None:  # they have just come, or gone
+            self._changed_at, self._first = None, None
+            self._settled_at = load.made + self.num_workers
+        if load.made < self._settled_at:
+            return self.num_workers
+        first = self._first
+        if first is None or load.at_s < first.at_s:
+            self._first = load
+            return self.num_workers
+        seconds, taken = load.at_s - first.at_s, load.taken - first.taken
+        is_enough = seconds >= _LEAST_WINDOW_S and taken >= max(_LEAST_BATCHES, self.num_workers)
+        if is_enough or (seconds >= _LONGEST_WINDOW_S and taken >= 2 and load.made > first.made):
+            self._first = load
+            self._judge(self._compare(first, load), load)
+        return self.num_workers
+
+    def _await(self, load: Load) -> None:
+        """Wait for workers that are to come or go; not for ever for those that cannot be had."""
+        self._first = None
+        if self._changed_at is None:
+            self._changed_at = load.at_s
+        elif load.at_s - self._changed_at > _LATE_S and load.num_workers > 0:
+            self.num_workers, self._changed_at, self._before = load.num_workers, None, None
+
+    def _compare(self, first: Load, last: Load) -> Window:
+        taken, made = last.taken - first.taken, max(1, last.made - first.made)
+        waited, trained = last.waited_s - first.waited_s, last.trained_s - first.trained_s
+        work = (last.work_s - first.work_s) / made
+        cpu = (last.cpu_s - first.cpu_s) / made
+        here = (last.main_cpu_s - first.main_cpu_s) / taken
+        return Window(
+            rate=taken / max(waited + trained, 1e-9),  # which end with a batch, as the window does not
+            taken=taken,
+            waits=waited / max(waited + trained, 1e-9),
+            train=trained / taken,
+            work=work,
+            cpu_floor=(cpu + here) / self._cores,
+            computes=cpu > 0.5 * work,
+        )
+
+    # ------------------------------------------------------------------------------------------------- decisions
+
+    def _judge(self, window: Window, load: Load) -> None:
+        now, count = load.at_s, self.num_workers
+        if self._known is None:
+            self._known = window.work, window.train
+        elif any(
+            _differ(a, b, _CHANGED, window) for a, b in zip(self._known, (window.work, window.train), strict=True)
+        ):
+            self._known = window.work, window.train
+            self._ceiling, self._floor = _Limit(), _Limit()
+        before, self._before = self._before, None
+        refused, self._refused = self._refused, None
+        is_waiting = window.waits > _WAITS
+        if refused is not None and refused > _UNSURE**2 * window.rate:
+            self._ceiling = self._ceiling._replace(until_s=now)  # the load had changed in the middle of the trial
+        if before is not None and _differ(before[1].train, window.train, _SAME, window):
+            before = None  # it is another load than before the trial
+        if before is not None and is_waiting and self._take_back(before, window, now):
+            return
+        most = self._most[window.computes]
+        if count > most:
+            self._change(most, "there are no more cores for workers that compute")
+        elif is_waiting:
+            self._calm = 0
+            self._more(window, most, now)
+        else:
+            self._fewer(window, now)
+
+    def _take_back(self, before: tuple[int, Window], window: Window, now: float) -> bool:
+        """Go back to the number of before, if the change was for nothing."""
+        count, (earlier, was) = self.num_workers, before
+        if count < earlier:
+            self._floor = self._floor.again(earlier, now)
+            self._change(earlier, "training waits with fewer")
+            return True
+        unsure = 1 / was.taken + 1 / window.taken
+        if window.rate >= was.rate * (1 + _HELPED * (count / earlier - 1) - unsure):
+            return False
+        # So many would have come to the same, if those that help do so in full.
+        enough = min(count - 1, max(earlier, math.ceil(earlier * window.rate / was.rate * _UNSURE - 0.5)))
+        self._ceiling = self._ceiling.again(enough + 1, now)
+        self._refused = window.rate
+        self._change(enough, "more did not help")
+        return True
+
+    def _more(self, window: Window, most: int, now: float) -> None:
+        count = self.num_workers
+        busy = window.work * window.rate / count
+        if (busy < _BUSY and not self._overlaps) or window.cpu_floor * window.rate > _FULL:
+            return
+        wanted = 4 * count if self._overlaps else math.ceil(window.enough() - 0.05)
+        wanted = min(most, 4 * count, max(count + 1, wanted))
+        if self._ceiling.holds(now):
+            wanted = min(wanted, self._ceiling.workers - 1)
+        if wanted > count:
+            self._before = count, window
+            self._change(wanted, f"training waits {window.waits:.0%} of its time")
+
+    def _fewer(self, window: Window, now: float) -> None:
+        count = self.num_workers
+        wanted = count - 1 if self._overlaps else math.ceil(window.work * window.rate * _SPARE)
+        wanted = max(1, wanted, self._floor.workers if self._floor.holds(now) else 1)
+        self._calm = self._calm + 1 if wanted < count else 0
+        if self._calm >= 2:
+            self._calm = 0
+            self._before = count, window
+            self._change(wanted, "fewer are enough")
+
+    def _change(self, count: int, reason: str) -> None:
+        self.num_workers = count
+        self.reason = reason
+        self._changed_at = self._now
+        self._known = None  # with others beside them, workers take longer, or less
+
+    def limit(self, count: int) -> None:
+        """There cannot be so many, for a reason of the machine: have as many as this."""
+        self.num_workers = count
+        self._before = None
+        self._changed_at = self._now
+
+
+class _Limit(NamedTuple):
+    """A number of workers that was for nothing, and until when that is believed."""
+
+    workers: int = 0
+    until_s: float = -math.inf
+    patience_s: float = _FIRST_PATIENCE_S
+
+    def holds(self, now: float) -> bool:
+        return now < self.until_s
+
+    def again(self, workers: int, now: float) -> _Limit:
+        return _Limit(workers, now + self.patience_s, min(2 * self.patience_s, _LONGEST_PATIENCE_S))
+
+
+def _differ(before: float, now: float, times: float, window: Window) -> bool:
+    """Whether so many seconds a batch are others than before. What is small beside the rest of it does not count."""
+    least = 0.1 / max(window.rate, 1e-9)
+    return max(before, now, least) > times * max(min(before, now), least)

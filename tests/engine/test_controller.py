@@ -1,0 +1,172 @@
+"""How many workers there should be, decided over simulated loads: a trainer, workers and cores that are formulas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncloader.engine.controller import Controller
+from asyncloader.observe.figures import Load
+
+STEP_S = 0.02
+
+
+@dataclass
+class World:
+    """A load, in steps of simulated time; workers take 50 ms to come.
+
+    Attributes:
+        train: Seconds that the trainer takes for a batch.
+        work: Seconds that a worker takes for one, waiting included.
+        cpu: Of these, how many it computes.
+        cores: That there are.
+        most: Workers beyond which something else limits: a disk, a server.
+    """
+
+    train: float
+    work: float
+    cpu: float
+    cores: int = 2
+    most: int = 99
+    start: int = 2
+    now: float = 0.0
+    history: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.controller = Controller(self.start, max_computing=self.cores, max_waiting=8, cores=self.cores)
+        self.count = self.start
+        self.comes_at = 0.0
+        self.noted = {"waited": 0.0, "trained": 0.0}
+        self.sums: dict[str, float] = dict.fromkeys(("taken", "waited", "trained", "made", "work", "cpu"), 0.0)
+
+    def rate(self, count: int) -> float:
+        """Return batches a second with so many workers."""
+        return 1 / max(self.train, self.work / min(count, self.most), self.cpu / self.cores, 1e-4)
+
+    def run(self, seconds: float) -> World:
+        """Let time pass."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += STEP_S
+            rate = self.rate(self.count)
+            batches = rate * STEP_S
+            sums = self.sums
+            if int(sums["taken"] + batches) > int(sums["taken"]):  # what is known was noted with a batch
+                part = (int(sums["taken"] + batches) - sums["taken"]) / batches
+                waited = sums["waited"] + part * max(0.0, STEP_S - batches * self.train)
+                self.noted = {"waited": waited, "trained": sums["trained"] + part * batches * self.train}
+            sums["taken"] += batches
+            sums["made"] += batches
+            sums["trained"] += batches * self.train
+            sums["waited"] += max(0.0, STEP_S - batches * self.train)
+            # A worker that shares a core, or a disk, takes longer.
+            is_limit = rate < 1 / self.train * 0.999
+            sums["work"] += STEP_S * self.count if is_limit else batches * self.work
+            sums["cpu"] += STEP_S * self.count if is_limit and self.cpu > 0.5 * self.work else batches * self.cpu
+            self.look()
+        return self
+
+    def look(self) -> None:
+        """Have the controller look, and workers come and go."""
+        controller = self.controller
+        if controller.num_workers != self.count and self.now >= self.comes_at:
+            self.count = controller.num_workers
+        if self.now >= controller.due:
+            sums = self.sums
+            load = Load(self.now, self.count, int(sums["taken"]), self.noted["waited"], self.noted["trained"],
+                        int(sums["made"]), sums["work"], sums["cpu"], 0.0)  # fmt: skip
+            if controller.observe(load) != self.count and self.comes_at < self.now:
+                self.comes_at = self.now + 0.05
+                self.history.append((self.now, controller.num_workers))
+
+    @property
+    def best(self) -> float:
+        """The rate of the best fixed number."""
+        return max(self.rate(count) for count in range(1, 9))
+
+    def is_good(self, share: float = 0.9) -> bool:
+        """Whether the rate is nearly that."""
+        return self.rate(self.count) >= share * self.best
+
+
+LOADS = st.builds(
+    World,
+    train=st.floats(0.001, 0.1),
+    work=st.floats(0.002, 0.2),
+    cpu=st.just(0.0),
+    most=st.sampled_from([99, 99, 3, 1]),
+    start=st.integers(1, 8),
+)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(LOADS)
+def test_it_comes_to_a_good_number_within_5_s_and_stays_there(world: World) -> None:
+    """For samples that wait, whatever training takes, and wherever it begins."""
+    world.run(5)
+    assert world.is_good(), f"{world.count} at {world.rate(world.count)}, best {world.best}"
+    changes = len(world.history)
+    world.run(60)
+    assert world.is_good() or world.history[-1][0] > 63
+    assert len(world.history) - changes <= 8, f"it flutters: {world.history}"
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(LOADS, st.floats(0.001, 0.1), st.floats(0.002, 0.2))
+def test_it_follows_a_load_that_changes(world: World, train: float, work: float) -> None:
+    """Within 5 s, in either direction."""
+    world.run(12)
+    world.train, world.work = train, work
+    world.run(5)
+    assert world.is_good(0.8), f"{world.count} at {world.rate(world.count)}, best {world.best}"
+
+
+@pytest.mark.parametrize("work", [0.004, 0.04, 0.1])
+def test_with_a_trainer_that_never_waits_one_more_than_needed_at_most(work: float) -> None:
+    """However many there were."""
+    world = World(0.05, work, 0.0, start=8).run(5)
+    assert world.count <= math.ceil(work / 0.05) + 1
+    assert world.is_good()
+
+
+def test_what_computes_gets_no_more_than_the_cores() -> None:
+    """Also if it waited before."""
+    world = World(0.001, 0.04, 0.001).run(5)
+    assert world.count == 8
+    world.cpu = 0.04
+    world.run(5)
+    assert world.count == 2
+
+
+def test_what_did_not_help_is_not_tried_again_soon() -> None:
+    """Each time later."""
+    world = World(0.001, 0.02, 0.0, most=3, start=3).run(120)
+    tries = [at for at, count in world.history if count > 3]
+    assert 2 <= len(tries) <= 6
+    assert tries[-1] - tries[-2] > tries[1] - tries[0]
+
+
+def test_those_that_do_not_come_are_not_waited_for() -> None:
+    """What there is is what it goes on with."""
+    controller = Controller(2, max_computing=8, max_waiting=8, cores=2)
+    load: Any = Load(0.0, 2, 0, 0.0, 0.0, 0, 0.0, 0.0, 0.0)
+    for step in range(100):
+        load = load._replace(at_s=step * 0.1, taken=20 * step, made=20 * step, waited_s=0.1 * step, work_s=0.2 * step)
+        controller.observe(load)
+        if controller.num_workers > 2:
+            break
+    asked = controller.num_workers
+    assert asked > 2
+    counts = [controller.observe(load._replace(at_s=load.at_s + 0.1 * step)) for step in range(1, 60)]
+    assert counts[10] == asked
+    assert counts[-1] == 2
+
+
+def test_representation() -> None:
+    """What a debugger shows."""
+    assert "<Controller 2 between" in repr(Controller(2, max_computing=8, max_waiting=8, cores=2))
