@@ -7,6 +7,7 @@ import contextvars
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,50 @@ def test_an_exception_costs_its_own_batch(place: dict[str, Any], tmp_path: Path)
     assert (tmp_path / "note").exists()
     errors.clear()
     del missing, cancelled
+
+
+class LastFirst:
+    """Sample 1 raises after sample 3 has raised, and sample 0 comes last of all."""
+
+    def __init__(self) -> None:
+        self.has_raised = {1: threading.Event(), 3: threading.Event()}
+
+    def __len__(self) -> int:
+        return 8
+
+    def get(self, index: int) -> int:
+        if index in self.has_raised:
+            self.has_raised[index].set()
+            raise KeyError(index)
+        return index
+
+    async def __getitem__(self, index: int) -> int:
+        while index < 2 and not self.has_raised[3 - 2 * (index == 0)].is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return self.get(index)
+
+
+class LastFirstOnThreads(LastFirst):
+    """The same for a dataset that is not async."""
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        if index < 2:
+            assert self.has_raised[3 - 2 * (index == 0)].wait(60)
+            time.sleep(0.02)  # so that the other error is on its way
+        return self.get(index)
+
+
+@pytest.mark.parametrize("place", [{}, {"num_workers": 1, "worker_backend": "thread"}], ids=["here", "thread"])
+@pytest.mark.parametrize("kind", [LastFirst, LastFirstOnThreads])
+def test_of_several_errors_the_first_in_the_batch_is_raised(kind: Any, place: dict[str, Any]) -> None:
+    """Whichever is raised first: which error it is follows from the data, as without overlap."""
+    if kind is LastFirstOnThreads and not place:
+        place = {"num_workers": 1, "worker_backend": "process"}
+    iterator: Any = iter(DataLoader(kind(), batch_size=4, concurrency=4, **place))
+    with pytest.raises(KeyError) as caught:
+        next(iterator)
+    assert caught.value.args == (1,)
+    assert flat(iterator) == [4, 5, 6, 7]
 
 
 @places

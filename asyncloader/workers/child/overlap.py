@@ -48,9 +48,10 @@ class Job(Gathered):
         is_over: It is finished, or was dropped: what still comes of it is for nobody.
         tasks: What fetches its samples, by position, or as a whole under `sample_context.BATCH`.
         arrived: Where threads fetch the samples, the positions of those that are here.
+        costs_at: Where in the batch the first sample is, of those known so far, whose error stands for the batch.
     """
 
-    __slots__ = ("arrived", "is_last", "is_over", "missing", "started", "tasks")
+    __slots__ = ("arrived", "costs_at", "is_last", "is_over", "missing", "started", "tasks")
 
     def __init__(self, seq: int, keys: Any, count: int, waited_s: float) -> None:
         super().__init__(seq, keys, count, waited_s)
@@ -60,6 +61,7 @@ class Job(Gathered):
         self.is_over = False
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.arrived: list[int] = []
+        self.costs_at: int | None = None
 
 
 class Overlap(Protocol):
@@ -174,11 +176,32 @@ class Base:
             job.errors[position] = error
         job.missing -= 1
         if error is not None and not self._may_go_on(error):
-            job.fatal = error
-        if not job.missing or job.fatal is not None:
+            self._cost(job, position, error)
+        if not job.missing or self._is_decided(job):
             self._conclude(job)
         else:
             self._fill()
+
+    def _cost(self, job: Job, position: int, error: BaseException) -> None:
+        """Note a sample that costs the batch: later ones are not asked for any more.
+
+        Of several the first in the batch is the one whose error is raised, as without overlap, whichever raises first.
+        """
+        if not isinstance(error, Exception):
+            job.fatal = error
+            return
+        job.costs_at = position if job.costs_at is None else min(position, job.costs_at)
+        if job.started < job.count:
+            self._waiting.remove(job)
+            job.started = job.count
+
+    def _is_decided(self, job: Job) -> bool:
+        """Whether it is known what costs the batch: no sample before that is still on its way."""
+        return job.fatal is not None or (job.costs_at is not None and self._has_all_before(job, job.costs_at))
+
+    def _has_all_before(self, job: Job, position: int) -> bool:
+        """Whether all samples before this one, which were asked for, are here."""
+        return all(other > position for other in job.tasks)
 
     def _may_go_on(self, error: BaseException) -> bool:
         """Whether the other samples of the batch are wanted after this one raised."""

@@ -188,7 +188,7 @@ class ThreadFetcher(Base):
     def _work(self, ident: int) -> None:
         while (work := self._next()) is not None:
             job, position = work
-            if not job.is_over:
+            if not (job.is_over or (job.costs_at is not None and position > job.costs_at)):
                 self._at[ident] = work
                 self._get(job, position)
                 del self._at[ident]
@@ -225,13 +225,15 @@ class ThreadFetcher(Base):
                 self._to_do.extendleft((job, single) for single in reversed(range(job.count)))
                 return
             if position == sample_context.BATCH or not self._may_go_on(error):
-                self._tell(self._on_bad, job, error)
+                self._tell(self._on_bad, job, position, error)
                 return
             job.errors[position] = error
         # Each step is one operation on a list. Two lanes may both see that the job is complete: it is told twice.
         job.arrived.append(position)
         if position == sample_context.BATCH or len(job.arrived) == job.count:
             self._tell(self._on_complete, job)
+        elif job.costs_at is not None:  # looked at after this one has arrived: `_on_bad` does it the other way round
+            self._tell(self._conclude_if_decided, job)
 
     def _get_whole(self, job: Job) -> None:
         assert self._whole is not None
@@ -256,8 +258,19 @@ class ThreadFetcher(Base):
             job.missing = 0
             self._conclude(job)
 
-    def _on_bad(self, job: Job, error: BaseException) -> None:
-        if not job.is_over:
+    def _on_bad(self, job: Job, position: int, error: BaseException) -> None:
+        if job.is_over:
+            return
+        if position == sample_context.BATCH:
             job.fatal = error
-            job.errors.clear()
+        else:
+            self._cost(job, position, error)
+            job.errors[position] = error
+        self._conclude_if_decided(job)
+
+    def _conclude_if_decided(self, job: Job) -> None:
+        if not job.is_over and self._is_decided(job):
             self._conclude(job)
+
+    def _has_all_before(self, job: Job, position: int) -> bool:
+        return sum(other < position for other in job.arrived) == position
