@@ -58,9 +58,9 @@ def s3() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
+def database() -> Iterator[PostgreSQL]:
     """PostgreSQL with a table `numbers` of 1,000 rows: id, its square, a word."""
-    with PostgreSQL(tmp_path_factory.mktemp("postgres")) as server:
+    with PostgreSQL() as server:
         server.execute("CREATE TABLE numbers (id int PRIMARY KEY, square int, word text)")
         server.execute("INSERT INTO numbers SELECT n, n * n, 'word ' || n FROM generate_series(0, 999) n")
         yield server

@@ -28,12 +28,14 @@ def draw() -> tuple[float, float, float]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """The generators are as they were, nobody has a turn, and no sample is being fetched."""
+    outside = current.set(None)  # type: ignore[arg-type]  # whatever another test has left in this thread
     with left_alone():
         yield
     assert turns._turn.holder is None
     assert turns._turn.lock.acquire(blocking=False)
     turns._turn.lock.release()
     assert current.get(None) is None
+    current.reset(outside)
 
 
 def within(sample: SampleContext | None) -> Any:

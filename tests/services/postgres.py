@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import glob
 import os
-import pwd
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,28 +29,23 @@ SETTINGS = {
 class PostgreSQL:
     """Starts and stops a server; it can be killed and started again on the same data.
 
-    The server refuses to run as root; then it runs as the user `postgres`, whom the Debian package makes.
-
-    Args:
-        room: An empty folder; gone when the server is left.
+    The server refuses to run as root; then it runs as the user `postgres`, whom the Debian package makes. So its folder
+    is not in pytest's, which each run of pytest that begins closes to all others.
     """
 
-    def __init__(self, room: Path) -> None:
+    def __init__(self) -> None:
         self._postgres = program("postgres", *PLACES)
         self._initdb = program("initdb", *PLACES)
-        self._data = room / "data"
+        self._data = Path()
         self._user = "postgres" if os.geteuid() == 0 else None
         self._process: subprocess.Popen[str] | None = None
         self.port = free_port()
         self.dsn = f"postgresql://tester@127.0.0.1:{self.port}/postgres"
 
     def __enter__(self) -> Self:
-        self._data.mkdir()
+        self._data = Path(tempfile.mkdtemp(prefix="asyncloader-postgres-"))
         if self._user:
             shutil.chown(self._data, self._user)
-            for folder in self._data.parents:  # pytest's folders are for their owner alone
-                if folder.owner() == pwd.getpwuid(os.geteuid()).pw_name and folder.stat().st_mode & 0o077 == 0:
-                    folder.chmod(0o711)
         made = [self._initdb, "-D", self._data, "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync"]
         subprocess.run(made, user=self._user, env=self._environment(), cwd="/", check=True, stdout=subprocess.DEVNULL)
         self.start()
