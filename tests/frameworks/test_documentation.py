@@ -14,7 +14,7 @@ from tests.test_docs import python_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 150
+TIMEOUT_S = 400  # it trains with each framework, and imports them all
 
 
 def run(*command: str | Path, folder: Path) -> list[str]:
