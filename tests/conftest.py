@@ -183,7 +183,7 @@ def start(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> I
 def run(start: Callable[..., Program]) -> Callable[..., Program]:
     """Runs a program to its end, within a time limit, and sees that nothing of it is left."""
 
-    def whole(source: str, *arguments: object, timeout_s: float = 30.0, **environment: str) -> Program:
+    def whole(source: str, *arguments: object, timeout_s: float = 100.0, **environment: str) -> Program:
         program = start(source, *arguments, **environment)
         program.wait(timeout_s)
         left = program.survivors(3.0)

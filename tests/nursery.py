@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def settle(request: dict[str, Any], stdout: int, stderr: int) -> None:
         leave_without_destructors()
     sys.argv = [request["path"], *request["arguments"]]
     sys.path.insert(0, request["folder"])
+    # Python 3.12 and later, at any fork: see pyproject.toml
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 
 def leave_without_destructors() -> None:
