@@ -161,24 +161,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         _import_iterators()
         accept_iterable(dataset)
         super().__init__(
-            cast(Dataset[T_co], dataset),
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            first_workers(num_workers, max_workers),
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+            cast(Dataset[T_co], dataset), batch_size, shuffle, sampler, batch_sampler,
+            first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
+            multiprocessing_context, generator, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device, in_order=in_order,
+        )  # fmt: skip
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
         self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.machine import usable_cores
 from asyncloader.settings import AutoWorkers
+from tests.test_num_workers import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -37,13 +38,6 @@ class Stateful(Drawing):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         pass
-
-
-class Stream(IterableDataset[int]):
-    """A stream."""
-
-    def __iter__(self) -> Any:
-        return iter(range(10))
 
 
 def bits(batch: Any) -> Any:

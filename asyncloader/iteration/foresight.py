@@ -19,27 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DistributedSampler
 
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
 from asyncloader.epochs import Told, epoch_of
 from asyncloader.iteration.plan import Plan, samplers_within, set_epochs
-from asyncloader.iteration.rng_snapshot import RNGSnapshot
+from asyncloader.iteration.rng_snapshot import KNOWN_SAMPLERS, RNGSnapshot
 from asyncloader.observe.notices import warn
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.snapshot import Pace
 
-_TORCHS = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _BY_EPOCH = (DistributedSampler, ElasticSampler)
 
 
@@ -159,7 +151,8 @@ class _Foreseen(NamedTuple):
 
 def make_foresight(settings: Settings, told: Sequence[Told]) -> Foresight | None:
     """Return what begins next runs ahead; warn and return None where none can be."""
-    unknown = [each for each in samplers_within(settings.index_sampler) if type(each) not in (*_TORCHS, *_BY_EPOCH)]
+    known = (*KNOWN_SAMPLERS, ElasticSampler)
+    unknown = [each for each in samplers_within(settings.index_sampler) if type(each) not in known]
     if not unknown:
         return Foresight(settings, told)
     warn(

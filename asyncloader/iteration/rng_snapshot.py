@@ -31,6 +31,8 @@ from asyncloader.protocols import is_stateful, probe
 
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+KNOWN_SAMPLERS = (*_DRAW_NOTHING, *_DRAW_FROM_TORCH)
+"""Torch's samplers: to iterate over one moves its generator, if it has one, and nothing else."""
 
 
 class _Source(Protocol):
