@@ -346,7 +346,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Returns:
             Plain data, which goes through JSON if the states of your own objects do. It never changes afterwards.
         """
-        return self._runs.state_dict(self._settings())
+        return self._runs.state_dict(self._settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.

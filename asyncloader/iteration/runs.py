@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,13 +50,17 @@ class Runs:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "latest": None, "meter": None, "yielded": None, "_trace": None}
 
-    def state_dict(self, settings: Settings) -> dict[str, Any]:
-        """Return a state to go on from: in the middle of the newest run, or before the next one."""
+    def state_dict(self, settings: Callable[[], Settings]) -> dict[str, Any]:
+        """Return a state to go on from: in the middle of the newest run, or before the next one.
+
+        Args:
+            settings: Makes what a first run would be made with; that takes as long as all the rest.
+        """
         if self.loaded is not None:
             return copy.deepcopy(self.loaded)
         if self.yielded is not None:
             return self.yielded.state_dict()
-        return initial_state(settings, self.begun) if self.latest is None else self.latest.state_dict()
+        return initial_state(settings(), self.begun) if self.latest is None else self.latest.state_dict()
 
     @property
     def done(self) -> int:

@@ -39,11 +39,14 @@ class Blocking(Dataset[Tensor]):
         return len(self.urls)
 
     def __getitem__(self, index: int) -> Tensor:
+        return decode(self.read(index))
+
+    def read(self, index: int) -> bytes:
         parts = urlsplit(self.urls[index])
         if self.connection is None:
             self.connection = http.client.HTTPConnection(parts.netloc)
         self.connection.request("GET", parts.path)
-        return decode(self.connection.getresponse().read())
+        return self.connection.getresponse().read()
 
 
 def run(loader_class: Any, dataset: Any, num_workers: int, **options: Any) -> Run:

@@ -30,6 +30,20 @@ def test_what_remains(options: dict[str, Any]) -> None:
     assert loader.remaining() == 5
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_states_of_a_run_are_made_without_freezing_the_settings_anew(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes as long as all the rest of a state, which some take after every batch."""
+    loader = DataLoader(range(8), batch_size=2, num_workers=num_workers)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    next(iterator)
+    monkeypatch.setattr(DataLoader, "_settings", lambda self: pytest.fail("the settings were made anew"))
+    assert loader.state_dict()["position"] == 1
+    assert len(list(iterator)) == 3
+    assert loader.state_dict()["finished"]
+
+
 class Endless(IterableDataset[int]):
     """Says nothing of its length."""
 
