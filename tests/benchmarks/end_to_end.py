@@ -8,9 +8,9 @@ with the last step.
   sides see the same), resized to 64 x 64; a small convolutional network learns which of two photographs a part is of.
 - text: blocks of 128 bytes of what installed packages say of themselves, in random order, and a transformer that
   predicts the next byte.
-- remote files: the images, of 160 x 160, each answered after 20 ms by an HTTP server on this machine. torch's side reads
-  them with a connection that is kept, a request at a time, as a plain dataset does; ours is
-  `HTTPDataset`, 32 samples in flight in each worker.
+- remote files: the images, of 160 x 160, each answered after 20 ms by an HTTP server on this machine. torch's side
+  reads them with a connection that is kept, a request at a time, as a plain dataset does; ours is `HTTPDataset`, 32
+  samples in flight in each worker.
 
 2 workers on each side, which stay, batches of 32, 3 epochs; trainer and workers share the cores. "waited %" is the time
 that the trainer spent in `next`. Five rounds; with --quick one, of shorter epochs.
@@ -163,7 +163,7 @@ def compare(bench: Bench, title: str, sides: Mapping[str, Callable[[], Run]]) ->
 def measure(bench: Bench) -> None:
     torch.set_num_threads(1)
     few = 4 if bench.quick else 1
-    images, text = Parts(1024 // few), blocks(4096 // few)
+    images, text = Parts(1024 // few), blocks(1536 // few)
     for title, make, loss_of, dataset in (
         ("images", network, image_loss, images),
         ("text", NextByte, text_loss, text),
