@@ -20,6 +20,7 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -58,6 +59,7 @@ def bound(dataset: Photographs, batch: int) -> Run:
     context = multiprocessing.get_context("fork")
 
     def work(first: int) -> None:
+        torch.set_num_threads(1)  # as loaders' workers do: OpenMP does not work in a forked child
         for start in range(first * batch, len(dataset), WORKERS * batch):
             default_collate([dataset[index] for index in range(start, start + batch)])
 
