@@ -1,4 +1,4 @@
-"""How long does a training step take with 0 to 8 workers? The experiment of the tinyloader blog post, on three loaders.
+"""How long does a training step take with 0 to 8 workers? The experiment of the tinyloader blog post, on more loaders.
 
     python examples/tinyloader_experiment.py [--epochs 10] [--workers 0 1 2 ...] [--step-s 0.1 0.01] [--out FILE.png]
 
@@ -6,15 +6,18 @@ The experiment and its figures (2,048 samples of 0.5 ms, batches of 64, steps of
 "Building a Simple PyTorch DataLoader", https://teddykoker.com/2020/12/dataloader/. Samples and steps only sleep, so it
 shows how well a loader keeps its work out of the way of training, not how fast a machine is. The loaders take turns at
 each number of workers. What exceeds the length of the step is waiting for data, the start of workers in each epoch
-included.
+included. Shown are the median epoch, and the shortest and the longest. torchdata's StatefulDataLoader and SPDL's
+drop-in for torch's loader take part where they are installed (`pip install torchdata spdl-core`).
 """
 
 import argparse
+import importlib.util
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -59,49 +62,88 @@ class NaiveLoader:
             yield default_collate([self.dataset[index] for index in indices])
 
 
-# Makes a loader with a number of workers.
-LOADERS: dict[str, Callable[[SleepingDataset, int], Batches]] = {
-    "naive loop": lambda dataset, _: NaiveLoader(dataset),
-    "torch": lambda dataset, workers: torch.utils.data.DataLoader(dataset, BATCH_SIZE, num_workers=workers),
-    "asyncloader": lambda dataset, workers: DataLoader(dataset, BATCH_SIZE, num_workers=workers),
+class StepTime(NamedTuple):
+    """Seconds from one step to the next: of the median epoch, the shortest and the longest."""
+
+    median: float
+    least: float
+    most: float
+
+
+# By loader, the time per step with each number of workers.
+Measured = dict[str, dict[int, StepTime]]
+
+
+def stateful(dataset: SleepingDataset, workers: int) -> Batches:
+    """Make torchdata's loader."""
+    loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    made: Batches = loader(dataset, BATCH_SIZE, num_workers=workers)
+    return made
+
+
+def spdl(dataset: SleepingDataset, workers: int) -> Batches:
+    """Make SPDL's drop-in for torch's loader."""
+    make = importlib.import_module("spdl.dataloader").get_pytorch_dataloader
+    made: Batches = make(dataset, BATCH_SIZE, num_workers=workers, in_order=True)
+    return made
+
+
+# Makes a loader with a number of workers; the package that it needs.
+LOADERS: dict[str, tuple[Callable[[SleepingDataset, int], Batches], str]] = {
+    "naive loop": (lambda dataset, _: NaiveLoader(dataset), "torch"),
+    "torch": (lambda dataset, workers: torch.utils.data.DataLoader(dataset, BATCH_SIZE, num_workers=workers), "torch"),
+    "StatefulDataLoader": (stateful, "torchdata"),
+    "SPDL": (spdl, "spdl"),
+    "asyncloader": (lambda dataset, workers: DataLoader(dataset, BATCH_SIZE, num_workers=workers), "asyncloader"),
 }
-COLORS = {"naive loop": "tab:gray", "torch": "tab:orange", "asyncloader": "tab:blue"}
+STYLES = {
+    "naive loop": ("tab:gray", ""),
+    "torch": ("tab:orange", "s"),
+    "StatefulDataLoader": ("tab:brown", "^"),
+    "SPDL": ("tab:green", "v"),
+    "asyncloader": ("tab:blue", "o"),
+}
 
 
-def seconds_per_step(batches: Batches, epochs: int, step_s: float) -> float:
-    """Train by sleeping, and return the mean time from one step to the next."""
-    steps = 0
-    started = time.perf_counter()
+def seconds_per_step(batches: Batches, epochs: int, step_s: float) -> StepTime:
+    """Train by sleeping; each epoch has the start of its workers in it."""
+    means = []
     for _ in range(epochs):
+        started, steps = time.perf_counter(), 0
         for _ in batches:
             time.sleep(step_s)
             steps += 1
-    return (time.perf_counter() - started) / steps
+        means.append((time.perf_counter() - started) / steps)
+    return StepTime(statistics.median(means), min(means), max(means))
 
 
-def measure(dataset: SleepingDataset, workers: list[int], epochs: int, step_s: float) -> dict[str, dict[int, float]]:
+def measure(dataset: SleepingDataset, workers: list[int], epochs: int, step_s: float) -> Measured:
     """Measure each loader with each number of workers; the naive loop has none, and is measured once."""
-    measured: dict[str, dict[int, float]] = {name: {} for name in LOADERS}
+    here = {name: make for name, (make, package) in LOADERS.items() if importlib.util.find_spec(package)}
+    measured: Measured = {name: {} for name in here}
     for count in workers:
-        for name, make in LOADERS.items():
-            if name == "naive loop" and measured[name]:
+        for name, make in here.items():
+            # SPDL's has processes or nothing
+            if (name == "naive loop" and measured[name]) or (name == "SPDL" and not count):
                 continue
             took = measured[name][count] = seconds_per_step(make(dataset, count), epochs, step_s)
-            print(f"step of {step_s * 1000:g} ms, {count} workers, {name}: {took * 1000:.2f} ms", flush=True)
+            shown = " to ".join(f"{seconds * 1000:.2f}" for seconds in took[1:])
+            what = f"step of {step_s * 1000:g} ms, {count} workers, {name}"
+            print(f"{what}: {took.median * 1000:.2f} ms ({shown})", flush=True)
     return measured
 
 
-def print_table(measured: dict[str, dict[int, float]], workers: list[int], step_s: float) -> None:
+def print_table(measured: Measured, workers: list[int], step_s: float) -> None:
     """Print milliseconds per step as a table in markdown."""
     print(f"\n| workers, step of {step_s * 1000:g} ms | " + " | ".join(measured) + " |")
     print("|---" * (len(measured) + 1) + "|")
     for count in workers:
-        row = (f"{times[count] * 1000:.2f} ms" if count in times else "" for times in measured.values())
+        row = (f"{times[count].median * 1000:.2f} ms" if count in times else "" for times in measured.values())
         print(f"| {count} | " + " | ".join(row) + " |")
     print()
 
 
-def draw(panels: dict[float, dict[str, dict[int, float]]], out: Path) -> None:
+def draw(panels: dict[float, Measured], out: Path) -> None:
     """Draw step time against number of workers, one panel for each length of the step."""
     matplotlib.use("Agg")  # a picture on disk needs no display
     from matplotlib import pyplot
@@ -114,14 +156,19 @@ def draw(panels: dict[float, dict[str, dict[int, float]]], out: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_panel(axes: Any, measured: dict[str, dict[int, float]], step_s: float) -> None:
-    """Draw one panel: a line per loader above the length of the step itself."""
+def draw_panel(axes: Any, measured: Measured, step_s: float) -> None:
+    """Draw one panel: a line per loader, with its range, above the length of the step itself."""
     counts = [count for times in measured.values() for count in times]
-    naive = next(iter(measured["naive loop"].values()))
-    axes.axhline(naive * 1000, color=COLORS["naive loop"], linestyle="--", label="naive loop (no workers)")
-    for name, marker in (("torch", "s"), ("asyncloader", "o")):
-        times = measured[name]
-        axes.plot(list(times), [t * 1000 for t in times.values()], marker=marker, color=COLORS[name], label=name)
+    naive = next(iter(measured["naive loop"].values())).median
+    axes.axhline(naive * 1000, color=STYLES["naive loop"][0], linestyle="--", label="naive loop (no workers)")
+    shown = [name for name in measured if name != "naive loop"]
+    for place, name in enumerate(shown):
+        color, marker = STYLES[name]
+        beside = 0.08 * (place - (len(shown) - 1) / 2)  # so that bars do not lie on one another
+        counts_here, times = [count + beside for count in measured[name]], list(measured[name].values())
+        around = [[t.median - t.least for t in times], [t.most - t.median for t in times]]
+        ms = [[1000 * seconds for seconds in row] for row in ([t.median for t in times], *around)]
+        axes.errorbar(counts_here, ms[0], ms[1:], color=color, marker=marker, label=name, capsize=2, linewidth=1.2)
     axes.axhspan(0, step_s * 1000, color="tab:green", alpha=0.15, label="the step itself")
     axes.set(xlabel="num_workers", ylabel="time per step (ms)", title=f"steps of {step_s * 1000:g} ms")
     axes.set_xlim(min(counts) - 0.3, max(counts) + 0.3)
