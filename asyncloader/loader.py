@@ -75,7 +75,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: Deliver batches in the order of the sampler; otherwise as they come.
         concurrency: Samples that one worker fetches at once.
         scheduling: "static" gives batch i to worker i % num_workers, as torch; "dynamic" to the worker with the least
-            to do.
+            to do; "split" divides each batch over the workers that are free, if its samples take long enough: the first
+            batch comes sooner, ``prefetch_factor`` batches in all wait in memory, and a slow sample holds up nobody.
+            "split" is for map-style datasets whose samples are made one after the other, with ``seeding="sample"``.
         seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank, number of the
             batch), so that the number of workers, their timing and a crash change nothing; "sample" for each sample by
             its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's streams.

@@ -24,7 +24,7 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank
 from asyncloader.protocols import is_async, is_stateful, probe
 
-Scheduling = Literal["static", "dynamic"]
+Scheduling = Literal["static", "dynamic", "split"]
 Seeding = Literal["batch", "worker", "sample"]
 OnError = Literal["raise", "skip", "replace"]
 OnTimeout = Literal["raise", "retry", "skip"]
@@ -140,8 +140,10 @@ class Settings:
         derive(self, "is_async", awaits)
         derive(self, "samples_at_once", samples)
         # One more to begin with when the first is finished, and one on its way through the channel.
-        tickets = math.ceil(samples / self._samples_in_batch()) + 2 if awaits or samples > 1 else 0
+        tickets = math.ceil(samples / self.samples_in_batch) + 2 if awaits or samples > 1 else 0
         derive(self, "tickets_at_once", tickets)
+        if self.splits and (why := self._why_whole()):
+            raise ConfigurationError(f'scheduling="split" {why}')
         if self.is_auto and (why := self.why_workers_stay):
             raise ConfigurationError(
                 f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
@@ -151,6 +153,43 @@ class Settings:
     def overlaps(self) -> bool:
         """Whether samples are fetched on a loop, several at once."""
         return self.is_async or self.samples_at_once > 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether several workers may make one batch: not of an iterable dataset, which each reads by itself."""
+        return self.scheduling == "split" and not self.is_iterable
+
+    @property
+    def could_split(self) -> bool:
+        """Whether they could, and do not, but for the seeding that it needs."""
+        return not (self.splits or self.is_iterable) and not self._why_not_divided()
+
+    def _why_whole(self) -> str:
+        """Say why no batch can be made by several workers; "" if it can be."""
+        if self.auto_collation and self.seeding != "sample":
+            return (
+                f'needs seeding="sample", but got {self.seeding!r}: which worker makes which samples of a batch is a '
+                "matter of timing, so each of them has to have a seed of its own"
+            )
+        return self._why_not_divided()
+
+    def _why_not_divided(self) -> str:
+        """Say the same of what cannot be had with another seeding either."""
+        if not self.auto_collation:
+            return (
+                'divides batches of samples, and with batch_size=None there are none: scheduling="dynamic" is for that'
+            )
+        if self.overlaps:
+            return (
+                "is for samples that are made one after the other: with an async dataset, or concurrency, those of a "
+                'batch are fetched at once as it is, and scheduling="dynamic" gives batches to whoever is free'
+            )
+        if self.snapshot_every and is_stateful(self.dataset):
+            return (
+                "cannot keep the state that the dataset has of its own in each worker (snapshot_every_n_steps=0 does "
+                "without it in states)"
+            )
+        return ""
 
     @property
     def is_auto(self) -> bool:
@@ -256,6 +295,7 @@ class Settings:
             multiprocessing_context=first.multiprocessing_context,
             concurrency=first.concurrency,
             seeding=first.seeding,
+            scheduling=first.scheduling if "split" in (first.scheduling, self.scheduling) else self.scheduling,
             on_error=first.on_error,
             max_errors=None if first.on_error == "raise" else self.max_errors,
             on_timeout=first.on_timeout,
@@ -274,7 +314,8 @@ class Settings:
         except (TypeError, NotImplementedError):
             return None
 
-    def _samples_in_batch(self) -> int:
+    @property
+    def samples_in_batch(self) -> int:
         """Return how many samples a batch has; a guess where a batch sampler of the user's does not say."""
         if self.batch_sampler is None:
             return 1

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 @dataclass(slots=True)
 class Ticket:
-    """A numbered batch to do: ``keys`` are the indices as the sampler gave them."""
+    """A numbered batch to do: ``keys`` are the indices as the sampler gave them.
+
+    Where batches are made in slices ``part`` says what of which batch this is: see :mod:`asyncloader.engine.split`.
+    """
 
     seq: int
     keys: Any
@@ -17,6 +20,7 @@ class Ticket:
     tries: int = 0
     sent_at: float = 0.0  # the session's note; no decision depends on it
     is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
+    part: Any = None
 
 
 class Send(NamedTuple):
@@ -123,14 +127,41 @@ class GiveUp(NamedTuple):
     error: Exception
 
 
+class Assemble(NamedTuple):
+    """All rows of this batch are written: make it of them, and tell the scheduler that it is ready.
+
+    Attributes:
+        batch: A :class:`asyncloader.engine.split.Sliced`.
+    """
+
+    batch: Any
+
+
 class Finish(NamedTuple):
     """Everything that was planned has been delivered, and nothing more will be planned."""
 
 
 Action: TypeAlias = (
-    Send | Deliver | Read | Replace | Window | Start | Join | Part | Dismiss | Fail | Lose | Discard | GiveUp | Finish
+    Send
+    | Deliver
+    | Read
+    | Replace
+    | Window
+    | Start
+    | Join
+    | Part
+    | Dismiss
+    | Fail
+    | Lose
+    | Discard
+    | GiveUp
+    | Assemble
+    | Finish
 )
 
 VOID = object()
 """Nothing is there, and its place in the order is passed over. In the plan, in place of keys: it was yielded before.
 As an outcome: the ticket makes no batch."""
+
+PART = object()
+"""The outcome of a ticket whose batch is that of a later one: its place in the order is passed over."""

@@ -22,6 +22,7 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.split import Sliced, batches_of, contents
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import describe_keys
 from asyncloader.observe.meter import BatchTimes, Meter
@@ -325,18 +326,32 @@ class Run:
     def fail(self, action: Fail) -> list[Action]:
         """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
         assert action.cause is not None
-        error = action.cause(action.tickets)
+        batches = batches_of(action.tickets)
+        error = action.cause(batches)
         if action.at_once:
             self.handoff.ready.appendleft(failed(error, counts=False))
             self.handoff.wake()
             return []
-        (ticket,) = action.tickets
-        item = failed(error, ticket.seq)
+        (batch,) = batches
+        item = failed(error, batch.seq)
         if action.leave_out:
-            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
-            self.faults.left_out.append(ticket.keys)
-            item = Item(LeftOut(NO_RECORD), ticket.seq)
-        return self.scheduler.ready(ticket.seq, item)
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(batch.keys), error)
+            if not any(keys is batch.keys for keys in self.faults.left_out):  # another slice of it may have failed
+                self.faults.left_out.append(batch.keys)
+            item = Item(LeftOut(NO_RECORD), batch.seq)
+        return self.scheduler.ready(action.tickets[0].seq, item)
+
+    def assemble(self, batch: Sliced) -> Item:
+        """Make a batch of the rows that workers have written."""
+        nbytes = batch.room.nbytes
+        times = self.meter.came_in_rows(batch.number, batch.times, nbytes)
+        data = batch.room.batch(batch.texts)
+        batch.let_go()
+        return Item(Batch(NO_RECORD._replace(seq=batch.last), data, nbytes), batch.number, times=times)
+
+    def contents(self, ticket: Ticket) -> Any:
+        """Return what a worker is to know of a ticket."""
+        return self.progress.placed(ticket.seq, ticket.keys) if ticket.part is None else contents(ticket, self.progress)
 
     def let_read(self, until: int) -> None:
         """Let a consumer that waits read the sampler on."""

@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from asyncloader.engine.actions import (
+    PART,
     VOID,
     Action,
     Cause,
@@ -254,8 +255,7 @@ class Scheduler:
 
     def stopped(self) -> list[Ticket]:
         """No worker can be had any more: give up everything that has no outcome yet."""
-        lost = [ticket for _, ticket in self._unsent]
-        self._unsent.clear()
+        lost, self._unsent = [ticket for _, ticket in self._unsent], []
         for worker in tuple(self.active):
             lost += self._forget(worker)
         return sorted(lost, key=lambda ticket: ticket.seq)
@@ -325,16 +325,14 @@ class Scheduler:
 
     def _choose(self, ticket: Ticket) -> int | None:
         roster = self.roster
-        if (
-            self._static and ticket.worker >= 0 and roster.takes(ticket.worker)
-        ):  # sent again after a crash: to the same worker id
+        # Sent again after a crash: to the same worker id.
+        if self._static and ticket.worker >= 0 and roster.takes(ticket.worker):
             return None if roster.is_held(ticket.worker) else ticket.worker
         if self._static and self._in_order:
             return roster.take_turn(self._prefetch_factor)
-        if (least := roster.least()) is None:
-            return None
+        least = roster.least()
         most = self.window // roster.num_takers if self._static else self._run_ahead.queue_depth
-        return least[0] if least[1] < most else None
+        return least[0] if least is not None and least[1] < most else None
 
     def _maybe_run_ahead(self) -> list[Action]:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
@@ -352,7 +350,10 @@ class Scheduler:
         ahead = self.planned_count - self.gone_count
         rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
         self._read_until = self.planned_count + max(0, rounds) * self.num_workers
-        return [Read(self._read_until)] if rounds > 0 else []
+        return [self._read()] if rounds > 0 else []
+
+    def _read(self) -> Read:
+        return Read(self._read_until)
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -436,8 +437,8 @@ class Scheduler:
         self.gone_count += 1
         if outcome is VOID:
             self.void_count += 1
-            actions.append(Read(self._read_until))  # a void ticket frees its place in the window
-        else:
+            actions.append(self._read())  # a void ticket frees its place in the window
+        elif outcome is not PART:
             actions.append(Deliver(outcome))
         actions += self._maybe_finish()
         return actions

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 from asyncloader.engine.actions import (
     VOID,
     Action,
+    Assemble,
     Deliver,
     Discard,
     Dismiss,
@@ -48,13 +49,14 @@ from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue, Policy
 from asyncloader.engine.run import Item, Run, failed
+from asyncloader.engine.split import batch_of, batches_of, bytes_of, times_of
 from asyncloader.engine.staff import END_GRACE_S, Auto, Staff
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.protocol.failure import with_notes
-from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
+from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused, Samples, Written
 from asyncloader.workers.protocol.snapshot import Frozen
 
 
@@ -255,21 +257,27 @@ class Session:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
             return
         ticket = scheduler.in_flight[worker][record.seq]
-        times, nbytes = None, 0
+        batch, all_keys = (record.seq, ticket.keys) if ticket.part is None else batch_of(ticket)
+        times: Any = None
+        nbytes = 0
         if type(outcome) is Batch:
             nbytes = outcome.nbytes
-            times = run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0))
+            slices = None if ticket.part is None else times_of(ticket)
+            times = run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0), slices)
+        elif type(outcome) is Samples or type(outcome) is Written:
+            nbytes = bytes_of(outcome, ticket)
+            times = run.meter.slice_came(worker, record, ticket.sent_at, arrived_at, batch)
         elif kind is LeftOut:
-            run.faults.left_out.append(ticket.keys)
+            run.faults.left_out.append(all_keys)
         elif type(outcome) is Failure and not isinstance(outcome.error, BaseException):
-            keys = None if self._is_stream else ticket.keys  # a stream has no indices
+            keys = None if self._is_stream else all_keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        item = Item(outcome, record.seq, worker, times)
+        item = Item(outcome, batch, worker, times)
         if run.tracks:
             self.staff.moved(worker)
             item = run.answered(item, ticket)
-        if self._pinner is None or times is None:
+        if self._pinner is None or type(outcome) is not Batch:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
             self._pin(self._pinner, item, times)
@@ -293,12 +301,12 @@ class Session:
         outcome = batch._replace(data=data)
         if error is not None:
             outcome = Failure(batch.record, error, batch.bad, batch.snapshot)
-        self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome), batch.nbytes))
+        self.apply(run.scheduler.ready(batch.record.seq, item._replace(outcome=outcome), batch.nbytes))
 
     def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
         """Return those of these tickets that the worker still has, with their keys."""
-        tickets, placed = self.run.scheduler.in_flight.get(worker, {}), self.run.progress.placed
-        return [(seq, placed(seq, tickets[seq].keys)) for seq in seqs if seq in tickets]
+        tickets = self.run.scheduler.in_flight.get(worker, {})
+        return [(seq, self.run.contents(tickets[seq])) for seq in seqs if seq in tickets]
 
     @property
     def takes_outcomes(self) -> bool:
@@ -371,9 +379,9 @@ class Session:
     def _refuse(self, worker: int, seq: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
         scheduler = self.run.scheduler
-        keys = describe_keys(scheduler.in_flight[worker][seq].keys)
-        with_notes(error, [f"The sampler yielded {keys}, which {why} a worker process."])
-        self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, failed(error, seq)))
+        (batch,) = batches_of([scheduler.in_flight[worker][seq]])
+        with_notes(error, [f"The sampler yielded {describe_keys(batch.keys)}, which {why} a worker process."])
+        self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, failed(error, batch.seq)))
 
     def _send(self, action: Send) -> None:
         if self.gave_up:
@@ -381,7 +389,14 @@ class Session:
         ticket = action.ticket
         ticket.sent_at = perf_counter()
         self.run.given(action.worker, ticket)
-        self._outbox.put(action.worker, ticket.seq, self.run.progress.placed(ticket.seq, ticket.keys))
+        self._outbox.put(action.worker, ticket.seq, self.run.contents(ticket))
+
+    def _assemble(self, action: Assemble) -> None:
+        item: Any = self.run.assemble(action.batch)
+        if self._pinner is None:
+            self.apply(self.run.scheduler.ready(action.batch.last, item))
+        else:
+            self._pin(self._pinner, item, item.times)
 
     def _deliver(self, action: Deliver) -> None:
         if (times := action.outcome.times) is not None:
@@ -400,8 +415,9 @@ class Session:
         scheduler = self.run.scheduler
         lost = scheduler.stopped()
         if lost:
-            keys = describe_keys(lost[0].keys)
-            error.add_note(f"{len(lost)} batches that were planned are lost; the first has the indices {keys}.")
+            batches = batches_of(lost)
+            keys = describe_keys(batches[0].keys)
+            error.add_note(f"{len(batches)} batches that were planned are lost; the first has the indices {keys}.")
         self.run.handoff.put(failed(error, counts=False))
         self.apply([action for ticket in lost for action in scheduler.ready(ticket.seq, VOID)])
         self.apply(scheduler.plan_ended())
@@ -413,6 +429,7 @@ class Session:
         Replace: lambda session, action: session.staff.replace(session, action),
         Fail: lambda session, action: session.apply(session.run.fail(action)),
         Lose: lambda session, action: session.staff.lose(session, action),
+        Assemble: _assemble,
         Discard: lambda session, action: session.pool.discard(action.worker),
         GiveUp: _give_up,
         Finish: lambda session, action: session.run.finish(),

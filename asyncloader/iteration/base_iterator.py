@@ -129,6 +129,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             seed_each_batch=settings.seeds_each_batch,
             seed_each_sample=settings.seeds_each_sample,
             by_sample=settings.knows_places,
+            splits=settings.splits,
             on_error=settings.on_error,
             concurrency=settings.samples_at_once,
             is_async=settings.is_async,

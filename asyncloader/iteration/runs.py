@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncloader.engine.slicer import Slicer
 from asyncloader.epochs import Told, told
 from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state, is_between_runs
 from asyncloader.iteration.plan import set_epochs
@@ -33,6 +34,7 @@ class Runs:
         yielded: Makes states of the newest one where batches are held back from the consumer, or None.
         told: Of an epoch by `set_epoch` of the loader, at last.
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
+        slicer: Knows what samples cost, where batches are made in slices.
         told_when_loaded: What `set_epoch` of the dataset had been called with then.
     """
 
@@ -45,10 +47,11 @@ class Runs:
         self.told = Told()
         self.epochs_when_loaded: list[int | None] = []
         self.told_when_loaded: tuple[Told, ...] = ()
+        self.slicer = Slicer()
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "latest": None, "meter": None, "yielded": None, "_trace": None}
+        return {**vars(self), "latest": None, "meter": None, "yielded": None, "slicer": Slicer(), "_trace": None}
 
     def state_dict(self, settings: Callable[[], Settings]) -> dict[str, Any]:
         """Return a state to go on from: in the middle of the newest run, or before the next one.

@@ -28,17 +28,15 @@ from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Item, Run
-from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session, State
 from asyncloader.engine.staff import END_GRACE_S
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.foresight import make_foresight
-from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
-from asyncloader.iteration.workplace import make_auto, make_pool, policy_of
+from asyncloader.iteration.workplace import make_auto, make_pool, make_scheduler, policy_of
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.settings import AutoWorkers, Settings
@@ -176,28 +174,17 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         settings = self._settings
-        scheduler = Scheduler(
-            num_workers=settings.num_places,
-            prefetch_factor=settings.window // settings.num_places,
-            scheduling="static" if settings.is_iterable else settings.scheduling,
-            in_order=settings.in_order,
-            max_buffered_bytes=0 if may_be_looked_at(settings.index_sampler) else settings.max_buffered_bytes,
-            on_crash=settings.on_crash,
-            on_timeout=settings.on_timeout,
-            max_retries=settings.max_retries,
-            overlapping=settings.tickets_at_once,
-            first=progress.position,
-            next_worker=progress.next_worker,
-        )
         faults = Faults()
+        scheduler = make_scheduler(settings, progress, self._runs.slicer, faults)
         meter = Meter(
             spec.key[1],
             settings.num_places,
-            settings.window,
+            scheduler.window,
             faults,
             self._runs.open_trace(settings),
             is_iterable=settings.is_iterable,
             scheduling=settings.scheduling,
+            could_split=settings.could_split,
             max_buffered_bytes=settings.max_buffered_bytes,
             persistent_workers=settings.persistent_workers,
             concurrency=settings.samples_at_once,
@@ -206,7 +193,7 @@ class WorkerIterator(BaseIterator[T_co]):
         )
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
         limit = ErrorLimit(settings, progress, faults)
-        return Run(scheduler, spec, meter, plan, progress, limit, settings.window, **kind)
+        return Run(scheduler, spec, meter, plan, progress, limit, scheduler.window, **kind)
 
     # ------------------------------------------------------------------------------------------------- workers
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from asyncloader.engine.controller import Controller
+from asyncloader.engine.progress import Progress
 from asyncloader.engine.recovery import Policy
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.slicer import Slicer
+from asyncloader.engine.split import SplitScheduler
 from asyncloader.engine.staff import Auto
+from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.machine import usable_cores
-from asyncloader.protocols import is_stateful, probe
+from asyncloader.observe.faults import Faults
+from asyncloader.protocols import has_samples, is_collated, is_stateful, probe
 from asyncloader.settings import Settings
+from asyncloader.transport.room import make_room
+from asyncloader.transport.slab import slab_pool
 from asyncloader.workers.backend import Backend
+from asyncloader.workers.child.gather import gathers
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.pool import Pool
 from asyncloader.workers.protocol.messages import WorkerSpec
@@ -28,6 +39,40 @@ def make_pool(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventL
     pool = Pool(loop, settings.start_context, spec)
     pool.pack()
     return pool
+
+
+def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, faults: Faults) -> Scheduler:
+    """Return what decides who makes which batch of a run, or which slice of it.
+
+    Args:
+        settings: Of the run.
+        progress: Where it begins.
+        slicer: Knows what samples cost. Batches of datasets that make whole ones stay whole.
+        faults: Of the run.
+    """
+    options: dict[str, Any] = {
+        "num_workers": settings.num_places,
+        "prefetch_factor": settings.window // settings.num_places,
+        "in_order": settings.in_order,
+        "max_buffered_bytes": 0 if may_be_looked_at(settings.index_sampler) else settings.max_buffered_bytes,
+        "on_crash": settings.on_crash,
+        "on_timeout": settings.on_timeout,
+        "max_retries": settings.max_retries,
+    }
+    if settings.splits:
+        dataset = settings.dataset
+        if is_collated(dataset) or not has_samples(dataset) or gathers(dataset, True, settings.collate_fn):
+            slicer.is_whole = True
+        sizes = {"first": progress.position, "batch_size": settings.samples_in_batch}
+        rooms = None if settings.is_in_process else partial(make_room, slab_pool())
+        return SplitScheduler(slicer, on_error=settings.on_error, faults=faults, make_room=rooms, **sizes, **options)
+    return Scheduler(
+        scheduling="dynamic" if settings.scheduling == "dynamic" and not settings.is_iterable else "static",
+        overlapping=settings.tickets_at_once,
+        first=progress.position,
+        next_worker=progress.next_worker,
+        **options,
+    )
 
 
 def make_auto(settings: Settings, tell: Callable[[int], None]) -> Auto | None:

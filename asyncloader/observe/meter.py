@@ -12,8 +12,9 @@ compared with what is noted here.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from time import perf_counter, process_time
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
@@ -27,6 +28,21 @@ log = logging.getLogger("asyncloader")
 
 _MADE: Final = ("queue", "fetch", "collate", "encode", "transfer", "decode", "work")
 _TAKEN: Final = ("waited", "ready", "order")
+
+
+Times: TypeAlias = tuple[float, float, float, float, float, float, float]
+"""Of one ticket, the seconds of each of `_MADE`."""
+
+
+def _summed(last: Times, slices: Sequence[Times]) -> Times:
+    """Return the times of a batch in slices: the work of all workers, the first's wait for its ticket, the last's way.
+
+    Args:
+        last: Of what was made of the slices.
+        slices: Of these.
+    """
+    _, fetch, collate, encode, _, _, work = map(sum, zip(last, *slices, strict=True))
+    return (slices[0][0], fetch, collate, encode, last[4], last[5], work)
 
 
 class BatchTimes:
@@ -105,7 +121,15 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------- loop thread
 
-    def came(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int) -> BatchTimes:
+    def came(
+        self,
+        worker: int,
+        record: Record,
+        sent_at: float,
+        arrived_at: float,
+        nbytes: int,
+        slices: tuple[int, Sequence[Times]] | None = None,
+    ) -> BatchTimes:
         """Count a batch that a worker made, and has just been read.
 
         Args:
@@ -114,13 +138,45 @@ class Meter:
             sent_at: When its ticket was sent.
             arrived_at: When it began to be read.
             nbytes: Its size.
+            slices: Where batches are made in slices, its number in the plan, and what was noted of its slices.
         """
+        number, times = (record.seq, ()) if slices is None else slices
+        row, now = self._count(worker, record, sent_at, arrived_at, number)
+        self._made.add(_summed(row, times) if times else row)
+        self._bytes += nbytes
+        return BatchTimes(number, now)
+
+    def came_in_rows(self, number: int, slices: Sequence[Times], nbytes: int) -> BatchTimes:
+        """Count a batch that is there with its last slice.
+
+        Args:
+            number: In the plan.
+            slices: What was noted of each.
+            nbytes: Its size.
+        """
+        self._made.add(_summed(slices[-1], slices[:-1]))
+        self._bytes += nbytes
+        return BatchTimes(number, perf_counter())
+
+    def slice_came(self, worker: int, record: Record, sent_at: float, arrived_at: float, number: int) -> Times:
+        """Count what a worker did for a slice of a batch; return it, to be counted with the batch.
+
+        Args:
+            worker: Who made it.
+            record: What the worker noted.
+            sent_at: When its ticket was sent.
+            arrived_at: When it began to be read.
+            number: Of the batch in the plan.
+        """
+        return self._count(worker, record, sent_at, arrived_at, number)[0]
+
+    def _count(
+        self, worker: int, record: Record, sent_at: float, arrived_at: float, number: int
+    ) -> tuple[Times, float]:
         now = perf_counter()
         fetch, collate, encode, began = record.fetch_s, record.collate_s, record.encode_s, record.began
         work = fetch + collate + encode
-        self._made.add(
-            (max(0.0, began - sent_at), fetch, collate, encode, max(0.0, now - began - work), now - arrived_at, work)
-        )
+        transfer = max(0.0, now - began - work)
         if (own := self._own.get(worker)) is None:
             own = self._own[worker] = _Own()
         if own.batches:  # its first wait was for the start
@@ -130,11 +186,10 @@ class Meter:
         self._cpu_s += record.cpu_s
         self._stalled_s += record.stalled_s
         self._samples += record.samples
-        self._bytes += nbytes
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
-            self._trace.batch(record.seq, worker, sent_at, began, stages, arrived_at)
-        return BatchTimes(record.seq, now)
+            self._trace.batch(number, worker, sent_at, began, stages, arrived_at)
+        return (max(0.0, began - sent_at), fetch, collate, encode, transfer, now - arrived_at, work), now
 
     def made_here(self, record: Record) -> BatchTimes:
         """Count a batch that this process has just made itself, and pinned if it is to be."""
@@ -158,6 +213,8 @@ class Meter:
         """Note that a worker has come or gone: so many take batches now."""
         now, before = perf_counter(), self._num_workers
         self._num_workers, self._window = num_workers, window
+        if num_workers == before:
+            return
         self._changes.append(Change(now - self._began, num_workers))
         if self._trace is not None:
             self._trace.workers(now, num_workers)

@@ -22,12 +22,16 @@ Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer"
 _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
 _BUSY = 0.8  # workers busy for more than this share of their time are what limits
 _TRAINS = 0.8  # a trainer that is busy for more than this share of a batch's time is what limits
+_LATE = 0.2  # a first batch that takes a larger share of the time than this is worth a word
 _FULL = 0.85  # cores in use for more than this share of their time are full
 _MOST_WORKERS = 64
 _MOST_CONCURRENCY = 4096
 _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
 _MAX_BUFFERED_BYTES = 64 << 20
+_DIVIDED_S = 0.02  # a batch that takes a worker less is not divided under scheduling="split"
+_LARGE_WINDOW_BYTES = 2 << 30  # batches that wait take much memory from so many bytes on
+_SPLIT = {"scheduling": "split", "seeding": "sample"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +122,36 @@ def judge(stats: Figures) -> Verdict:
         )
         verdict = Verdict(verdict.limit, text, advice, verdict.gain)
     late = stats.first_batch_s / stats.elapsed_s
-    if stats.num_workers and late > 0.2 and not stats.options.get("persistent_workers"):
+    verdict = _with_split(stats, costs, verdict, is_late=late > _LATE)
+    if stats.num_workers and late > _LATE and not stats.options.get("persistent_workers"):
         text = (
             f"{verdict.text}; {late:.0%} of the time passed before the first batch: persistent_workers=True spares "
             "later epochs that"
         )
         verdict = Verdict(verdict.limit, text, verdict.advice, verdict.gain)
     return verdict
+
+
+def _with_split(stats: Figures, costs: _Costs, verdict: Verdict, *, is_late: bool) -> Verdict:
+    """Say what it would spare if all workers made a batch together, where that is possible and worth a word."""
+    if not _could_split(stats, costs) or "scheduling" in verdict.advice:
+        return verdict
+    spared_s = costs.work * (1 - 1 / costs.workers)
+    each_bytes = stats.bytes / stats.work.count
+    found = []
+    if is_late and spared_s > 0.3 * stats.first_batch_s:
+        found.append(f"the first batch would come about {spared_s:.2g} s sooner")
+    if stats.window * each_bytes > _LARGE_WINDOW_BYTES:
+        found.append(f"2 batches of {each_bytes / 1e6:.0f} MB would be made or wait at a time, not {stats.window}")
+    if not found:
+        return verdict
+    text = f'{verdict.text}; with scheduling="split" (and seeding="sample") {" and ".join(found)}'
+    return Verdict(verdict.limit, text, {**verdict.advice, **_SPLIT}, verdict.gain)
+
+
+def _could_split(stats: Figures, costs: _Costs) -> bool:
+    """Whether several workers could make one batch together, and its samples take long enough for that."""
+    return bool(stats.options.get("could_split")) and costs.workers > 1 and costs.work >= _DIVIDED_S
 
 
 def _judge(stats: Figures, costs: _Costs) -> Verdict:
@@ -241,7 +268,9 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     advice: dict[str, Any] = {}
     if ahead > options.get("max_buffered_bytes", 0):
         advice["max_buffered_bytes"] = max(_MAX_BUFFERED_BYTES, ahead)
-    if options.get("scheduling") == "static":
+    if _could_split(stats, costs):
+        advice |= _SPLIT
+    elif options.get("scheduling") == "static":
         advice["scheduling"] = "dynamic"
     if not advice:
         return Verdict("order", f"{told}; a few slow samples decide, make those cheaper", {}, gain)

@@ -28,7 +28,8 @@ from asyncloader.transport.tensors import INLINE_MAX, Array, Reducers
 # and 116, 1 MiB 1319 and 194.
 STREAM_MAX = 192 * 1024
 _PLACED = pickle.PickleBuffer(bytearray(1))  # stands for the buffer that was placed last
-_RAW = -1
+RAW = -1
+"""In an entry, in place of a region: the next of the raw buffers."""
 _FRAMED = 1
 _HEAD = struct.Struct(
     "<BBxxIIxxxxQ"
@@ -39,7 +40,7 @@ _KEPT_AT = 24  # in an entry
 
 
 class _Entry(NamedTuple):
-    region: int  # or _RAW
+    region: int  # or RAW
     offset: int  # in the region
     nbytes: int
     is_kept: int  # whether the worker may still refer to the region
@@ -179,7 +180,7 @@ class Encoder:
         """
         if self._slabs is None or not self._place_in_slab(self._slabs, address, array):
             contents = bytes_of(array)
-            self._entries.append(_Entry(_RAW, 0, contents.nbytes, 0))
+            self._entries.append(_Entry(RAW, 0, contents.nbytes, 0))
             self._raw.append(contents)
         return _PLACED
 
@@ -232,7 +233,7 @@ class Encoder:
         head += _HEAD.pack(_FRAMED, is_placed, len(self._entries), len(given_up), 0 if is_placed else len(stream))
         for entry in self._entries:
             head += _ENTRY.pack(*entry)
-            if self._slabs is not None and entry.region != _RAW:
+            if self._slabs is not None and entry.region != RAW:
                 self._slabs.pass_on(entry.region)
         head += struct.pack(f"<{len(given_up)}q", *given_up)
         parts = [head, b"" if is_placed else stream, *(contents.data for contents in self._raw)]
@@ -267,20 +268,42 @@ def decode(payload: Any, opener: Opener | None = None) -> tuple[Any, int]:
         if opener is not None:
             opener.learn(())
         return pickle.loads(payload), len(payload)
-    view = memoryview(payload)
-    _, is_placed, num_entries, num_given_up, stream_bytes = _HEAD.unpack_from(view)
-    at = _HEAD.size + num_entries * _ENTRY.size
-    _check_inside(at, num_given_up * _KEPT.size + stream_bytes, len(view))
-    entries = [_Entry(*fields) for fields in _ENTRY.iter_unpack(view[_HEAD.size : at])]
+    is_placed, entries, given_up, stream, raw = parse(payload)
     if opener is not None:
-        for (number,) in _KEPT.iter_unpack(view[at : at + num_given_up * _KEPT.size]):
+        for number in given_up:
             opener.given_up(number)
-    at += num_given_up * _KEPT.size
-    stream = view[at : at + stream_bytes]
-    buffers = _buffers(entries, view[at + stream_bytes :], opener)
+    buffers = _buffers(entries, raw, opener)
     if is_placed:
         stream = buffers.pop()
-    return pickle.loads(stream, buffers=buffers), len(payload) + sum(e.nbytes for e in entries if e.region != _RAW)
+    return pickle.loads(stream, buffers=buffers), len(payload) + sum(e.nbytes for e in entries if e.region != RAW)
+
+
+class Parts(NamedTuple):
+    """What a payload consists of: whether the pickle is in the last entry; entries, regions given up, pickle, rest."""
+
+    is_placed: int
+    entries: list[_Entry]
+    given_up: list[int]
+    stream: memoryview
+    raw: memoryview
+
+
+def parse(payload: Any) -> Parts:
+    """Take a payload apart; nothing in it is opened.
+
+    Raises:
+        ValueError: the payload is shorter than it says.
+    """
+    view = memoryview(payload)
+    if view[0] != _FRAMED:
+        return Parts(0, [], [], view, view[:0])
+    _, is_placed, num_entries, num_given_up, stream_bytes = _HEAD.unpack_from(view)
+    at = _HEAD.size + num_entries * _ENTRY.size
+    check_inside(at, num_given_up * _KEPT.size + stream_bytes, len(view))
+    entries = [_Entry(*fields) for fields in _ENTRY.iter_unpack(view[_HEAD.size : at])]
+    given_up = [number for (number,) in _KEPT.iter_unpack(view[at : at + num_given_up * _KEPT.size])]
+    at += num_given_up * _KEPT.size
+    return Parts(is_placed, entries, given_up, view[at : at + stream_bytes], view[at + stream_bytes :])
 
 
 def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> list[memoryview]:
@@ -290,8 +313,8 @@ def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> l
     used: dict[int, int] = {}  # bytes, by region; raw buffers by their index, negative
     for entry in entries:
         number, end = entry.region, entry.offset + entry.nbytes
-        if number == _RAW:
-            _check_inside(0, entry.nbytes, len(raw))
+        if number == RAW:
+            check_inside(0, entry.nbytes, len(raw))
             copy = np.empty(entry.nbytes, np.uint8)
             copy[:] = np.frombuffer(raw, np.uint8, entry.nbytes)
             raw = raw[entry.nbytes :]
@@ -302,7 +325,7 @@ def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> l
             if opener is None:
                 raise LookupError(f"the payload names slab {number}, and nobody knows slabs here")
             regions[number] = opener.open(number, end, is_kept=bool(entry.is_kept))
-        _check_inside(entry.offset, entry.nbytes, len(regions[number]))
+        check_inside(entry.offset, entry.nbytes, len(regions[number]))
         buffers.append(regions[number][entry.offset : end])
         used[number] = max(used.get(number, 0), end)
     if opener is not None:
@@ -310,7 +333,7 @@ def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> l
     return buffers
 
 
-def _check_inside(offset: int, nbytes: int, there: int) -> None:
+def check_inside(offset: int, nbytes: int, there: int) -> None:
     """Refuse a part of a payload that is not wholly there, before memory is made for it."""
     if offset < 0 or nbytes < 0 or offset + nbytes > there:
         raise ValueError(f"the payload names {nbytes} bytes at {offset}, where {there} are")

@@ -122,6 +122,14 @@ class WorkerSlabs:
     def _exporter(self, loan: Loan) -> Any:
         return exporter_at(self._arena.base + loan.offset, loan.capacity)
 
+    def view(self, offset: int, capacity: int) -> memoryview:
+        """Return the memory of a region that is not on loan here, for as long as the parent counts this as a user."""
+        return memoryview(exporter_at(self._arena.base + offset, capacity)).cast("B")[:capacity]
+
+    def reserve(self, offset: int, nbytes: int) -> bool:
+        """Get memory for a part of such a region; False if there is none."""
+        return self._arena.reserve(offset, nbytes)
+
     def put_back(self, loan: Loan) -> None:
         """Make a region idle again that was borrowed and not sent."""
         self._idle[loan.number] = _Idle(loan, self._requests)

@@ -48,7 +48,8 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 """By item size, dtypes that every operation exists for: of some of torch's own a tensor cannot even be made empty."""
 
 
-def _carrier(dtype: torch.dtype) -> torch.dtype:
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype of the same size that every operation exists for, in numpy too; the same if it is one."""
     return dtype if dtype in _COMMON else _CARRIERS[dtype.itemsize]
 
 
@@ -78,14 +79,14 @@ def _strided(
     """A view of `memory` (bytes), beginning `offset` bytes in. Views of one memory share its storage."""
     dtype = _DTYPES[code]
     # By way of a carrier: torch warns when a tensor of complex32 is made, which the user's code has seen already.
-    tensor = torch.empty(0, dtype=_carrier(dtype))
+    tensor = torch.empty(0, dtype=carrier(dtype))
     tensor = tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape, strides).view(dtype)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _hollow(code: int, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
     dtype = _DTYPES[code]
-    return torch.empty_strided(shape, strides, dtype=_carrier(dtype)).view(dtype).requires_grad_(requires_grad)
+    return torch.empty_strided(shape, strides, dtype=carrier(dtype)).view(dtype).requires_grad_(requires_grad)
 
 
 def _memory(buffer: Any) -> torch.Tensor:
@@ -224,7 +225,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         if span is not None:
             return _strided, (code, shape, strides, start - span.start, span, requires_grad)
         self._seen.append((start, start + length))
-        tensor = tensor.view(_carrier(tensor.dtype))
+        tensor = tensor.view(carrier(tensor.dtype))
         if length > 2 * tensor.nbytes:  # mostly gaps
             tensor = tensor.contiguous()
             strides, length = tensor.stride(), tensor.nbytes

@@ -70,3 +70,36 @@ def test_more_batches_ahead_than_the_window() -> None:
     """Workers that ran ahead: not "37.7 of 4"."""
     stats = figures(train=0.01, waited=0.0, fetch=0.01, busy=0.5, window_used=37.7, window_ready=30.0)
     assert "37.7 batches ahead (window 4), 30.0 of them ready" in str(stats)
+
+
+DIVISIBLE = {"could_split": True, "scheduling": "static", "max_buffered_bytes": 64 << 20}
+
+
+def test_a_late_first_batch_of_slow_samples_could_be_made_by_all() -> None:
+    """Where making it is what takes the time, and not starting workers."""
+    slow = {"train": 0.05, "waited": 0.05, "fetch": 0.4, "busy": 0.95, "workers": 4, "cpu": 0.1}
+    verdict = figures(**slow, first_batch_s=2.0, options=DIVISIBLE).verdict
+    assert "the first batch would come about 0.3 s sooner" not in verdict.text  # 0.4 of the 2 s is making it
+    assert verdict.advice.get("scheduling") is None
+    verdict = figures(**slow, first_batch_s=0.9, options=DIVISIBLE).verdict
+    assert 'scheduling="split" (and seeding="sample") the first batch would come about 0.3 s sooner' in verdict.text
+    assert verdict.advice["scheduling"] == "split"
+    assert figures(**slow, first_batch_s=0.9, options={}).verdict.advice.get("scheduling") is None
+
+
+def test_large_batches_that_wait_could_be_fewer() -> None:
+    """By their bytes, whether training waits or not."""
+    verdict = figures(
+        train=0.2, waited=0.0, fetch=0.4, busy=0.5, workers=4, bytes=(512 << 20) * 40, options=DIVISIBLE
+    ).verdict
+    assert "2 batches of 537 MB would be made or wait at a time, not 8" in verdict.text
+    assert verdict.advice["scheduling"] == "split"
+
+
+def test_workers_that_are_idle_behind_slow_batches_could_share_them() -> None:
+    """If these take long enough; small ones go to whoever is free."""
+    verdict = figures(train=0.001, waited=0.05, fetch=0.05, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
+    assert verdict.limit == "order"
+    assert verdict.advice["scheduling"] == "split"
+    verdict = figures(train=0.0001, waited=0.005, fetch=0.005, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
+    assert verdict.advice["scheduling"] == "dynamic"

@@ -81,6 +81,10 @@ class MapFetcher:
         here.position = sample_context.BATCH
         return _settled(samples, self._run)
 
+    def good(self, keys: Any) -> Any:
+        """Return the good samples and no others: all, or it raises."""
+        return self(keys)
+
     def _one(self, key: Any) -> Any:
         sample = self._dataset[key]
         return self._run(settle(sample)) if hasattr(type(sample), "__await__") else sample
@@ -157,6 +161,11 @@ class ErrorPolicy:
         self._first = self._first or error
         self.bad.append(BadSample(key, position, RemoteError.capture(error, self._where)))
 
+    @property
+    def samples(self) -> list[Any]:
+        """The good samples, in order."""
+        return self._samples
+
     def mended(self) -> list[Any]:
         """Return the samples in order, without the bad ones or with others in their places.
 
@@ -173,8 +182,13 @@ class ErrorPolicy:
             raise NoGoodSample(self._first)
         if self._on_error == "skip":
             return samples
-        by_place = dict(zip(self._places, samples, strict=True))
-        return [by_place.get(i, samples[i % len(samples)]) for i in range(len(samples) + len(self.bad))]
+        return replaced(samples, self._places, len(samples) + len(self.bad))
+
+
+def replaced(samples: list[Any], places: Sequence[int], count: int) -> list[Any]:
+    """Return a batch of so many samples, of which these are at those places, and good ones of them at the others."""
+    by_place = dict(zip(places, samples, strict=True))
+    return [by_place.get(i, samples[i % len(samples)]) for i in range(count)]
 
 
 class TolerantMapFetcher(MapFetcher):
@@ -199,7 +213,20 @@ class TolerantMapFetcher(MapFetcher):
         self._where = where
 
     def __call__(self, keys: Any) -> Any:
-        """Return the good samples; see `ErrorPolicy`."""
+        """Return the good samples, mended; see `ErrorPolicy`."""
+        fetched = self._fetched(keys)
+        if type(fetched) is not ErrorPolicy:
+            return fetched
+        samples = fetched.mended()
+        return samples if self._auto_collation else samples[0]
+
+    def good(self, keys: Any) -> Any:
+        """Return the good samples and no others."""
+        fetched = self._fetched(keys)
+        return fetched.samples if type(fetched) is ErrorPolicy else fetched
+
+    def _fetched(self, keys: Any) -> Any:
+        """Return what was fetched of each sample; or of all at once, if none is bad."""
         self.bad = ()
         if (rows := self._whole.find(keys)) is not None:
             return rows
@@ -220,8 +247,7 @@ class TolerantMapFetcher(MapFetcher):
                 policy.failed(position, key, error)
         here.position = sample_context.BATCH
         self.bad = policy.bad
-        samples = policy.mended()
-        return samples if self._auto_collation else samples[0]
+        return policy
 
 
 class TolerantIterableFetcher(IterableFetcher):

@@ -15,7 +15,7 @@ import contextvars
 import queue
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from time import thread_time
 from typing import Any
@@ -29,7 +29,7 @@ from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child.transport import ParentGone
 from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import Kind, WorkerSpec
-from asyncloader.workers.protocol.outcome import Batch, Outcome
+from asyncloader.workers.protocol.outcome import Batch, Outcome, Samples
 
 UNKNOWN = -1
 """What `batch_bytes` returns of a batch that holds something which cannot be looked into."""
@@ -132,6 +132,16 @@ class LocalTransport:
             self._collate = recycling_collate(collate_fn)
         return self._collate(samples)
 
+    def open_samples(self, slices: Sequence[Any], collate_fn: Callable[[Any], Any]) -> list[Any]:
+        """Return the samples as they are."""
+        return list(slices)
+
+    def layout_of(self, samples: Sequence[Any], collate_fn: Callable[[Any], Any]) -> None:
+        """Return nothing: samples are brought together as they are."""
+
+    def write_rows(self, rows: Any, samples: Sequence[Any], begin: int) -> None:
+        """Write nothing."""
+
     def mute(self) -> None:
         """Hand nothing over from now on."""
         self._is_muted = True
@@ -144,8 +154,9 @@ class LocalTransport:
     def send_outcome(self, held: list[Outcome]) -> None:
         """Hand over what has become of a ticket."""
         outcome = held.pop()
-        if type(outcome) is Batch:
-            outcome = Batch(outcome.record, outcome.data, batch_bytes(outcome.data), outcome.bad, outcome.snapshot)
+        if type(outcome) is Batch or type(outcome) is Samples:
+            nbytes = batch_bytes(outcome.data)
+            outcome = type(outcome)(outcome.record, outcome.data, nbytes, outcome.bad, outcome.snapshot)
         if not self._is_muted:
             self._post_outcome(outcome)
 

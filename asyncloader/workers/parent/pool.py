@@ -27,7 +27,7 @@ from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import RemoteError
 from asyncloader.workers.protocol.frames import BadFrame
-from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, pack_tickets
+from asyncloader.workers.protocol.messages import EpochSpec, Kind, Slice, Together, WorkerSpec, pack_tickets
 from asyncloader.workers.protocol.outcome import OUTCOMES, unpack
 from asyncloader.workers.protocol.pickled_spec import PickledSpec
 
@@ -190,15 +190,28 @@ class Pool:
         """Give the worker tickets, and slabs to do them in."""
         self._outstanding[worker] += len(tickets)
         process = self.processes[worker]
-        loans = self._loans[process].lend(self._outstanding[worker])
+        of_worker = self._loans[process]
+        loans = of_worker.lend(self._outstanding[worker])
+        if self._spec.splits:
+            self._show(of_worker, tickets)
         try:
             body = pack_tickets(tickets, loans)
         except Exception:  # what the sampler yielded; nothing was sent
             self._outstanding[worker] -= len(tickets)
             for loan in loans:
-                self._loans[process].given_up(loan.number)
+                of_worker.given_up(loan.number)
+            for seq, _ in tickets:
+                of_worker.hide((self._epoch.number, seq))
             raise
         process.channel.send(Kind.TICKETS, *body)
+
+    def _show(self, loans: WorkerLoans, tickets: Sequence[tuple[int, Any]]) -> None:
+        """Count the worker as a user of slabs that are not on loan to it: others' samples, batches to write into."""
+        for seq, keys in tickets:
+            if type(keys) is Together:
+                loans.show((self._epoch.number, seq), {region for part in keys.slices for region in part.regions})
+            elif type(keys) is Slice and keys.rows is not None:
+                loans.show((self._epoch.number, seq), keys.rows.regions)
 
     # ---------------------------------------------------------------------------------------------- receiving
 
@@ -248,7 +261,9 @@ class Pool:
     def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
         arrived_at = perf_counter()
         worker = process.worker_id
-        outcome = unpack(kind, body, self._loans[process].decode)
+        loans = self._loans[process]
+        outcome = unpack(kind, body, loans.decode, loans.hold)
+        loans.hide((outcome.record.epoch, outcome.record.seq))
         if self.listener is not None and outcome.record.epoch == self._epoch.number:
             self._outstanding[worker] -= 1
             self.listener.on_outcome(worker, outcome, arrived_at)

@@ -13,7 +13,7 @@
     worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
                        BATCH, FAILURE, REFUSED, LEFT_OUT,
-                       EXHAUSTED                              what has become of a ticket
+                       EXHAUSTED, SAMPLES, WRITTEN, STUCK     what has become of a ticket
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
@@ -67,9 +67,43 @@ class Kind(enum.IntEnum):
     ENDING = 25
     UNREADABLE = 26
     REFUSED = 27
+    SAMPLES = 28
+    STUCK = 29
+    WRITTEN = 30
 
 
 KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Slice(NamedTuple):
+    """In place of the keys of a batch: make the samples of a slice of it, and no batch.
+
+    Attributes:
+        keys: Of the slice, with the number of its first sample in the epoch.
+        begin: Where in the batch the slice begins.
+        rows: Where to write the samples, if they are as it is thought: a `Room` that becomes `Rows` on its way; or
+            None.
+    """
+
+    keys: Placed
+    begin: int
+    rows: Any = None
+
+
+class Together(NamedTuple):
+    """In place of the keys of a batch: make the batch of the samples of all its slices.
+
+    Attributes:
+        first: Number of the batch's first sample in the epoch.
+        slices: The good samples of each slice: as they have come, or where they were written.
+        bad: Where in the batch samples are missing: they have raised.
+        size: How many samples the batch has, those included.
+    """
+
+    first: int
+    slices: tuple[Any, ...]
+    bad: tuple[int, ...]
+    size: int
 
 
 _PACKED = frozenset({Indices, Placed})
@@ -126,6 +160,7 @@ class WorkerSpec:
     Attributes:
         seed_each_batch: Seed the global generators for each batch.
         seed_each_sample: Seed them for each sample, which are made one after the other.
+        splits: Batches may be made in slices.
         by_sample: What is drawn depends on the sample, so those of a batch are asked for one by one.
         concurrency: Samples that one worker fetches at once.
         snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
@@ -147,6 +182,7 @@ class WorkerSpec:
     seed_each_batch: bool
     seed_each_sample: bool = False
     by_sample: bool = False
+    splits: bool = False
     on_error: OnError = "raise"
     concurrency: int = 1
     is_async: bool = False

@@ -1,0 +1,128 @@
+"""Decide into how many slices a batch is divided, from what its samples are known to cost. Arithmetic on running means.
+
+    made, carried ──> Slicer ──> cut: where the slices of a batch begin; one slice: it stays whole
+                             └─> window: batches in flight or waiting
+
+A slice costs what a ticket costs, some 0.2 ms of a worker and of the loop thread together, and bringing its samples to
+those of the others. So a slice takes a worker some while at least, and a batch of cheap samples, or of such that are
+dear to carry, stays whole. Otherwise slices are as small as that allows: where samples take unlike times, that is what
+keeps all workers busy until a batch is done.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_LEAST_SLICE_S = 0.01
+"""A slice that takes a worker less is not worth its ticket: 2 % of it."""
+_MOST_SLICES = 16
+"""For each worker. With more the parts that are left over at the end of a batch hardly become smaller."""
+_FIRST_SLICES = 4
+"""For each worker, of batches whose cost is not known yet: workers that start first do more of the first batch."""
+_MOST_CARRYING = 0.03
+"""Of what a sample costs to make. Where it costs more to carry, batches stay whole."""
+_FADE = 0.98
+_ALIKE_AFTER_MISS = 64
+_SPAN = 32
+"""A running mean looks back upon so many tickets."""
+
+
+class _Mean:
+    """A running mean a sample: of all tickets at first, then of the last ones."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._count = 0
+
+    def add(self, seconds: float, count: int) -> None:
+        if count:
+            self._count = min(self._count + 1, _SPAN)
+            each = seconds / count
+            self.value = each if self.value is None else self.value + (each - self.value) / self._count
+
+
+class Slicer:
+    """What is known of the samples of a loader, from run to run. Called from the loop thread only.
+
+    Attributes:
+        is_whole: Batches stay whole, whatever their samples cost: samples cannot be carried, or there are no single
+            ones.
+    """
+
+    def __init__(self, *, is_whole: bool = False) -> None:
+        self.is_whole = is_whole
+        self._making = _Mean()
+        self._sending = _Mean()
+        self._opening = _Mean()
+        self._patience = 1.0
+        self._layout: Any = None
+        self._num_alike = 0  # of the last slices that told what they are like, after the first of them
+        self._least_alike = 0
+
+    def __repr__(self) -> str:
+        return f"<Slicer making={self._making.value} carrying={self._carrying_s} whole={self.is_whole}>"
+
+    @property
+    def _carrying_s(self) -> float:
+        return (self._sending.value or 0.0) + (self._opening.value or 0.0)
+
+    def made(self, count: int, seconds: float) -> None:
+        """A worker has made so many samples in this time."""
+        self._making.add(seconds, count)
+
+    def sent(self, count: int, seconds: float) -> None:
+        """So many samples were made ready for another worker in this time."""
+        self._sending.add(seconds, count)
+        self._patience = 1.0
+
+    def opened(self, count: int, seconds: float) -> None:
+        """So many samples were opened by another worker in this time."""
+        self._opening.add(seconds, count)
+
+    def told(self, layout: Any, *, missed: bool) -> None:
+        """The samples of a slice were carried, which are like this; None if they cannot be rows of a batch.
+
+        Args:
+            layout: What they are like.
+            missed: They were to be written, and are unlike what was thought.
+        """
+        if missed:
+            self._least_alike = _ALIKE_AFTER_MISS
+        self._num_alike = self._num_alike + 1 if layout == self._layout and not missed else 0
+        self._layout = layout
+
+    @property
+    def layout(self) -> Any:
+        """What samples are thought to be like, so that they are written straight into batches; None if nobody knows.
+
+        The first slice decides. Once samples were unlike that, many have to be alike.
+        """
+        return self._layout if self._num_alike >= self._least_alike else None
+
+    def cut(self, count: int, num_workers: int) -> list[int]:
+        """Return where the slices of a batch of so many samples begin, and where the last one ends."""
+        number = self._number(count, num_workers)
+        return [count * i // number for i in range(number + 1)]
+
+    def _number(self, count: int, num_workers: int) -> int:
+        if self.is_whole or num_workers < 2 or count < 2:
+            return 1
+        making = self._making.value
+        if making is None:
+            return min(count, _FIRST_SLICES * num_workers)
+        worth = int(making * count / _LEAST_SLICE_S)
+        if worth < 2:
+            return 1
+        if self.layout is None and self._carrying_s * self._patience > _MOST_CARRYING * making:
+            self._patience *= _FADE  # to be tried again some time: the first ones cost most
+            return 1
+        return min(count, worth, _MOST_SLICES * num_workers)
+
+    @staticmethod
+    def window(slices: int, num_workers: int, prefetch_factor: int) -> int:
+        """Return how many batches of so many slices may be in flight or waiting.
+
+        ``prefetch_factor`` of them in all, where that many have work for everybody; of whole ones so many a worker.
+        """
+        return max(prefetch_factor, math.ceil(prefetch_factor * num_workers / slices))
