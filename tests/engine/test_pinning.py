@@ -140,3 +140,11 @@ def test_dropping_the_iterator_ends_the_pin_thread() -> None:
     batches = pinned(lambda batch: batch)
     next(batches)
     del batches
+
+
+def test_batches_that_all_workers_write_are_copied_too() -> None:
+    """The copy is made when the last slice is there, and the slabs are free after it."""
+    with pinned(lambda batch: batch.clone(), Large(), scheduling="split", seeding="sample") as batches:
+        assert [batch[:, 0].tolist() for batch in batches] == [
+            [float(i + n) for n in range(4)] for i in range(0, 40, 4)
+        ]
