@@ -5,8 +5,8 @@
 
 A slice costs what a ticket costs, some 0.2 ms of a worker and of the loop thread together, and bringing its samples to
 those of the others. So a slice takes a worker some while at least, and a batch of cheap samples, or of such that are
-dear to carry, stays whole. Otherwise slices are as small as that allows: where samples take unlike times, that is what
-keeps all workers busy until a batch is done.
+dear to carry, stays whole. Otherwise slices become smaller towards the end of a batch, as far as that allows: where
+samples take unlike times, or workers start at different ones, that is what keeps all busy until the batch is done.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 
 _LEAST_SLICE_S = 0.01
 """A slice that takes a worker less is not worth its ticket: 2 % of it."""
-_MOST_SLICES = 16
-"""For each worker. With more the parts that are left over at the end of a batch hardly become smaller."""
-_FIRST_SLICES = 4
-"""For each worker, of batches whose cost is not known yet: workers that start first do more of the first batch."""
+_SHARE = 2
+"""A slice has what is left of the batch, divided by the workers and by this: guided self-scheduling (Polychronopoulos
+and Kuck, 1987). The first ones are large, the last ones as small as they may be, and all workers are done at once."""
 _MOST_CARRYING = 0.03
 """Of what a sample costs to make. Where it costs more to carry, batches stay whole."""
 _FADE = 0.98
@@ -102,22 +101,26 @@ class Slicer:
 
     def cut(self, count: int, num_workers: int) -> list[int]:
         """Return where the slices of a batch of so many samples begin, and where the last one ends."""
-        number = self._number(count, num_workers)
-        return [count * i // number for i in range(number + 1)]
+        least = self._least(count, num_workers)
+        bounds = [0]
+        while (left := count - bounds[-1]) >= 2 * least:
+            bounds.append(bounds[-1] + max(least, left // (_SHARE * num_workers)))
+        return [*bounds, count]
 
-    def _number(self, count: int, num_workers: int) -> int:
+    def _least(self, count: int, num_workers: int) -> int:
+        """Return how many samples a slice has at the least; all of them if the batch stays whole."""
         if self.is_whole or num_workers < 2 or count < 2:
-            return 1
+            return max(1, count)
         making = self._making.value
         if making is None:
-            return min(count, _FIRST_SLICES * num_workers)
-        worth = int(making * count / _LEAST_SLICE_S)
-        if worth < 2:
             return 1
+        least = math.ceil(_LEAST_SLICE_S / making) if making * count > _LEAST_SLICE_S else count
+        if 2 * least > count:
+            return count
         if self.layout is None and self._carrying_s * self._patience > _MOST_CARRYING * making:
             self._patience *= _FADE  # to be tried again some time: the first ones cost most
-            return 1
-        return min(count, worth, _MOST_SLICES * num_workers)
+            return count
+        return least
 
     @staticmethod
     def window(slices: int, num_workers: int, prefetch_factor: int) -> int:

@@ -36,6 +36,8 @@ from asyncloader.workers.protocol.messages import Slice, Together
 from asyncloader.workers.protocol.outcome import Batch, Failure, LeftOut, Samples, Stuck, Written
 
 _TOGETHER = -1
+_LIKELY_S = 0.01
+"""What a slice is thought to take while nothing is known: so each worker has one, and none waits behind it."""
 
 
 class Sliced:
@@ -140,6 +142,7 @@ class SplitScheduler(Scheduler):
         self._parts: dict[int, Part] = {}  # of batches that are not handed over yet, by ticket
         self._slices = len(slicer.cut(batch_size, num_workers)) - 1  # of the last batch
         self._read_until = 0
+        self._run_ahead.returned(_LIKELY_S, 0.0, False)
         self.window = self._batch_window()
 
     # ------------------------------------------------------------------------------------------------- events

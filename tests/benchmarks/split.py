@@ -1,12 +1,13 @@
 """split: batches that all workers make together, `scheduling="split"`.
 
-Measured, torch's DataLoader, ours static, dynamic and split taking turns; samples sleep where nothing is said about
+Measured, torch's DataLoader, ours static, dynamic and split, all of ours with seeding="sample", taking turns; samples
+sleep where nothing is said about
 cores, so that 4 workers mean 4 at once on any machine:
 
 - first batch: 64 samples of 20 ms, 4 workers; from before `iter` until it is there. Target: at most 0.3 of torch's.
-- steps: batches of 16 samples of 20 ms (one worker takes 320 ms, four of them 80) under a trainer with steps of 100 ms,
-  4 workers, 40 steps; the time of a step, first batches included. Target: at most 101.5 ms.
-- log-normal: samples of log-normal times (sigma 1.2, mean 20 ms), batches of 24, 4 workers, 40 batches; total work / 4
+- steps: the tinyloader experiment (examples/tinyloader_experiment.py): 2,048 samples of 0.5 ms, batches of 64, steps of
+  100 ms, 4 workers; the time of a step, the first included. Target: at most 101.5 ms.
+- log-normal: samples of log-normal times (sigma 1.2, mean 20 ms), batches of 24, 4 workers, 100 batches; total work / 4
   of the time from the first batch's start to the last batch. Target: at least 0.97 of it (static about 0.85).
 - memory: batches of 64 large samples under a trainer that computes, 8 workers, the most that the process tree and its
   shared memory took, beyond what they take with small samples. Of 512 MB where the machine has room for torch's 16 of
@@ -36,8 +37,8 @@ from tests.benchmarks.measure import Run, cpu_seconds
 SPLIT = {"scheduling": "split", "seeding": "sample"}
 SIDES: dict[str, dict[str, Any]] = {
     "torch": {},
-    "ours, static": {},
-    "ours, dynamic": {"scheduling": "dynamic"},
+    "ours, static": {"seeding": "sample"},
+    "ours, dynamic": {"scheduling": "dynamic", "seeding": "sample"},
     "ours, split": SPLIT,
 }
 
@@ -86,7 +87,7 @@ def first_batch(make: Callable[..., Any]) -> Run:
 
 def steps(count: int, make: Callable[..., Any]) -> Run:
     began = time.perf_counter()
-    for _ in make(Sleeps([0.02] * 16 * count), 16, num_workers=4):
+    for _ in make(Sleeps([0.0005] * 64 * count), 64, num_workers=4):
         time.sleep(0.1)
     step_s = (time.perf_counter() - began) / count
     return Run(1 / step_s, {"ms a step": step_s * 1e3})
@@ -120,12 +121,12 @@ def memory(bench: Bench, side: str, megabytes: str) -> dict[str, float]:
 
 
 def measure(bench: Bench) -> None:
-    rounds, count = (1, 15) if bench.quick else (3, 40)
+    rounds, count = (1, 32) if bench.quick else (3, 100)
     found = bench.compare("first batch", "1/s", sides(bench, first_batch), rounds=rounds)
     pairs = zip(found["ours, split"], found["torch"], strict=True)
     ratios = [own.extras["ms"] / torchs.extras["ms"] for own, torchs in pairs]
     bench.check("first batch: split, of torch's", sorted(ratios)[len(ratios) // 2], Target("<=", 0.3))
-    found = bench.compare("steps of 100 ms", "steps/s", sides(bench, partial(steps, count)), rounds=rounds)
+    found = bench.compare("steps of 100 ms", "steps/s", sides(bench, partial(steps, 32)), rounds=rounds)
     seen = sorted(run.extras["ms a step"] for run in found["ours, split"])
     bench.check("steps: split, ms", seen[len(seen) // 2], Target("<=", 101.5))
     found = bench.compare("log-normal", "of work / 4", sides(bench, partial(log_normal, count)), rounds=rounds)

@@ -38,8 +38,7 @@ def test_slices_cover_the_batch_and_none_is_empty(count: int, num_workers: int, 
 @pytest.mark.parametrize(
     ("making_s", "count", "num_workers", "slices"),
     [
-        (20e-3, 64, 4, 64),  # a sample each: none takes less than 10 ms
-        (20e-3, 64, 2, 32),  # 16 a worker are enough
+        (20e-3, 64, 4, 27),  # of 8 samples at first, of one in the end
         (1e-3, 64, 4, 6),  # of 10 ms each
         (1e-3, 19, 4, 1),  # not twice 10 ms
         (10e-6, 512, 4, 1),
@@ -53,8 +52,11 @@ def test_a_slice_is_worth_its_ticket(making_s: float, count: int, num_workers: i
 
 
 def test_a_first_batch_is_divided_before_anything_is_known() -> None:
-    """Four slices a worker, so that those that start first do more of it."""
-    assert len(Slicer().cut(64, 4)) - 1 == 16
+    """So that workers that start first do more of it, and all are done with it at once."""
+    bounds = Slicer().cut(64, 4)
+    sizes = [end - begin for begin, end in pairwise(bounds)]
+    assert (sizes[0], sizes[-1]) == (8, 1)
+    assert sizes == sorted(sizes, reverse=True)
     assert len(Slicer().cut(3, 4)) - 1 == 3
 
 
@@ -71,7 +73,7 @@ def test_means_follow_what_samples_cost_now() -> None:
     slicer = slicer_of(1e-6)
     for _ in range(200):
         slicer.made(1, 20e-3)
-    assert len(slicer.cut(64, 4)) - 1 == 64
+    assert len(slicer.cut(64, 4)) - 1 == 27
 
 
 def test_the_window_is_counted_in_batches_where_all_workers_share_one() -> None:
