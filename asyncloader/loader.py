@@ -113,6 +113,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: How many ``num_workers="auto"`` may come to. By default as many as there are cores for this process
             (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many there are); four
             times that while workers mostly wait.
+        max_tasks_per_child: Have another worker take the place of each that has made so many batches, for libraries
+            that leak. It is started first and takes over between two batches, so nothing waits, nothing is lost, and
+            nothing else changes; one after the other, so some batches may be made beyond that number. For worker
+            processes of map-style datasets.
+        max_worker_memory: The same for each worker that has come to have more than so many bytes to itself: what it
+            shares with the trainer or with other workers does not count. Looked at about once a second.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -159,6 +165,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         equal_steps: EqualSteps | None = None,
         prefetch_epochs: int = 0,
         max_workers: int | None = None,
+        max_tasks_per_child: int | None = None,
+        max_worker_memory: int | None = None,
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
@@ -173,6 +181,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
         self.scheduling, self.seeding, self.snapshot_every_n_steps = scheduling, seeding, snapshot_every_n_steps
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
+        self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
         self._newest, self._runs = _nothing, Runs()
         self._settings()
 
@@ -220,6 +229,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             equal_steps=self.equal_steps,
             prefetch_epochs=self.prefetch_epochs,
             max_workers=self.max_workers,
+            max_tasks_per_child=self.max_tasks_per_child,
+            max_worker_memory=self.max_worker_memory,
         )
 
     def _changed_options(self) -> str:

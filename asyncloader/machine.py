@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _KIB = 1024
 _UNLIMITED_BYTES = 1 << 60
@@ -36,20 +37,73 @@ def cores_of_rank() -> int:
     return usable_cores()
 
 
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that could be allocated here: the least of what machine and cgroups have left."""
-    left = (
-        _left(group, "memory.max", "memory.current", "inactive_file")
+class Room(NamedTuple):
+    """Memory that something allows.
+
+    Attributes:
+        what: "the machine", or the folder of a cgroup.
+        left_bytes: That could be allocated still; may be less than 0.
+        limit_bytes: In all.
+        cache_bytes: What the kernel would give up of files that are in use, beside `left_bytes`.
+    """
+
+    what: str
+    left_bytes: int
+    limit_bytes: int
+    cache_bytes: int = 0
+
+
+def rooms(root: Path = Path("/")) -> list[Room]:
+    """Return what bounds the memory of this process: the machine, and each cgroup around it that has a limit."""
+    limited = (
+        _room(group, "memory.max", "memory.current", "")
         if version == 2
-        else _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         for version, group in _cgroups(root, "memory")
     )
-    return max(0, min([_machine_bytes(root), *left]))
+    return [Room("the machine", _machine_bytes(root), total_bytes()), *filter(None, limited)]
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that could be allocated here: the least of what machine and cgroups have left."""
+    return max(0, min(room.left_bytes for room in rooms(root)))
 
 
 def total_bytes() -> int:
     """Return the memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def private_bytes(folder: Path = Path("/proc/self")) -> int | None:
+    """Return the memory that a process has to itself, which goes back when it ends; None where nobody says so.
+
+    Not what is resident: a forked worker shares nearly all of that with the trainer, and what it has mapped of files
+    and of shared memory is nobody's alone. Where the kernel does not tell such pages apart (before Linux 4.14, and in
+    some sandboxes) those that are shared with the trainer are in it.
+
+    Args:
+        folder: Of the process.
+    """
+    try:
+        lines = (folder / "smaps_rollup").read_text().splitlines()[1:]
+        sizes = {
+            name: int(rest.split()[0]) * _KIB
+            for name, _, rest in (line.partition(":") for line in lines if ":" in line)
+        }
+    except (OSError, ValueError, IndexError):
+        return _anonymous_bytes(folder)
+    # Shared memory that only this process has touched so far is dirty and private as well, but not anonymous; of the
+    # trainer's pages that a forked worker has not written to its share is anonymous, and not private.
+    private = sizes.get("Private_Dirty", 0)
+    return min(private, sizes.get("Pss_Anon", private)) + sizes.get("SwapPss", 0) + sizes.get("Private_Hugetlb", 0)
+
+
+def _anonymous_bytes(folder: Path) -> int | None:
+    try:
+        _, resident, shared, *_ = map(int, (folder / "statm").read_text().split())
+    except (OSError, ValueError):  # no Linux
+        return None
+    return max(0, resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
@@ -90,13 +144,15 @@ def _machine_bytes(root: Path) -> int:
     return total_bytes() // 2
 
 
-def _left(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int:
+def _room(group: Path, limit_name: str, usage_name: str, prefix: str) -> Room | None:
+    """Return what a cgroup allows; None if it has no limit."""
     try:
         limit = (group / limit_name).read_text().strip()
-        if limit == "max":
-            return _UNLIMITED_BYTES
+        if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
+            return None
         used = int((group / usage_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(stat.get(cache_name, 0))  # file cache is given up when memory is wanted
+        left = int(limit) - used + int(stat.get(f"{prefix}inactive_file", 0))  # it is given up when memory is wanted
+        return Room(str(group), left, int(limit), int(stat.get(f"{prefix}active_file", 0)))
     except (OSError, ValueError):
-        return _UNLIMITED_BYTES
+        return None

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.machine import cores_of_rank
+from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import is_async, is_stateful, probe
 
 Scheduling = Literal["static", "dynamic", "split"]
@@ -44,6 +44,9 @@ FIRST_WORKERS = 2
 
 _WAITING_PER_CORE = 4
 """Workers that mostly wait may be so many for each core, unless ``max_workers`` says otherwise."""
+
+_LEAST_WORKER_MEMORY = 16 << 20
+"""Every worker takes more bytes than that: who asks for less means another unit."""
 
 
 class AutoWorkers(int):
@@ -123,6 +126,8 @@ class Settings:
     equal_steps: EqualSteps | None
     prefetch_epochs: int
     max_workers: int | None = None
+    max_tasks_per_child: int | None = None
+    max_worker_memory: int | None = None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -148,6 +153,7 @@ class Settings:
             raise ConfigurationError(
                 f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
             )
+        self._check_renewal()
 
     @property
     def overlaps(self) -> bool:
@@ -197,6 +203,11 @@ class Settings:
         return isinstance(self.num_workers, AutoWorkers)
 
     @property
+    def renews(self) -> bool:
+        """Whether workers are renewed."""
+        return self.max_tasks_per_child is not None or self.max_worker_memory is not None
+
+    @property
     def most_computing(self) -> int:
         """How many workers there may be if they compute, where the number looks after itself."""
         return self.max_workers or cores_of_rank()
@@ -241,14 +252,15 @@ class Settings:
         if not self.num_workers:
             raise ConfigurationError("this loader has no workers: make one with num_workers=1, or more")
         if why := self.why_workers_stay:
-            raise ConfigurationError(f"the number of workers cannot change while they are at work: {why}")
+            hint = " (set loader.num_workers between runs)" * self.is_iterable
+            raise ConfigurationError(f"the number of workers cannot change while they are at work: {why}{hint}")
         return replace(self, num_workers=num_workers)
 
     @property
     def why_workers_stay(self) -> str:
         """Why the number of workers cannot change while they are at work; "" if it can."""
         if self.is_iterable:
-            return "an iterable dataset is divided among them when a run begins (set loader.num_workers between runs)"
+            return "an iterable dataset is divided among them when a run begins"
         if self.seeding == "worker":
             return 'with seeding="worker" samples depend on which of them makes a batch (seeding="batch" does without)'
         if self.snapshot_every and is_stateful(self.dataset):
@@ -290,6 +302,8 @@ class Settings:
             self,
             num_workers=first.num_workers,
             max_workers=first.max_workers,
+            max_tasks_per_child=first.max_tasks_per_child,
+            max_worker_memory=first.max_worker_memory,
             collate_fn=first.collate_fn,
             worker_init_fn=first.worker_init_fn,
             multiprocessing_context=first.multiprocessing_context,
@@ -370,6 +384,28 @@ class Settings:
         if lacking := [reason for reason, is_so in reasons.items() if not is_so]:
             raise ConfigurationError(f"prefetch_epochs needs {lacking[0]}")
 
+    def _check_renewal(self) -> None:
+        if self.max_tasks_per_child is not None:
+            _count("max_tasks_per_child", self.max_tasks_per_child, least=1)
+        if self.max_worker_memory is not None:
+            _count("max_worker_memory", self.max_worker_memory, least=_LEAST_WORKER_MEMORY, unit=" (bytes)")
+        if not self.renews:
+            return
+        name = "max_worker_memory" if self.max_tasks_per_child is None else "max_tasks_per_child"
+        if self.is_in_process:
+            where = "num_workers is 0" if not self.num_workers else "these are threads, which share their memory"
+            raise ConfigurationError(f"{name} renews worker processes, and there are none: {where}")
+        if why := self.why_workers_stay:
+            hint = "; with persistent_workers=False each run has others" * (
+                self.is_iterable and self.persistent_workers
+            )
+            raise ConfigurationError(f"{name} cannot renew workers while they are at work: {why}{hint}")
+        if self.max_worker_memory is not None and private_bytes() is None:
+            raise ConfigurationError(
+                "max_worker_memory cannot be kept here: this system does not tell how much memory a process has to "
+                "itself (in /proc); max_tasks_per_child renews workers by the number of their batches"
+            )
+
     def _check_max_errors(self) -> None:
         limit = self.max_errors
         is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
@@ -396,6 +432,6 @@ def _one_of(name: str, value: object, kind: object) -> None:
         raise ConfigurationError(f"{name} should be one of {', '.join(map(repr, allowed))}, but got {value!r}{meant}")
 
 
-def _count(name: str, value: object, *, least: int) -> None:
+def _count(name: str, value: object, *, least: int, unit: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} should be an integer of at least {least}, but got {value!r}")
+        raise ConfigurationError(f"{name} should be an integer of at least {least}{unit}, but got {value!r}")

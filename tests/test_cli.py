@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.utils.data
 from typer.testing import CliRunner, Result
 
 from asyncloader.cli.app import app
-from asyncloader.cli.source import find
+from asyncloader.cli.doctor import copies, crew
+from asyncloader.cli.measure import Run
+from asyncloader.cli.report import Report
+from asyncloader.cli.search import Search
+from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
 from tests.programs import run_python
+from tests.test_num_workers import Stream
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = f"{ROOT / 'examples' / 'digits.py'}:make_loader"
@@ -253,3 +259,33 @@ def test_doctor_says_when_there_is_nothing_to_copy(tmp_path: Path) -> None:
     done = run_python("-m", "asyncloader.cli", "doctor", path)
     assert done.returncode == 2
     assert "ended without reading from a loader" in " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+
+
+def test_doctor_knows_how_many_workers_there_may_be() -> None:
+    """Where their number looks after itself, and what they may take."""
+    auto: Any = DataLoader(range(8), num_workers="auto", max_workers=5)  # type: ignore[arg-type]
+    assert [tuple(one) for one in crew(auto)] == [
+        ("num_workers", '"auto": 2 to begin with, up to 5 that compute, 5 that mostly wait', "", False)
+    ]
+    bound: Any = DataLoader(range(8), num_workers=2, max_worker_memory=1 << 30)  # type: ignore[arg-type]
+    assert [one.found for one in crew(bound)] == ["1 GiB in each, 2 GiB in all workers"]
+    large: Any = DataLoader(range(8), num_workers=2, max_worker_memory=1 << 50)  # type: ignore[arg-type]
+    (finding,) = crew(large)
+    assert finding.is_bad
+    assert "GiB are left: at most " in finding.advice
+    assert list(crew(torch.utils.data.DataLoader([1], num_workers=2))) == []
+    rows = [{"row": number} for number in range(100_000)]
+    (found,) = (one.found for one in copies(DataLoader(rows, num_workers="auto", max_workers=7)))  # type: ignore[arg-type]
+    assert "with 7 workers" in found
+
+
+def test_tune_leaves_a_loader_to_itself_as_well() -> None:
+    """With what it came to, beside the rest; not where batches depend on who makes them."""
+    search = Search(find(DIGITS), Report(True), seconds=0.05, memory_bytes=1e12)
+    assert search.by_itself(2, print) == ""
+    search.best = {"num_workers": 1}, Run(10, 1.0, 0.1, 0.5, 0.0, 0, None)
+    assert re.match(r'num_workers="auto" came to [12] by itself, and to \d+% of that', search.by_itself(2, print))
+    assert [row["options"] for row in search.rows] == ["num_workers=auto, max_workers=2"]
+    stream: Any = Search(Source(DataLoader(Stream()), None), Report(True), seconds=0.05, memory_bytes=1e12)
+    stream.best = search.best
+    assert stream.by_itself(2, print) == ""

@@ -72,6 +72,11 @@ def test_the_docstring_names_every_option() -> None:
         ("max_errors", -1),
         ("max_errors", 1.5),
         ("max_errors", True),
+        ("max_tasks_per_child", 0),
+        ("max_tasks_per_child", 1.5),
+        ("max_tasks_per_child", True),
+        ("max_worker_memory", 500),
+        ("max_worker_memory", "4 GB"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(name: str, value: Any) -> None:
@@ -100,12 +105,16 @@ def test_each_option_takes_another_value() -> None:
         "equal_steps": "pad",
         "prefetch_epochs": 1,
         "max_workers": 5,
+        "max_tasks_per_child": 1000,
+        "max_worker_memory": 1 << 30,
     }
     assert sorted(values) == sorted(OURS)
     for name, value in values.items():
         needs: dict[str, Any] = {
             "max_errors": {"on_error": "skip"},
             "max_workers": {"num_workers": "auto"},
+            "max_tasks_per_child": {"num_workers": 1},
+            "max_worker_memory": {"num_workers": 1},
             "prefetch_epochs": {"num_workers": 1, "persistent_workers": True},
         }.get(name, {})
         dataset: Any = Stream() if name == "equal_steps" else [1]

@@ -19,7 +19,8 @@ import torch.utils.data
 from asyncloader.cli.large import find_large
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
-from asyncloader.machine import available_bytes, total_bytes, usable_cores
+from asyncloader.machine import available_bytes, private_bytes, rooms, usable_cores
+from asyncloader.settings import AutoWorkers
 
 _FEW_DESCRIPTORS = 1024
 _FEW_BYTES = 1 << 30
@@ -79,11 +80,16 @@ def torch_threads() -> Finding:
 
 def memory() -> Finding:
     """What is left, by the machine and by the cgroups."""
-    left = available_bytes()
-    found = f"{left / 2**30:.1f} of {total_bytes() / 2**30:.1f} GiB free"
+    room = min(rooms(), key=lambda room: room.left_bytes)
+    left = max(0, room.left_bytes)
+    where = f" in {room.what}" * (room.what != "the machine")
+    found = f"{left / 2**30:.1f} of {room.limit_bytes / 2**30:.1f} GiB free{where}"
     if left < _FEW_BYTES:
         advice = "Batches use at most half of what is free; what does not fit is copied through a socket, slowly."
         return Finding("memory", found, advice, is_bad=True)
+    if private_bytes() is None:
+        advice = "What a worker has to itself is not told here: max_tasks_per_child can renew workers that grow."
+        return Finding("memory", found, advice)
     return Finding("memory", found)
 
 
@@ -169,11 +175,32 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
+def _most_workers(loader: torch.utils.data.DataLoader[Any]) -> int:
+    """Return how many workers there may come to be."""
+    is_auto = isinstance(loader, DataLoader) and isinstance(loader.num_workers, AutoWorkers)
+    return loader._settings().most_waiting if is_auto else loader.num_workers  # type: ignore[attr-defined]
+
+
+def crew(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
+    """How many workers there may be, where that looks after itself, and what they may take, where that is bound."""
+    if not isinstance(loader, DataLoader):
+        return
+    settings = loader._settings()
+    if settings.is_auto:
+        most = f"up to {settings.most_computing} that compute, {settings.most_waiting} that mostly wait"
+        yield Finding("num_workers", f'"auto": {settings.num_workers} to begin with, {most}')
+    if (bound := settings.max_worker_memory) is not None:
+        total, left = bound * _most_workers(loader), available_bytes()
+        found = f"{bound / 2**30:.2g} GiB in each, {total / 2**30:.2g} GiB in all workers"
+        advice = f"{left / 2**30:.2g} GiB are left: at most {left / 2**30 / _most_workers(loader):.1g} for each."
+        yield Finding("max_worker_memory", found, advice * (total > left), is_bad=total > left)
+
+
 def copies(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
     """Large lists and dicts of a dataset, of which each worker will have a copy."""
     context = loader.multiprocessing_context or multiprocessing
     method = context.get_start_method()
-    num_workers = loader.num_workers
+    num_workers = _most_workers(loader)
     for large in find_large(loader.dataset):
         cost = large.cost(num_workers, method)
         found = f"{large.kind} of {large.length:,}, {large.all_bytes / 1e6:,.0f} MB; {cost / 1e6:,.0f} MB more with "
@@ -186,6 +213,7 @@ def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = No
     """Look at everything, and at what a loader's dataset holds; print it; whether nothing is bad."""
     findings = list(_look(report))
     if loader is not None:
+        findings += crew(loader)
         findings += list(copies(loader)) or [Finding("dataset", "holds no large list or dict")]
     rows: list[dict[str, Any]] = [
         {"": "bad" if one.is_bad else "note" if one.advice else "ok", "what": one.what, "found": one.found}

@@ -1,7 +1,8 @@
 """``asyncloader tune``: find options for a loader by trying them, within a budget of cores and memory.
 
 One option after the other: workers first, since they decide most; then, with the best of them, the samples that one
-worker fetches at once (async datasets); then how many batches it has in advance. A step up counts if it brings 5 %.
+worker fetches at once (async datasets); then how many batches it has in advance. A step up counts if it brings 5 %. In
+the end the loader is left to find the number of workers by itself, for comparison.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from asyncloader.cli.measure import Run, run
 from asyncloader.cli.report import Report
 from asyncloader.cli.source import Source
+from asyncloader.errors import ConfigurationError
 from asyncloader.loader import DataLoader
 from asyncloader.machine import usable_cores
 from asyncloader.protocols import is_async
@@ -19,6 +21,8 @@ from asyncloader.protocols import is_async
 _GAIN = 1.05
 _CONCURRENCY = (1, 4, 16, 64, 256)
 _PREFETCH = (2, 4, 8)
+_TO_SETTLE = 3
+"""A loader that looks for its number of workers is given so many times as long."""
 
 
 class Search:
@@ -42,6 +46,10 @@ class Search:
         is_best = fits and (self.best is None or seen.rate > _GAIN * self.best[1].rate)
         if is_best:
             self.best = (options, seen)
+        self._note(options, seen, "*" if is_best else "" if fits else "too much memory")
+        return is_best
+
+    def _note(self, options: dict[str, Any], seen: Run, mark: str) -> None:
         self.rows.append(
             {
                 "options": ", ".join(f"{name}={value}" for name, value in options.items()),
@@ -49,10 +57,27 @@ class Search:
                 "waited %": 100 * seen.waited_s / seen.seconds,
                 "first batch ms": 1e3 * seen.first_s,
                 "MB": seen.memory_bytes / 1e6,
-                "": "*" if is_best else "" if fits else "too much memory",
+                "": mark,
             }
         )
-        return is_best
+
+    def by_itself(self, max_workers: int, word: Any) -> str:
+        """Have the loader look for the number of workers, with what else is best; return what came of it, in words."""
+        if self.best is None or not self.best[0]["num_workers"]:
+            return ""
+        options, best = self.best
+        options = {**options, "num_workers": "auto", "max_workers": max_workers}
+        try:
+            loader = self._source.make(DataLoader, **options)
+        except ConfigurationError:  # batches depend on who makes them
+            return ""
+        word("num_workers=auto")
+        seen = run(loader, self._source.step, seconds=_TO_SETTLE * self._seconds)
+        self._note(options, seen, f"{loader.num_workers:d} in the end")
+        share = f"{seen.rate / best.rate:.0%} of that, the time until it had found it included"
+        return (
+            f'num_workers="auto" came to {loader.num_workers:d} by itself, and to {share}; it follows the load later on'
+        )
 
     @property
     def is_waiting(self) -> bool:
@@ -82,13 +107,14 @@ def tune(
     """Search, print what was tried, the line to paste, and what limits further gain."""
     search = Search(source, report, seconds=seconds, memory_bytes=memory_bytes)
     workers = [count for count in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if count <= max_workers]
-    with report.progress("trying", len(workers) + len(_CONCURRENCY) + len(_PREFETCH)) as advance:
+    with report.progress("trying", len(workers) + len(_CONCURRENCY) + len(_PREFETCH) + 1) as advance:
         search.along("num_workers", workers, advance)
         by_workers = list(search.rows)
         if search.is_waiting and is_async(source.loader.dataset):
             search.along("concurrency", _CONCURRENCY, advance)
         if search.is_waiting and search.best is not None and search.best[0]["num_workers"]:
             search.along("prefetch_factor", _PREFETCH[1:], advance)
+        by_itself = search.by_itself(max_workers, advance)
     report.table("tried", f"runs of {seconds:g} s; * is the best so far", search.rows)
     if search.best is None:
         report.say("line", "Nothing fits into that memory.", {})
@@ -98,6 +124,8 @@ def tune(
     report.say(
         "line", "DataLoader(..., " + ", ".join(f"{name}={value}" for name, value in options.items()) + ")", options
     )
+    if by_itself:
+        report.say("by itself", by_itself)
     report.say("verdict", f"What limits it now: {seen.stats.verdict}", seen.stats.verdict.as_dict())
     if picture is not None:
         draw(by_workers, picture)

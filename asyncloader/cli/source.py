@@ -42,11 +42,13 @@ class Source(NamedTuple):
         if issubclass(kind, DataLoader):
             options |= {name: getattr(loader, name) for name in OPTIONS if hasattr(loader, name)}
         options |= changes
-        if not isinstance(options["num_workers"], AutoWorkers):
+        if options["num_workers"] != "auto" and not isinstance(options["num_workers"], AutoWorkers):
             options.pop("max_workers", None)
         if not options["num_workers"]:
             options |= {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
             options |= {"timeout": 0}
+            for name in ("max_tasks_per_child", "max_worker_memory"):  # of workers
+                options.pop(name, None)
         return kind(loader.dataset, **self._batching(), **options)
 
     def _batching(self) -> dict[str, Any]:

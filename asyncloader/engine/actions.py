@@ -78,6 +78,30 @@ class Part(NamedTuple):
     worker: int
 
 
+class Renew(NamedTuple):
+    """Start a successor of this worker: it takes its place when it is ready, and the worker has nothing in hand."""
+
+    worker: int
+
+
+class Hold(NamedTuple):
+    """Give this worker nothing more of what is for it: that is for its successor, which is ready."""
+
+    worker: int
+
+
+class Succeed(NamedTuple):
+    """Have the successor of this worker take its place, and give it what has waited. Who was there goes."""
+
+    worker: int
+
+
+class Abandon(NamedTuple):
+    """Let the successor of this worker go, if there is one: the worker stays, and gets what has waited."""
+
+    worker: int
+
+
 Cause: TypeAlias = Callable[[Sequence[Ticket]], Exception]
 """Makes the error for tickets that are given up because their worker was lost."""
 
@@ -151,6 +175,10 @@ Action: TypeAlias = (
     | Join
     | Part
     | Dismiss
+    | Renew
+    | Hold
+    | Succeed
+    | Abandon
     | Fail
     | Lose
     | Discard

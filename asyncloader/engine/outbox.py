@@ -2,12 +2,12 @@
 
     put ──> by worker ── flush, once for all that was decided at a time ──> Backend.send: one message for each worker
 
-What is for a worker that is not started yet waits until it is.
+What is for a worker that is not started yet waits until it is; what is for one that is held, until it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, TypeAlias
 
 from asyncloader.workers.backend import Backend
@@ -20,10 +20,12 @@ class Outbox:
 
     Args:
         pool: The workers.
+        held: Those that are sent nothing for the moment, as somebody else says.
     """
 
-    def __init__(self, pool: Backend) -> None:
+    def __init__(self, pool: Backend, held: Set[int] = frozenset()) -> None:
         self._pool = pool
+        self._held = held
         self._tickets: dict[int, list[tuple[int, Any]]] = {}
 
     def put(self, worker: int, seq: int, keys: Any) -> None:
@@ -46,9 +48,9 @@ class Outbox:
         """
         if not self._tickets:
             return
-        places = self._pool.processes
-        for worker in tuple(self._tickets):
-            if worker in places and (tickets := self._tickets.pop(worker, None)):  # a refused ticket flushes as well
+        places, held = self._pool.processes, self._held
+        for worker in tuple(self._tickets):  # a refused ticket flushes as well
+            if worker in places and worker not in held and (tickets := self._tickets.pop(worker, None)):
                 self._send(worker, tickets, refuse)
 
     def _send(self, worker: int, tickets: list[tuple[int, Any]], refuse: Refuse) -> None:

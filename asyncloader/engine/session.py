@@ -47,10 +47,10 @@ from asyncloader.engine.actions import (
 from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
-from asyncloader.engine.recovery import Overdue, Policy
+from asyncloader.engine.recovery import Overdue
 from asyncloader.engine.run import Item, Run, failed
 from asyncloader.engine.split import batch_of, batches_of, bytes_of, times_of
-from asyncloader.engine.staff import END_GRACE_S, Auto, Staff
+from asyncloader.engine.staff import END_GRACE_S, Staff
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
@@ -76,20 +76,11 @@ class Session:
         portal: Where it lives.
         pool: The workers, not started yet.
         run: The first run.
-        policy: What can be done about workers that are lost.
+        staff: Looks after the workers' places.
         pinner: Copies batches into page-locked memory, or None.
-        auto: Looks after the number of workers, or None.
     """
 
-    def __init__(
-        self,
-        portal: Portal,
-        pool: Backend,
-        run: Run,
-        policy: Policy,
-        pinner: Pinner | None = None,
-        auto: Auto | None = None,
-    ) -> None:
+    def __init__(self, portal: Portal, pool: Backend, run: Run, staff: Staff, pinner: Pinner | None = None) -> None:
         self.portal = portal
         self.pool = pool
         self.state = State.NEW
@@ -97,12 +88,12 @@ class Session:
         self.run = run
         self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
         self._pinner = pinner
-        self._is_stream = policy.is_stream
-        self.staff = Staff(portal.loop, pool, policy, run.scheduler.num_workers, auto)
+        self._is_stream = staff.is_stream
+        self.staff = staff
         self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
         self.gave_up = False  # no worker can be had any more
-        self._outbox = Outbox(pool)
+        self._outbox = Outbox(pool, frozenset() if staff.turnover is None else staff.turnover.held)
         for worker in run.tracks:
             self.staff.note_start(run, worker)
 
@@ -246,13 +237,13 @@ class Session:
         if not self.takes_outcomes:
             return
         run, record, kind = self.run, outcome.record, type(outcome)
-        scheduler = run.scheduler
+        scheduler, staff = run.scheduler, self.staff
         if kind is Exhausted:
             if isinstance(outcome.snapshot, Frozen):
                 run.ends[worker] = outcome.snapshot
             self.apply(scheduler.exhausted(worker, record.seq))
             return
-        self.staff.recovery.reset()
+        staff.recovery.reset()
         if type(outcome) is Refused:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
             return
@@ -275,15 +266,17 @@ class Session:
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = Item(outcome, batch, worker, times)
         if run.tracks:
-            self.staff.moved(worker)
+            staff.moved(worker)
             item = run.answered(item, ticket)
         if self._pinner is None or type(outcome) is not Batch:
             actions += scheduler.ready(record.seq, item, nbytes)
         else:
             self._pin(self._pinner, item, times)
         self.apply(actions)
-        if (auto := self.staff.auto) is not None and arrived_at >= auto.controller.due:
-            self.staff.look(self, arrived_at)
+        if staff.turnover is not None:
+            staff.turnover.made(self, worker, record.private_bytes, arrived_at)
+        if arrived_at >= staff.due:
+            staff.look(self, arrived_at)
 
     def _pin(self, pinner: Pinner, item: Item, times: BatchTimes) -> None:
         """Have the batch copied; what stands for it meanwhile does not refer to it."""
@@ -325,6 +318,11 @@ class Session:
     def on_lost(self, worker: int) -> None:
         """The worker has gone, and nothing that it was at is to blame."""
         self.staff.lost(self, worker)
+
+    def on_successor(self, worker: int, successor: Worker) -> None:
+        """Who is to take this worker's place has opened the dataset, or ended; or the worker has nothing in hand."""
+        if self.takes_outcomes and self.staff.turnover is not None:
+            self.staff.turnover.on_successor(self, worker, successor)
 
     @property
     def num_workers(self) -> int:

@@ -2,6 +2,7 @@
 
     session ── died, ready, resize, run begun, actions ──> Staff ──> Backend.add, dismiss, discard
                                                              ├ Controller looks how many are worth it
+                                                             ├ Turnover renews those that have made enough
                                                              ├ Recovery decides about those that were lost
                                                              └ Crew decides who comes and goes
 
@@ -14,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.engine.actions import Dismiss, GiveUp, Join, Lose, Part, Replace, Start
@@ -21,8 +23,10 @@ from asyncloader.engine.controller import Controller
 from asyncloader.engine.crew import Crew
 from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Run
+from asyncloader.engine.turnover import Turnover
 from asyncloader.errors import describe_death
 from asyncloader.machine import available_bytes, total_bytes
+from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
 from asyncloader.workers.backend import Backend, Worker
 
 log = logging.getLogger("asyncloader")
@@ -32,7 +36,7 @@ END_GRACE_S = 3.0
 
 
 _WORKER_BYTES = 256 << 20
-"""One more worker is started on its own account only where so much memory is left for it."""
+"""One more worker is started on its own account only where so much memory is left for it, or what the largest takes."""
 
 
 class Auto(NamedTuple):
@@ -56,6 +60,10 @@ class Session(Protocol):
     def takes_outcomes(self) -> bool:
         """Whether somebody waits for what workers make."""
 
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are to be."""
+
     def apply(self, actions: Any) -> None:
         """Carry out what was decided."""
 
@@ -77,6 +85,11 @@ class Staff:
         policy: What can be done about workers that are lost.
         num_workers: How many there are at the beginning.
         auto: Looks after their number, or None.
+        turnover: Renews them, or None.
+
+    Attributes:
+        due: When `look` is worth calling again; on the clock of outcomes.
+        is_stream: The dataset is iterable.
     """
 
     def __init__(
@@ -86,8 +99,12 @@ class Staff:
         policy: Policy,
         num_workers: int,
         auto: Auto | None = None,
+        turnover: Turnover | None = None,
     ) -> None:
         self.auto = auto
+        self.turnover = turnover
+        self.due = 0.0
+        self.is_stream = policy.is_stream
         self.recovery = Recovery(policy, num_workers)
         self.crew = Crew(num_workers)
         self._loop = loop
@@ -97,6 +114,8 @@ class Staff:
         # Workers whose dataset was put in the middle of its data, and has not read on: the next run would begin there.
         self._unmoved: set[int] = set()
         self._is_put_back = policy.has_initial_state
+        self._watch = MemoryWatch()
+        self._watch_due = perf_counter() + LOOK_S
 
     # ---------------------------------------------------------------------------------------------------- events
 
@@ -109,7 +128,10 @@ class Staff:
             session.apply(self.recovery.fill(self._pool.processes[worker], session.run.start_of(worker)))
         if self.auto is not None:
             self.auto.controller.begin()
+        self.due = 0.0
         self.settle(session)
+        if self.turnover is not None:
+            self.turnover.begin(session)
 
     def stop(self) -> set[int]:
         """Replace nobody any more in this run; return who has no process."""
@@ -150,6 +172,7 @@ class Staff:
 
     def lost(self, session: Session, worker: int) -> None:
         """A worker has gone, and nothing that it was at is to blame."""
+        self._leaves(session, worker)
         self.crew.gone(worker)
         if session.takes_outcomes:
             session.apply(session.run.scheduler.lost(worker))
@@ -161,18 +184,31 @@ class Staff:
         self.settle(session)
 
     def look(self, session: Session, now: float) -> None:
-        """Have as many workers as are worth it, where their number looks after itself."""
-        assert self.auto is not None
-        controller, roster = self.auto.controller, session.run.scheduler.roster
+        """See whether memory runs out, and have as many workers as are worth it, if that looks after itself."""
+        if now >= self._watch_due:
+            self._watch_due = now + LOOK_S
+            if words := self._watch.look(session.run.meter.private_bytes()):
+                log.warning("%s", words)
+        self.due = self._watch_due
+        if (auto := self.auto) is not None:
+            if now >= auto.controller.due:
+                self._look_how_many(session, auto, now)
+            self.due = min(self.due, auto.controller.due)
+
+    def _look_how_many(self, session: Session, auto: Auto, now: float) -> None:
+        controller, roster = auto.controller, session.run.scheduler.roster
         before = controller.num_workers
-        wanted = controller.observe(session.run.meter.load(now, roster.num_takers))
-        if wanted > before and (room := available_bytes() - total_bytes() // 20) < (wanted - before) * _WORKER_BYTES:
-            wanted = before + max(0, room // _WORKER_BYTES)
-            controller.limit(wanted)
+        meter = session.run.meter
+        wanted = controller.observe(meter.load(now, roster.num_takers))
+        if wanted > before:
+            each, room = max([_WORKER_BYTES, *meter.private_bytes().values()]), available_bytes() - total_bytes() // 20
+            if room < (wanted - before) * each:
+                wanted = before + max(0, room // each)
+                controller.limit(wanted)
         if wanted != before:
             log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
             self.resize(session, wanted)
-            self.auto.tell(wanted)
+            auto.tell(wanted)
 
     def settle(self, session: Session) -> None:
         """Have those come and go who should."""
@@ -192,12 +228,16 @@ class Staff:
             self._pool.add(worker, len(self.crew.members))
         except Exception as error:
             session.apply([GiveUp(error)])
+        if self.turnover is not None:
+            self.turnover.born(worker)
 
     def lose(self, session: Session, action: Lose) -> None:
         """Tell the scheduler of a worker that was lost; another comes at once, or later."""
         run, worker = session.run, action.worker
         rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
         run.lost(worker)
+        if self.turnover is not None:
+            self.turnover.lost(session, worker)
         if rests:
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, session, worker)
         if action.hung:
@@ -226,6 +266,8 @@ class Staff:
                 self._pool.add(worker, len(self.crew.members))
             except Exception as error:
                 self._not_joined(session, worker, str(error))
+            if self.turnover is not None:
+                self.turnover.born(worker)
             session.flush()  # a run may have begun with it
         if self._to_start:
             self._loop.call_soon(self._start_next, session)
@@ -245,6 +287,7 @@ class Staff:
     def part(self, session: Session, action: Part) -> None:
         """Have a worker leave; one that was not started yet leaves what it was to get."""
         scheduler, worker = session.run.scheduler, action.worker
+        self._leaves(session, worker)
         if worker in self._pool.processes:
             session.apply(scheduler.left(worker))
         else:
@@ -255,4 +298,10 @@ class Staff:
         """Let a worker go that has nothing in hand."""
         if (timer := self._rests.pop(action.worker, None)) is not None:
             timer.cancel()
+        self._leaves(session, action.worker)
         self._pool.dismiss(action.worker, END_GRACE_S)
+
+    def _leaves(self, session: Session, worker: int) -> None:
+        """See that a worker that is to go is not renewed."""
+        if self.turnover is not None:
+            self.turnover.leaves(session, worker)

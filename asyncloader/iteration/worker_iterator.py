@@ -29,14 +29,14 @@ from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_lo
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Item, Run
 from asyncloader.engine.session import Session, State
-from asyncloader.engine.staff import END_GRACE_S
+from asyncloader.engine.staff import END_GRACE_S, Staff
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.foresight import make_foresight
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
-from asyncloader.iteration.workplace import make_auto, make_pool, make_scheduler, policy_of
+from asyncloader.iteration.workplace import make_auto, make_pool, make_scheduler, make_turnover, policy_of
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.settings import AutoWorkers, Settings
@@ -190,6 +190,8 @@ class WorkerIterator(BaseIterator[T_co]):
             concurrency=settings.samples_at_once,
             in_process=settings.is_in_process,
             auto=settings.is_auto,
+            renews=settings.renews,
+            can_renew=not (settings.is_in_process or settings.why_workers_stay),
         )
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
         limit = ErrorLimit(settings, progress, faults)
@@ -202,7 +204,9 @@ class WorkerIterator(BaseIterator[T_co]):
         settings = self._settings
         pool, pinner = make_pool(settings, self._worker_spec(), portal.loop), self._make_pinner(portal)
         auto = make_auto(settings, partial(_note_number, weakref.ref(self)))
-        return Session(portal, pool, run, policy_of(settings), pinner, auto)
+        turnover = make_turnover(settings, pool, portal.loop)
+        staff = Staff(portal.loop, pool, policy_of(settings), settings.num_places, auto, turnover)
+        return Session(portal, pool, run, staff, pinner)
 
     def note_number(self, num_workers: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""

@@ -10,10 +10,12 @@ from typing import Any
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.recovery import Policy
+from asyncloader.engine.renewal import Renewal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.slicer import Slicer
 from asyncloader.engine.split import SplitScheduler
-from asyncloader.engine.staff import Auto
+from asyncloader.engine.staff import END_GRACE_S, Auto
+from asyncloader.engine.turnover import Turnover
 from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
@@ -92,6 +94,14 @@ def make_auto(settings: Settings, tell: Callable[[int], None]) -> Auto | None:
         overlaps=settings.overlaps,
     )
     return Auto(controller, tell)
+
+
+def make_turnover(settings: Settings, pool: Backend, loop: asyncio.AbstractEventLoop) -> Turnover | None:
+    """Return what renews workers, or None if nothing does."""
+    if not settings.renews or not isinstance(pool, Pool):
+        return None
+    renewal = Renewal(settings.max_tasks_per_child, settings.max_worker_memory)
+    return Turnover(loop, pool, renewal, grace_s=END_GRACE_S)
 
 
 def policy_of(settings: Settings) -> Policy:

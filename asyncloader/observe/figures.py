@@ -18,12 +18,17 @@ class WorkerStats:
         batches: Batches that it made.
         busy_s: Seconds that it worked.
         idle_s: Seconds that it waited for something to do, its first ticket left aside.
+        private_bytes: Memory that it has to itself, looked at about once a second; 0 if that is not known. What it
+            shares with this process or with other workers does not count: batches, the dataset that it was forked with.
+        grown_bytes: How much more that is than it was at the first look in this run, or since the worker was renewed.
     """
 
     worker_id: int
     batches: int
     busy_s: float
     idle_s: float
+    private_bytes: int = 0
+    grown_bytes: int = 0
 
     @property
     def busy_share(self) -> float:
@@ -130,6 +135,7 @@ class Figures:
     bad_samples: tuple[Any, ...]
     left_out: tuple[Any, ...]
     changes: tuple[Change, ...]
+    renewals: int
     options: dict[str, Any]
 
     @property

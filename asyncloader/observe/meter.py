@@ -59,12 +59,18 @@ class BatchTimes:
 class _Own:
     """What one worker did."""
 
-    __slots__ = ("batches", "busy_s", "idle_s")
+    __slots__ = ("batches", "busy_s", "first_bytes", "idle_s", "private_bytes")
 
     def __init__(self) -> None:
         self.batches = 0
         self.busy_s = 0.0
         self.idle_s = 0.0
+        self.private_bytes = 0
+        self.first_bytes = 0
+
+    def figures(self, worker: int) -> WorkerStats:
+        grown = max(0, self.private_bytes - self.first_bytes) if self.first_bytes else 0
+        return WorkerStats(worker, self.batches, self.busy_s, self.idle_s, self.private_bytes, grown)
 
 
 class Meter:
@@ -103,6 +109,7 @@ class Meter:
         self._pinned = Tally(1)
         self._own = {worker: _Own() for worker in range(num_workers)}
         self._changes: list[Change] = []
+        self._renewals = 0
         self._cpu_s = 0.0
         self._stalled_s = 0.0
         self._samples = 0
@@ -183,6 +190,11 @@ class Meter:
             own.idle_s += record.wait_s
         own.batches += 1
         own.busy_s += work
+        if (private := record.private_bytes) != own.private_bytes:
+            own.private_bytes = private
+            own.first_bytes = own.first_bytes or private
+            if self._trace is not None:
+                self._trace.memory(now, worker, private)
         self._cpu_s += record.cpu_s
         self._stalled_s += record.stalled_s
         self._samples += record.samples
@@ -219,6 +231,18 @@ class Meter:
         if self._trace is not None:
             self._trace.workers(now, num_workers)
         log.info("epoch %d: %d workers, after %d", self._epoch, num_workers, before)
+
+    def renewed(self, worker: int) -> None:
+        """Note that another process has taken the place of a worker."""
+        self._renewals += 1
+        if (own := self._own.get(worker)) is not None:
+            own.first_bytes = own.private_bytes = 0
+        if self._trace is not None:
+            self._trace.renewed(perf_counter(), worker)
+
+    def private_bytes(self) -> dict[int, int]:
+        """Return, by worker, what it has to itself, as far as that is known."""
+        return {worker: own.private_bytes for worker, own in self._own.items() if own.private_bytes}
 
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
@@ -314,7 +338,7 @@ class Meter:
             ready=Timing(taken, 1),
             work=timing.pop("work"),
             stages=Stages(**timing, pin=Timing(pinned, 0), order=Timing(taken, 2)),
-            workers=tuple(WorkerStats(worker, own.batches, own.busy_s, own.idle_s) for worker, own in workers),
+            workers=tuple(own.figures(worker) for worker, own in workers),
             worker_cpu_s=self._cpu_s,
             worker_stalled_s=self._stalled_s,
             main_cpu_s=self._last_cpu_s - self._first_cpu_s,
@@ -329,5 +353,6 @@ class Meter:
             bad_samples=tuple(faults.bad_samples) if faults else (),
             left_out=tuple(faults.left_out) if faults else (),
             changes=tuple(self._changes),
+            renewals=self._renewals,
             options=self._options,
         )

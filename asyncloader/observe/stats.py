@@ -9,12 +9,15 @@ A snapshot is taken in 20 us; its quantiles, texts and the verdict are worked ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from asyncloader.observe.figures import Figures, Stages
+from asyncloader.observe.memory_watch import show_bytes
 from asyncloader.observe.tally import Timing, show_s
 from asyncloader.observe.verdict import Verdict, judge
+
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class LoaderStats(Figures):
         bad_samples: Keys of the last thousand of them.
         left_out: Keys of the last thousand batches that were left out.
         changes: When workers came or went, and how many there were then.
+        renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
         options: What of the loader's options the verdict builds on.
     """
 
@@ -80,10 +84,7 @@ class LoaderStats(Figures):
             elif isinstance(value, Stages):
                 value = {name: timing.as_dict() for name, timing in value}
             elif field.name == "workers":
-                value = [
-                    {name: getattr(worker, name) for name in ("worker_id", "batches", "busy_s", "idle_s", "busy_share")}
-                    for worker in self.workers
-                ]
+                value = [{**asdict(worker), "busy_share": worker.busy_share} for worker in self.workers]
             elif field.name == "changes":
                 value = [change._asdict() for change in self.changes]
             elif isinstance(value, tuple):
@@ -115,4 +116,11 @@ class LoaderStats(Figures):
         if self.changes:
             told = ", ".join(f"{change.num_workers} after {show_s(change.at_s)}" for change in self.changes[-10:])
             lines.append(f"workers came and went: {told}")
+        if known := [worker for worker in self.workers if worker.private_bytes]:
+            shown = [f"{worker.worker_id}: {show_bytes(worker.private_bytes)}" for worker in known[:_MOST_SHOWN]]
+            shown += ["..."] * (len(known) > _MOST_SHOWN)
+            renewed = f"; renewed {self.renewals} times" * bool(self.renewals)
+            lines.append(f"memory of each worker's own: {', '.join(shown)}{renewed}")
+        elif self.renewals:
+            lines.append(f"workers were renewed {self.renewals} times")
         return "\n".join(lines)

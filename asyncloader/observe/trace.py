@@ -78,6 +78,14 @@ class Trace:
         """Note that there are so many workers from now on."""
         self._events.append((_workers, at, number))
 
+    def renewed(self, at: float, worker: int) -> None:
+        """Note that another process has taken the place of a worker."""
+        self._events.append((_renewed, at, worker))
+
+    def memory(self, at: float, worker: int, private_bytes: int) -> None:
+        """Note how much memory a worker has to itself."""
+        self._events.append((_memory, at, worker, private_bytes))
+
     def pinned(self, seq: int, seconds: float) -> None:
         """Note that a copy into page-locked memory has just been made."""
         self._events.append((_pinned, seq, perf_counter(), seconds))
@@ -184,6 +192,15 @@ def _epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
 def _workers(at: float, number: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"{number} workers", "ts": at}
     yield {"ph": "C", "tid": _CONSUMER, "name": "workers", "ts": at, "args": {"workers": number}}
+
+
+def _renewed(at: float, worker: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"worker {worker} renewed", "ts": at}
+
+
+def _memory(at: float, worker: int, private_bytes: int) -> Iterator[dict[str, Any]]:
+    args = {"MB": round(private_bytes / 1e6, 1)}
+    yield {"ph": "C", "tid": _CONSUMER, "name": f"memory of worker {worker}", "ts": at, "args": args}
 
 
 def _batch(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from asyncloader.observe.figures import Figures
+from asyncloader.observe.memory_watch import show_bytes
 
 Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer", "pin", "order", "overhead"]
 
@@ -32,6 +33,9 @@ _MAX_BUFFERED_BYTES = 64 << 20
 _DIVIDED_S = 0.02  # a batch that takes a worker less is not divided under scheduling="split"
 _LARGE_WINDOW_BYTES = 2 << 30  # batches that wait take much memory from so many bytes on
 _SPLIT = {"scheduling": "split", "seeding": "sample"}
+_MUCH_GROWN = 1 << 30  # bytes of all workers together
+_LEAST_BOUND = 256 << 20
+_SHORT_LIFE = 10  # batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,22 @@ def judge(stats: Figures) -> Verdict:
             "later epochs that"
         )
         verdict = Verdict(verdict.limit, text, verdict.advice, verdict.gain)
-    return verdict
+    return _with_memory(stats, verdict)
+
+
+def _with_memory(stats: Figures, verdict: Verdict) -> Verdict:
+    """Add what is to be said of workers that grow, or are renewed too often."""
+    limit, text, advice, gain = verdict.limit, verdict.text, verdict.advice, verdict.gain
+    grown = sum(worker.grown_bytes for worker in stats.workers)
+    if grown > _MUCH_GROWN and stats.options.get("can_renew") and not stats.options.get("renews"):
+        fresh = max(worker.private_bytes - worker.grown_bytes for worker in stats.workers)
+        bound = max(_LEAST_BOUND, 2 * fresh) >> 20 << 20
+        text += f"; workers have grown by {show_bytes(grown)} meanwhile: max_worker_memory={bound} would renew them"
+        return Verdict(limit, text, {**advice, "max_worker_memory": bound}, gain)
+    lived = stats.work.count / max(1, stats.renewals)
+    if stats.renewals > stats.num_workers and lived < _SHORT_LIFE and stats.waited_share >= _HARDLY:
+        text += f"; a worker is renewed after every {lived:.0f} batches, and each time another one has to start"
+    return Verdict(limit, text, advice, gain)
 
 
 def _with_split(stats: Figures, costs: _Costs, verdict: Verdict, *, is_late: bool) -> Verdict:

@@ -88,6 +88,9 @@ class Listener(Protocol):
     def on_lost(self, worker: int) -> None:
         """The worker has gone, and nothing that it was at is to blame: others do it. Its place is free already."""
 
+    def on_successor(self, worker: int, successor: Worker) -> None:
+        """Who was started to take this worker's place has opened the dataset, or ended; or the worker is idle now."""
+
     def on_closed(self) -> None:
         """All workers are gone."""
 
@@ -157,3 +160,29 @@ class Backend(Protocol):
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all workers are gone. In any thread but the loop's."""
+
+
+class Renewable(Backend, Protocol):
+    """A backend whose workers can be renewed: by a successor that is started beside one, and takes its place."""
+
+    def renew(self, worker: int, num_workers: int) -> None:
+        """Start a successor of this worker, which is told of by `Listener.on_successor`.
+
+        If the worker dies before it has taken its place, `add` puts the successor there.
+
+        Args:
+            worker: Its id.
+            num_workers: What the dataset is told of how many there are.
+
+        Raises:
+            Exception: if the system has no room for it. Nothing is left of it then.
+        """
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether this worker has answered all its tickets."""
+
+    def succeed(self, worker: int, grace_s: float) -> None:
+        """Put its successor in the place of this worker, which is idle and finishes: see `dismiss`."""
+
+    def abandon(self, worker: int, grace_s: float) -> None:
+        """Let the successor of this worker finish, if there is one: the worker stays."""

@@ -46,6 +46,9 @@ class Model(RuleBasedStateMachine):
     stream comes once; else it takes no more tickets.
 
     Workers of a map-style dataset join, leave and are lost at any time, and may come back under the same number.
+
+    They are renewed without a word to the scheduler: what is for a worker waits until it has finished what it has in
+    hand, and then another process has it. If it dies before, all of that is lost together.
     """
 
     @initialize(
@@ -108,6 +111,7 @@ class Model(RuleBasedStateMachine):
         self.length = length
 
         self.at_work: list[deque[int]] = [deque() for _ in range(MOST_WORKERS)]
+        self.waiting: dict[int, list[int]] = {}  # for successors of workers that finish what they have
         self.pinning: list[int] = []
         self.handed_over: deque[int] = deque()  # what the consumer can take
         self.fates: dict[int, str] = {}
@@ -169,6 +173,8 @@ class Model(RuleBasedStateMachine):
     def _return(self, worker: int, busy_s: float, index: int = 0, tells: bool = False) -> None:
         seq = self.at_work[worker][index]
         del self.at_work[worker][index]
+        if not self.at_work[worker]:
+            self._succeed(worker)
         self.pinning.append(seq)
         if self.is_iterable:
             snapshot = self.read[seq] + 1 if tells else None
@@ -176,6 +182,19 @@ class Model(RuleBasedStateMachine):
             assert number == self.read[seq], "the parent counts other batches than the worker reads"
             self.made[seq] = worker, number, snapshot
         self._apply(self.scheduler.returned(worker, seq, busy_s))
+
+    @precondition(lambda self: not self.is_iterable)
+    @rule(worker=st.integers(0, MOST_WORKERS - 1))
+    def renew(self, worker: int) -> None:
+        """Have a worker's successor be ready."""
+        if worker in self.takers - self.resting - self.lost_workers:
+            self.waiting.setdefault(worker, [])
+            if not self.at_work[worker]:
+                self._succeed(worker)
+
+    def _succeed(self, worker: int) -> None:
+        """Give what has waited for it to a worker: its successor, or itself if it stays."""
+        self.at_work[worker].extend(self.waiting.pop(worker, ()))
 
     @rule(data=st.data())
     def pin_a_batch(self, data: st.DataObject) -> None:
@@ -210,7 +229,7 @@ class Model(RuleBasedStateMachine):
                 assert len(self.at_work[worker]) == (not rests), "suspects are done one by one"
 
     def _lose(self, worker: int, rests: bool) -> list[int]:
-        lost = list(self.at_work[worker])
+        lost = [*self.at_work[worker], *self.waiting.pop(worker, ())]
         self.at_work[worker].clear()
         self.tracks[worker].lost()
         if self.is_replaceable:
@@ -261,6 +280,7 @@ class Model(RuleBasedStateMachine):
             self.takers.discard(worker)
             self.leaving.add(worker)
             self.has_changed = True
+            self._succeed(worker)
             self._apply(self.scheduler.left(worker))
             assert self.at_work[worker] or worker not in self.leaving, "nothing in hand, and not dismissed"
 
@@ -302,6 +322,7 @@ class Model(RuleBasedStateMachine):
         assert {seq for queue in [*self.at_work, *self.owed] for seq in queue} <= {ticket.seq for ticket in lost}
         for queue in self.at_work:
             queue.clear()
+        self.waiting.clear()
         self.lost_workers = set(range(MOST_WORKERS))
         self.resting.clear()
         self.leaving.clear()
@@ -360,7 +381,8 @@ class Model(RuleBasedStateMachine):
         assert ticket.keys == f"keys {ticket.seq}"
         assert ticket.seq not in self.fates
         assert all(ticket.seq not in queue for queue in self.at_work), "a ticket at two workers"
-        self.at_work[worker].append(ticket.seq)
+        assert all(ticket.seq not in queue for queue in self.waiting.values()), "a ticket twice"
+        (self.waiting[worker] if worker in self.waiting else self.at_work[worker]).append(ticket.seq)
         for owed in self.owed:
             owed.discard(ticket.seq)
         if self.is_iterable:

@@ -84,6 +84,10 @@ class Plan:
         crews = {after: chance.randint(1, 4) for after in changes}
         if plan.loader["persistent_workers"] and plan.kind not in STREAMS:
             plan.loader["prefetch_epochs"] = chance.choice([0, 1])
+        if plan.kind not in STREAMS:
+            plan.loader["max_tasks_per_child"] = chance.choice([None, None, 1, 4, 15])
+            if chance.random() < 0.2:
+                plan.loader.update(num_workers="auto", max_workers=chance.randint(1, 4))
         return dataclasses.replace(plan, cancels=frozenset(cancels), crews=crews)._moved(place or where)
 
     def _moved(self, place: str) -> Plan:
@@ -91,12 +95,13 @@ class Plan:
         if place == "process":
             return self
         is_async = "async" in self.kind or "telling" in self.kind
-        loader = {**self.loader, "multiprocessing_context": None}
+        loader = {**self.loader, "multiprocessing_context": None, "max_tasks_per_child": None}
         own = {index: fault for index, fault in self.own.items() if fault in ("hangs", "is slow")}
         if place == "thread":
             loader["worker_backend"] = "thread"
         else:
             loader |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "prefetch_epochs": 0}
+            loader["max_workers"] = None
             if not is_async:
                 loader["timeout"] = 0
             # Nobody can help a loop that is blocked, nor one that hangs in a stream that has not told where it is.
@@ -156,8 +161,9 @@ class Plan:
     def undisturbed(self) -> Plan:
         """Return the run with the same data, one worker (but for streams, which they divide) and no faults."""
         loader = {**self.loader, "timeout": 0, "on_timeout": "raise", "scheduling": "static", "prefetch_epochs": 0}
+        loader["max_tasks_per_child"] = None
         if self.kind not in STREAMS and self.place != "here":
-            loader["num_workers"] = 1
+            loader |= {"num_workers": 1, "max_workers": None}
         if self.place == "process":
             loader["multiprocessing_context"] = "fork"
         quiet: dict[str, Any] = {"own": {}, "outer": {}, "breaks": None, "cancels": frozenset(), "crews": {}}
@@ -324,6 +330,8 @@ def check(plan: Plan) -> list[str]:
         if plan.place != "process":
             happened.append(f"place: {plan.place}")
         happened += ["workers come and go"] * bool(plan.crews)
+        happened += ["workers are renewed"] * (plan.loader.get("max_tasks_per_child") is not None)
+        happened += ["their number looks after itself"] * (plan.loader["num_workers"] == "auto")
         if plan.breaks is not None:
             expected[0] = expected[0][: len(seen[0])]
             happened.append(f"epoch left: {plan.breaks[1]}")

@@ -103,3 +103,32 @@ def test_workers_that_are_idle_behind_slow_batches_could_share_them() -> None:
     assert verdict.advice["scheduling"] == "split"
     verdict = figures(train=0.0001, waited=0.005, fetch=0.005, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
     assert verdict.advice["scheduling"] == "dynamic"
+
+
+def with_memory(stats: LoaderStats, private_bytes: int, grown_bytes: int, **more: Any) -> LoaderStats:
+    """Return the same of workers that have so much memory to themselves."""
+    workers = (replace(worker, private_bytes=private_bytes, grown_bytes=grown_bytes) for worker in stats.workers)
+    return replace(stats, workers=tuple(workers), **more)
+
+
+def test_workers_that_grow_are_told_of() -> None:
+    """With an option that helps, where it can be had and is not there already."""
+    stats = figures(train=0.1, waited=0.0, fetch=0.1, busy=0.5)
+    grown = with_memory(stats, 900 << 20, 700 << 20, options={"can_renew": True}).verdict
+    assert "workers have grown by 1.5 GB meanwhile: max_worker_memory=419430400 would renew them" in grown.text
+    assert grown.advice["max_worker_memory"] == 400 << 20
+    for private_bytes, grown_bytes, options in (
+        (900 << 20, 300 << 20, {"can_renew": True}),
+        (900 << 20, 700 << 20, {"can_renew": True, "renews": True}),
+        (900 << 20, 700 << 20, {"can_renew": False}),
+    ):
+        assert with_memory(stats, private_bytes, grown_bytes, options=options).verdict == stats.verdict
+
+
+def test_workers_that_are_renewed_all_the_time_are_told_of() -> None:
+    """Where training waits."""
+    stats = figures(train=0.001, waited=0.03, fetch=0.06, busy=0.95)
+    assert "a worker is renewed after every 4 batches" in replace(stats, renewals=10).verdict.text
+    assert replace(stats, renewals=2).verdict == stats.verdict
+    waits_not = figures(train=0.03, waited=0.0, fetch=0.02, busy=0.3)
+    assert replace(waits_not, renewals=10).verdict == waits_not.verdict

@@ -24,6 +24,7 @@ import torch
 
 from asyncloader.epochs import tell
 from asyncloader.hashing import mix
+from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
 from asyncloader.seeding import sample_context
@@ -155,6 +156,7 @@ class BatchMaker:
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
         self._stalls = Stalls()
+        self._memory = PrivateBytes() if host.is_remote else None  # elsewhere it is everybody's
         if isinstance(spec, WorkerSpec):
             self.spec = spec
             self._epochs = spec.epochs  # that its copy of the dataset has been told
@@ -417,7 +419,7 @@ class BatchMaker:
         return Exhausted(self._record(work), (), snapshot)
 
     def _record(self, work: Work) -> Record:
-        """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the one before."""
+        """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
         now = perf_counter()
         began, fetched = work.began, work.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
@@ -431,4 +433,5 @@ class BatchMaker:
             now - fetched,
             self._cpu_s - cpu_before,
             self._stalls.take(now),
+            0 if self._memory is None else self._memory.take(now),
         )

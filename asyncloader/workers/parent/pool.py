@@ -1,10 +1,11 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
     session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
+            ── renew, succeed, abandon ─────────>     └─ beside it a successor, while it is renewed
             <── on_ready, on_outcome, on_died, on_closed
 
-A worker id keeps its place when its process is replaced. With persistent workers a pool outlives its sessions; frames
-that belong to an earlier run are dropped here, after their slabs were given back.
+A worker id keeps its place when its process is replaced, or renewed. With persistent workers a pool outlives its
+sessions; frames that belong to an earlier run are dropped here, after their slabs were given back.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Pool:
         self._slabs.live_on(loop)
         self._loans: dict[WorkerProcess, WorkerLoans] = {}
         self._outstanding: dict[int, int] = {}
+        self._successors: dict[int, WorkerProcess] = {}  # that wait for the place of this worker
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
         self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
@@ -150,17 +152,44 @@ class Pool:
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
-        process = self.processes.pop(worker, None)
+        self._let_go(self.processes.pop(worker, None), grace_s)
+
+    def _let_go(self, process: WorkerProcess | None, grace_s: float) -> None:
         if process is not None and process.is_alive:
             self._leaving.add(process)
             self._dismissed.add(process)
             process.end(grace_s)
 
     def add(self, worker: int, num_workers: int) -> None:
-        """Start a process under this worker id: one more, or in the place of one that has died or was discarded."""
+        """Start a process under this worker id: one more, or in the place of one that has died or was discarded.
+
+        A successor that is there already takes the place.
+        """
         self._outstanding[worker] = 0
-        epoch = self._epoch._replace(num_workers=num_workers)
-        self.processes[worker] = carry_out(self._start_one(worker, epoch))
+        if (successor := self._successors.pop(worker, None)) is None:
+            successor = self._start_beside(worker, num_workers)
+        self.processes[worker] = successor
+
+    def _start_beside(self, worker: int, num_workers: int) -> WorkerProcess:
+        return carry_out(self._start_one(worker, self._epoch._replace(num_workers=num_workers)))
+
+    def renew(self, worker: int, num_workers: int) -> None:
+        """Start a process that is to take the place of this worker id's."""
+        if worker not in self._successors:
+            self._successors[worker] = self._start_beside(worker, num_workers)
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether this worker has answered all its tickets."""
+        return not self._outstanding[worker]
+
+    def succeed(self, worker: int, grace_s: float) -> None:
+        """Put its successor in the place of this worker, which has no tickets, and finishes."""
+        before, self.processes[worker] = self.processes[worker], self._successors.pop(worker)
+        self._let_go(before, grace_s)
+
+    def abandon(self, worker: int, grace_s: float) -> None:
+        """Let the successor of this worker finish, if there is one."""
+        self._let_go(self._successors.pop(worker, None), grace_s)
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
@@ -169,18 +198,20 @@ class Pool:
         for worker, process in self.processes.items():
             self._outstanding[worker] = 0
             process.channel.send(Kind.EPOCH, body, more=True)
+        for process in self._successors.values():
+            process.channel.send(Kind.EPOCH, body)
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
         self._closing = True
-        for process in (*self.processes.values(), *self._dismissed):
+        for process in (*self.processes.values(), *self._successors.values(), *self._dismissed):
             process.end(grace_s)
         self._maybe_closed()
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all processes are gone and reaped, replaced ones too. In any thread but the loop's."""
         deadline = time.monotonic() + timeout_s
-        everyone = [*self.processes.values(), *self._leaving, *self._unreaped]
+        everyone = [*self._everyone(), *self._unreaped]
         waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in everyone]
         return all(waits)
 
@@ -238,7 +269,10 @@ class Pool:
         elif kind == Kind.READY:
             process.is_ready = True
             if self.listener is not None:
-                self.listener.on_ready(worker)
+                if self._successors.get(worker) is process:
+                    self.listener.on_successor(worker, process)
+                else:
+                    self.listener.on_ready(worker)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
@@ -267,6 +301,8 @@ class Pool:
         if self.listener is not None and outcome.record.epoch == self._epoch.number:
             self._outstanding[worker] -= 1
             self.listener.on_outcome(worker, outcome, arrived_at)
+            if worker in self._successors and self.is_idle(worker):
+                self.listener.on_successor(worker, self._successors[worker])
 
     def on_exit(self, process: WorkerProcess, expected: bool) -> None:
         """A process is gone."""
@@ -276,6 +312,10 @@ class Pool:
         if process in self._leaving:
             self._leaving.discard(process)
             self._dismissed.discard(process)
+        elif self._successors.get(process.worker_id) is process:
+            del self._successors[process.worker_id]
+            if not self._closing and self.listener is not None:
+                self.listener.on_successor(process.worker_id, process)
         elif not (expected or self._closing) and self.listener is not None:
             self.listener.on_died(process.worker_id, process)
         self._maybe_closed()
@@ -289,7 +329,7 @@ class Pool:
                 listener.on_closed()
 
     def _everyone(self) -> Iterable[WorkerProcess]:
-        return (*self.processes.values(), *self._leaving)
+        return (*self.processes.values(), *self._successors.values(), *self._leaving)
 
 
 class WorkerHandle:

@@ -29,7 +29,7 @@ from asyncloader.workers.protocol.failure import BadSample
 from asyncloader.workers.protocol.frames import BadFrame, Buffer
 from asyncloader.workers.protocol.messages import Kind
 
-_HEAD = struct.Struct("<QQQdddddddQ")  # a record, and how many bytes of extras follow
+_HEAD = struct.Struct("<QQQddddddQdQ")  # a record, and how many bytes of extras follow
 
 NO_RECORD = Record(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Of an outcome that no worker has come to."""

@@ -1,0 +1,425 @@
+"""Workers that are renewed: the data are those of workers that stay, bit for bit, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.machine import Room
+from asyncloader.observe import private
+from asyncloader.observe.memory_watch import MemoryWatch
+from tests.patience import wait_until
+from tests.test_num_workers import LENGTH, Awaited, Counting, Drawing, Gate, Gated, Stream, bits, expected
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+def pids(batches: list[Any]) -> list[int]:
+    """Who made each batch."""
+    return [int(batch[3][0]) for batch in batches]
+
+
+def wait_for_renewals(loader: Any, count: int) -> None:
+    """Wait until so many have been renewed in this run."""
+    wait_until(lambda: loader.stats().renewals >= count)
+
+
+@pytest.mark.parametrize("scheduling", ["static", "dynamic"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_data_are_those_of_workers_that_stay(scheduling: Any, in_order: bool) -> None:
+    """Many processes, with the same two ids; each worker id has its turn as ever."""
+    torch.manual_seed(3)
+    options: Any = {"scheduling": scheduling, "in_order": in_order, "max_buffered_bytes": 0, "max_tasks_per_child": 2}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
+    iterator = iter(loader)
+    seen = []
+    for batch in iterator:
+        seen.append(batch)
+        if len(seen) in (8, 12, 16):
+            wait_for_renewals(loader, len(seen) // 4 - 1)
+    assert sorted(map(bits, seen)) == sorted(expected())
+    if in_order:
+        assert [*map(bits, seen)] == expected()
+        if scheduling == "static":
+            assert [int(batch[4][0]) for batch in seen] == [number % 2 for number in range(LENGTH // 2)]
+    assert {int(batch[4][0]) for batch in seen} == {0, 1}
+    assert {int(count) for batch in seen for count in batch[5]} == {2}
+    stats = loader.stats()
+    assert len(set(pids(seen))) >= 4
+    assert (stats.changes, stats.replacements, stats.retries, stats.errors) == ((), 0, 0, 0)
+
+
+def test_started_in_every_way(start_method: str) -> None:
+    """Forked, by the fork server, spawned."""
+    torch.manual_seed(3)
+    options: Any = {"multiprocessing_context": start_method, "max_tasks_per_child": 18}  # so there is one renewal
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=1, max_buffered_bytes=0, **options)
+    iterator = iter(loader)
+    seen = [next(iterator) for _ in range(20)]
+    wait_for_renewals(loader, 1)
+    seen += iterator
+    assert [*map(bits, seen)] == expected()
+    assert len(set(pids(seen))) > 1
+
+
+def test_where_several_workers_make_a_batch_together() -> None:
+    """The slices of a worker that is renewed are its successor's."""
+    torch.manual_seed(3)
+    options: Any = {"scheduling": "split", "seeding": "sample"}
+    loader = DataLoader(Drawing(), 6, shuffle=True, num_workers=2, max_tasks_per_child=1, **options)
+    seen = [bits(batch) for batch in loader]
+    torch.manual_seed(3)
+    stays = DataLoader(Drawing(), 6, shuffle=True, num_workers=1, seeding="sample")
+    assert seen == [bits(batch) for batch in stays]
+
+
+def test_with_async_for() -> None:
+    """And a loop in between."""
+    torch.manual_seed(3)
+    loader = DataLoader(Awaited(), 2, shuffle=True, num_workers=1, max_tasks_per_child=4)
+
+    async def run() -> list[Any]:
+        return [batch async for batch in loader]
+
+    assert [*map(bits, asyncio.run(run()))] == expected(Awaited())
+
+
+class Leaking(Drawing):
+    """Samples each of which leaves memory behind."""
+
+    left: ClassVar[list[bytearray]] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.left.append(bytearray(os.urandom(1 << 10)) * 4096)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_grows_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has much more than it may have; `stats()` says what each has."""
+    monkeypatch.setattr(private, "_LOOK_S", 0.0)
+    monkeypatch.setattr(private, "_SHARE", 0)
+    torch.manual_seed(3)
+    bound = 80 << 20
+    loader = DataLoader(
+        Leaking(),
+        2,
+        shuffle=True,
+        num_workers=1,
+        max_worker_memory=bound,
+        max_buffered_bytes=0,
+        persistent_workers=True,
+    )
+    seen, memory = [], []
+    for batch in loader:
+        seen.append(batch)
+        renewals, stats = loader.stats().renewals, loader.stats()
+        memory.append(stats.workers[0].private_bytes)
+        if memory[-1] > bound and len(seen) < 20:  # what is left is not worth another worker in the end
+            wait_for_renewals(loader, renewals + 1)
+    assert [*map(bits, seen)] == expected()
+    assert len(set(pids(seen))) > 1
+    assert bound < max(memory) < 2 * bound
+    stats = loader.stats()
+    loader.close()
+    assert stats.as_dict()["workers"][0]["private_bytes"] == stats.workers[0].private_bytes
+    assert f"renewed {stats.renewals} times" in str(stats)
+
+
+def test_persistent_workers_between_two_epochs() -> None:
+    """Batches of all epochs count, and epochs that are too short for it are no hindrance."""
+    torch.manual_seed(3)
+    options: Any = {"persistent_workers": True, "prefetch_factor": 40}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=20, **options)
+    seen, makers = [], []
+    for epoch in range(4):
+        if epoch == 3:
+            wait_until(lambda: not loader._iterator._session.pool._successors)  # type: ignore[union-attr]
+        batches = list(loader)
+        seen += map(bits, batches)
+        makers.append(set(pids(batches)))
+    assert seen == expected(epochs=4, **options)
+    assert makers[0] == makers[1]
+    assert makers[0] != makers[3]
+    loader.close()
+
+
+@pytest.mark.parametrize("foreseen", [0, 1])
+def test_many_epochs_of_persistent_workers(foreseen: int) -> None:
+    """Also where the next one is begun ahead, and where one is left in the middle."""
+    torch.manual_seed(3)
+    options: Any = {"persistent_workers": True, "prefetch_epochs": foreseen}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=7, **options)
+    seen = [bits(batch) for _ in range(5) for batch in loader]
+    next(iter(loader))
+    seen += map(bits, loader)
+    loader.close()
+    wanted = expected(epochs=7, persistent_workers=True)
+    assert seen == wanted[: 5 * LENGTH // 2] + wanted[6 * LENGTH // 2 :]
+
+
+def test_a_state_goes_on_while_they_are_renewed() -> None:
+    """With others that stay."""
+    torch.manual_seed(3)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=1)
+    iterator = iter(loader)
+    seen = [bits(next(iterator)) for _ in range(11)]
+    state = loader.state_dict()
+    del iterator
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=1)
+    loader.load_state_dict(state)
+    assert seen + [bits(batch) for batch in loader] == expected()
+
+
+def test_while_workers_come_and_go() -> None:
+    """Those that leave are not renewed, those that come are."""
+    torch.manual_seed(3)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=1, max_buffered_bytes=0)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(bits(batch))
+        if change := {2: 4, 5: 1, 9: 3, 11: 2, 13: 1, 20: 2}.get(number):
+            loader.set_num_workers(change)
+    assert seen == expected()
+
+
+# ------------------------------------------------------------------------------------------------ in the middle of it
+
+
+def held(loader: Any) -> set[int]:
+    """Workers that finish what they have, while their successors are ready."""
+    turnover = loader._newest()._session.staff.turnover
+    return set(turnover.held)
+
+
+class Renewed:
+    """A loader whose workers stand at a gate, one of them with a successor that is ready.
+
+    Args:
+        folder: For the gate.
+        num_workers: How many there are.
+        options: Of the loader.
+    """
+
+    def __init__(self, folder: Path, num_workers: int = 2, **options: Any) -> None:
+        self.gate = Gate(folder)
+        # A worker has tickets for batches before the gate and behind it, so it is due, and never without work.
+        options = {"max_buffered_bytes": 0, "max_tasks_per_child": 1, "prefetch_factor": 4, **options}
+        self.loader: Any = DataLoader(Gated(self.gate), 2, num_workers=num_workers, **options)
+        self.iterator: Any = iter(self.loader)
+        self.seen = [next(self.iterator) for _ in range(3)]
+        wait_until(lambda: held(self.loader))
+        (self.worker,) = held(self.loader)
+        self.gate.wait_for(num_workers)
+        self.session = self.iterator._session
+
+    def rest(self) -> list[Any]:
+        """Open the gate, and take what is left."""
+        with self.gate.opened():
+            self.seen += self.iterator
+        return [batch[0].tolist() for batch in self.seen]
+
+
+WANTED = [[i, i + 1] for i in range(0, LENGTH, 2)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("on_crash", ["retry", "skip"])
+def test_one_that_dies_while_its_successor_waits(tmp_path: Path, on_crash: Any, num_workers: int) -> None:
+    """The successor takes its place, and does what it had; what was not begun is not blamed."""
+    renewed = Renewed(tmp_path, num_workers, on_crash=on_crash)
+    pool, worker = renewed.session.pool, renewed.worker
+    successor = pool._successors[worker]
+    at = min(renewed.session.run.scheduler.in_flight[worker])
+    os.kill(pool.processes[worker].pid, signal.SIGKILL)
+    wait_until(lambda: pool.processes[worker] is successor)
+    seen = renewed.rest()
+    assert seen == [batch for number, batch in enumerate(WANTED) if on_crash == "retry" or number != at]
+    assert renewed.loader.stats().replacements == 1
+
+
+def test_one_that_dies_and_its_error_is_raised(tmp_path: Path) -> None:
+    """It names what the worker had, what was not sent yet as well; the rest comes."""
+    renewed = Renewed(tmp_path, on_crash="raise")
+    pool, worker = renewed.session.pool, renewed.worker
+    lost = set(renewed.session.run.scheduler.in_flight[worker])
+    os.kill(pool.processes[worker].pid, signal.SIGKILL)
+    wait_until(lambda: not held(renewed.loader))
+    with renewed.gate.opened():
+        with pytest.raises(RuntimeError, match="is killed by signal"):
+            next(renewed.iterator)
+        renewed.seen += renewed.iterator
+    assert [batch[0].tolist() for batch in renewed.seen] == [
+        batch for number, batch in enumerate(WANTED) if number not in lost
+    ]
+
+
+def test_a_successor_that_dies_while_it_waits(tmp_path: Path, caplog: Any) -> None:
+    """The worker goes on, with what was kept for the other."""
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        renewed = Renewed(tmp_path)
+        pool = renewed.session.pool
+        os.kill(pool._successors[renewed.worker].pid, signal.SIGKILL)
+        wait_until(lambda: not held(renewed.loader))
+    assert f"Worker {renewed.worker} could not be renewed, and goes on: DataLoader worker" in caplog.text
+    assert renewed.rest() == WANTED
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_one_that_is_to_leave_or_stay_while_its_successor_waits(tmp_path: Path, number: int) -> None:
+    """Who leaves does what it was given, and its successor goes."""
+    renewed = Renewed(tmp_path)
+    renewed.loader.set_num_workers(number)
+    if number == 1 and renewed.worker == 1:
+        wait_until(lambda: not held(renewed.loader))
+    assert renewed.rest() == WANTED
+
+
+def test_one_that_hangs_while_its_successor_waits(tmp_path: Path, patient_stacks: None) -> None:
+    """It is killed, and the successor does what it had."""
+    renewed = Renewed(tmp_path, 1, timeout=60, on_timeout="retry", max_retries=50)
+    renewed.iterator._settings = dataclasses.replace(renewed.iterator._settings, timeout=0.3)
+    hung = renewed.session.pool.processes[0]
+    asked = asyncio.run(_take(renewed, hung))
+    assert asked == WANTED
+
+
+async def _take(renewed: Renewed, hung: Any) -> list[Any]:
+    task = asyncio.ensure_future(anext(renewed.iterator))
+    while hung.is_alive:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    with renewed.gate.opened():
+        renewed.seen.append(await task)
+        renewed.seen += [batch async for batch in renewed.iterator]
+    return [batch[0].tolist() for batch in renewed.seen]
+
+
+def test_closed_while_a_successor_waits(tmp_path: Path) -> None:
+    """Nothing is left of it."""
+    renewed = Renewed(tmp_path)
+    with renewed.gate.opened():
+        renewed.loader.close()
+
+
+def test_left_while_a_successor_waits(tmp_path: Path) -> None:
+    """The next run has nothing of what was kept."""
+    renewed = Renewed(tmp_path, persistent_workers=True)
+    with renewed.gate.opened():
+        assert [batch[0].tolist() for batch in renewed.loader] == WANTED
+    renewed.loader.close()
+
+
+class Failing:
+    """Has the processes of workers end at their start while a file is there.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, worker: int) -> None:
+        if self.path.exists():
+            os._exit(7)
+
+
+def test_a_successor_that_cannot_come_is_tried_again(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    """Later, and nothing waits for it."""
+    monkeypatch.setattr("asyncloader.engine.renewal._FIRST_PATIENCE_S", 0.0)
+    torch.manual_seed(3)
+    failing = Failing(tmp_path / "fail")
+    options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "worker_init_fn": failing}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
+    iterator: Any = iter(loader)
+    renewal = iterator._session.staff.turnover._renewal
+    seen = [bits(next(iterator)) for _ in range(2)]
+    failing.path.touch()
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        seen += [bits(next(iterator)) for _ in range(6)]
+        wait_until(lambda: "could not be renewed, and goes on" in caplog.text)
+    failing.path.unlink()
+    while not loader.stats().renewals:
+        seen.append(bits(next(iterator)))
+        wait_until(lambda: renewal.worker is None)
+    seen += map(bits, iterator)
+    assert seen == expected()
+
+
+# ----------------------------------------------------------------------------------------------------- what is told
+
+
+def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: Any) -> None:
+    """Each renewal, and nothing else: the number of workers has not changed."""
+    with caplog.at_level(logging.INFO, "asyncloader"):
+        options: Any = {"max_buffered_bytes": 0, "trace": tmp_path / "trace.json"}
+        loader = DataLoader(Drawing(), 2, num_workers=1, max_tasks_per_child=3, **options)
+        iterator = iter(loader)
+        for _ in range(6):
+            next(iterator)
+        wait_for_renewals(loader, 1)
+        list(iterator)
+        loader.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    stats = loader.stats()
+    assert len([event for event in events if event["name"] == "worker 0 renewed"]) == stats.renewals > 0
+    assert caplog.text.count("worker 0 is renewed: it has made ") >= stats.renewals
+    assert (stats.changes, stats.num_workers, stats.as_dict()["renewals"]) == ((), 1, stats.renewals)
+    assert sum(worker.batches for worker in stats.workers) == LENGTH // 2
+
+
+def test_a_machine_that_runs_out_of_memory_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """In the log, once; no option is needed for it."""
+    watch = MemoryWatch(lambda: [Room("the machine", 0, 1 << 34)])
+    monkeypatch.setattr("asyncloader.engine.staff.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncloader.engine.staff.MemoryWatch", lambda: watch)
+    for _ in DataLoader(Drawing(), 2, num_workers=1):
+        pass
+    assert caplog.text.count("Memory runs out: the machine has 0 kB left of 17.2 GB.") == 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "why"),
+    [
+        (range(8), {}, "and there are none: num_workers is 0"),
+        (range(8), {"num_workers": 2, "worker_backend": "thread"}, "and there are none: these are threads"),
+        (Stream(), {"num_workers": 2}, "an iterable dataset is divided"),
+        (range(8), {"num_workers": 2, "seeding": "worker"}, 'with seeding="worker"'),
+        (Counting(), {"num_workers": 2}, "a state of its own in each"),
+    ],
+    ids=["no workers", "threads", "stream", "seeding", "state"],
+)
+@pytest.mark.parametrize("name", ["max_tasks_per_child", "max_worker_memory"])
+def test_where_workers_cannot_be_renewed(dataset: Any, options: Any, why: str, name: str) -> None:
+    """The error is raised at construction, and says why."""
+    with pytest.raises(ConfigurationError, match=f"{name} .*{why}"):
+        DataLoader(dataset, **{name: 1 << 30}, **options)
+
+
+def test_where_nobody_tells_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other option is named."""
+    monkeypatch.setattr("asyncloader.settings.private_bytes", lambda: None)
+    with pytest.raises(ConfigurationError, match=r"max_worker_memory cannot be kept here: .*max_tasks_per_child"):
+        DataLoader(Drawing(), num_workers=1, max_worker_memory=1 << 30)
+    DataLoader(Drawing(), num_workers=1, max_tasks_per_child=5)
+
+
+def test_kept_workers_keep_their_bounds() -> None:
+    """What is set in between is for the next ones."""
+    dataset: Dataset[Any] = Drawing()
+    loader: Any = DataLoader(dataset, 2, num_workers=1, persistent_workers=True, max_tasks_per_child=1000)
+    makers = {pid for batch in loader for pid in batch[3].tolist()}
+    loader.max_tasks_per_child = 1
+    makers |= {pid for batch in loader for pid in batch[3].tolist()}
+    assert len(makers) == 1
+    loader.close()
