@@ -154,7 +154,7 @@ def tables(report: dict[str, Any]) -> str:
     if any(map(IN_FLIGHT.fullmatch, report["found"])):
         lines += ["![Samples a second over samples in flight](images/in_flight.png)", ""]
     if report["quick"]:
-        lines += ["**A quick look, with short runs, on a machine that did other work: too short to judge by.**", ""]
+        lines += ["**Short runs**, of three rounds (`--quick`): what lies within their spread says nothing.", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in report["machine"].items()]
     for title, (unit, sides) in loads(report).items():

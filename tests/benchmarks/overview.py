@@ -254,10 +254,8 @@ def steady(bench: Bench, title: str, unit: str, runs: Mapping[str, list[Run]]) -
     bench.found[f"{title}, steady"] = found
 
 
-def measure(bench: Bench) -> None:
-    if absent := peers.missing():
-        raise SystemExit(f"not installed: {', '.join(absent)}; `make bench` installs them")
-    failed: dict[str, str] = {}
+def measure_loads(bench: Bench, failed: dict[str, str]) -> None:
+    """Let all loaders run through each load; what they keep is gone afterwards."""
     for title, (unit, sides, rounds) in loads(bench).items():
         stay = title == "the next epoch"
         sound = sides if stay else safely(bench, title, sides, failed)
@@ -267,9 +265,17 @@ def measure(bench: Bench) -> None:
         runs = bench.compare(title, unit, sound, rounds=rounds, workers_stay=stay)
         if "steady" in runs["torch"][0].extras:
             steady(bench, title, unit, runs)
+
+
+def measure_waiting(bench: Bench, failed: dict[str, str]) -> None:
+    """Let those loaders that can have so many samples in flight wait for them."""
     for in_flight in IN_FLIGHT:
         title = f"samples that wait, {in_flight} in flight"
         bench.compare(title, "samples/s", safely(bench, title, waiting(in_flight, bench.quick), failed), rounds=3)
+
+
+def measure_memory(bench: Bench, failed: dict[str, str]) -> None:
+    """Run each loader over a list in a fresh process."""
     most = {}
     for name in others(bench):
         try:
@@ -277,6 +283,14 @@ def measure(bench: Bench) -> None:
         except RuntimeError as error:
             failed[f"memory: {name}"] = str(error)
     bench.note(f"memory, {count(bench):,} dicts, MB", **most)
+
+
+def measure(bench: Bench) -> None:
+    if absent := peers.missing():
+        raise SystemExit(f"not installed: {', '.join(absent)}; `make bench` installs them")
+    failed: dict[str, str] = {}
+    for part in (measure_loads, measure_waiting, measure_memory):
+        part(bench, failed)
     bench.found["failed"] = failed
 
 
