@@ -2,7 +2,7 @@
 
 python docs/draw_timelines.py
 
-It makes both runs itself: samples sleep 4 ms, one in 48 of them 250 ms; batches of 4, two workers, steps of 8 ms. Each
+It makes both runs itself: samples sleep 4 ms, one in 44 of them 250 ms; batches of 4, two workers, steps of 8 ms. Each
 sample tells when and where it was made.
 """
 
@@ -27,7 +27,7 @@ from asyncloader import DataLoader
 PICTURE = Path(__file__).resolve().parent / "images" / "timelines.png"
 BATCH, BATCHES, WORKERS = 4, 72, 2
 SAMPLE_S, SLOW_S, STEP_S = 0.004, 0.25, 0.008
-EVERY, FIRST_SLOW = 48, 33
+EVERY, FIRST_SLOW = 44, 33
 COLORS = {"train": "#86efac", "wait": "#ef4444", "batch": "#93c5fd", "slow": "#1d4ed8"}
 
 
@@ -88,13 +88,13 @@ def draw(axis: Axes, title: str, seen: Seen) -> None:
 
 
 def annotate(axis: Axes, seen: Seen, text: str) -> None:
-    """Point at what the other worker does during a slow sample in the middle."""
+    """Point at what the other worker does during the first slow sample."""
     slow = [(start, stop, number) for number, spans in enumerate(seen.workers)
             for start, stop, kind in spans if kind == "slow"]  # fmt: skip
-    start, stop, number = sorted(slow)[len(slow) // 2]
+    start, stop, number = min(slow)
     place = -1 - (1 - number)
-    at = start + 0.72 * (stop - start)
-    axis.annotate(text, (at, place - 0.3), (at, -len(seen.workers) - 1.05), fontsize=8.5, ha="center",
+    at = start + 0.75 * (stop - start)
+    axis.annotate(text, (at, place - 0.3), (at, -len(seen.workers) - 1.05), fontsize=8.5, ha="left",
                   color="#334155", arrowprops={"arrowstyle": "->", "color": "#334155", "lw": 0.9})  # fmt: skip
     axis.set_ylim(-len(seen.workers) - 1.4, 0.6)
 
