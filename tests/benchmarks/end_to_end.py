@@ -13,7 +13,7 @@ with the last step.
   samples in flight in each worker.
 
 2 workers on each side, which stay, batches of 32, 3 epochs; trainer and workers share the cores. "waited %" is the time
-that the trainer spent in `next`. Five rounds; with --quick one, of shorter epochs.
+that the trainer spent in `next`. Three rounds; with --quick one, of shorter epochs.
 
 No targets: where the trainer is what takes the time, no loader makes it faster.
 """
@@ -154,7 +154,7 @@ def loaded(loader_class: Any, dataset: Any, **options: Any) -> Any:
 
 def compare(bench: Bench, title: str, sides: Mapping[str, Callable[[], Run]]) -> None:
     """Let the sides train in turns; they must come to the same loss."""
-    runs = bench.compare(title, "s", sides, rounds=1 if bench.quick else 5)
+    runs = bench.compare(title, "s", sides, rounds=1 if bench.quick else 3)
     ends = {run.extras["last loss"] for own in runs.values() for run in own}
     if max(ends) - min(ends) > 1e-4 * max(ends):
         raise RuntimeError(f"{title}: the sides came to different losses, {sorted(ends)}")

@@ -3,7 +3,7 @@
 Four things grow, one at a time, torch's DataLoader and ours in turns:
 
 - workers, 1 to 64: samples that sleep 10 ms, batches of 8; samples a second from `iter` on, for 40 batches a worker and
-  at least 400. So starting them counts.
+  40 more. So starting them counts.
 - bytes of a batch, 1 kB to 1 GB: one worker stacks 16 tensors that are there; GB a second from `iter` on, for 0.5 to 8
   GB. The trainer reads a number of each page of 4 kB.
 - samples of the dataset, 10^3 to 10^9, shuffled: seconds from `iter` to the first batch, no workers, each in a fresh
@@ -12,7 +12,7 @@ Four things grow, one at a time, torch's DataLoader and ours in turns:
 - samples in flight, 16 to 8,192: each waits 20 ms; samples a second and CPU time a sample, from the first batch on.
   torch has as many in flight as it has workers, so it is not in there; the bound is all of them every 20 ms.
 
-Three rounds; with --quick one, and each thing grows less far. No targets. docs/draw_growth.py makes the pictures.
+Two rounds; with --quick one, and each thing grows less far. No targets. docs/draw_growth.py makes the pictures.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def whole(make: Callable[[], Any], units: float, use: Callable[[Any], object] | 
 
 def measure_workers(bench: Bench, rounds: int) -> None:
     for workers in (1, 4, 16) if bench.quick else (1, 2, 4, 8, 16, 32, 64):
-        dataset = Sleeps(BATCH * max(400, 40 * workers) // (4 if bench.quick else 1))
+        dataset = Sleeps(BATCH * 40 * (workers + 1) // (4 if bench.quick else 1))
         sides: dict[str, Callable[[], Run]] = {
             name: partial(whole, partial(loader, dataset, BATCH, num_workers=workers), len(dataset))
             for name, loader in bench.loaders.items()
@@ -150,7 +150,7 @@ def measure_in_flight(bench: Bench, rounds: int) -> None:
 def measure(bench: Bench) -> None:
     torch.set_num_threads(1)
     bench.note("samples in flight wait", s=WAIT_S)
-    rounds = 1 if bench.quick else 3
+    rounds = 1 if bench.quick else 2
     for one_thing in (measure_workers, measure_bytes, measure_samples, measure_in_flight):
         one_thing(bench, rounds)
 
