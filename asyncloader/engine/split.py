@@ -141,6 +141,7 @@ class SplitScheduler(Scheduler):
         self._num_batches = first
         self._parts: dict[int, Part] = {}  # of batches that are not handed over yet, by ticket
         self._slices = len(slicer.cut(batch_size, num_workers)) - 1  # of the last batch
+        self._is_concluding = False  # the last slice of a batch has returned, and is not ready yet
         self._read_until = 0
         self._run_ahead.returned(_LIKELY_S, 0.0, False)
         self.window = self._batch_window()
@@ -191,8 +192,22 @@ class SplitScheduler(Scheduler):
         self.planned_count += 1
         return seq
 
+    def returned(self, worker: int, seq: int, busy_s: float = 0.0, wait_s: float = 0.0) -> list[Action]:
+        """The worker is done with this ticket; see `Scheduler.returned`.
+
+        Whoever has returned the last slice of a batch gets nothing yet: it may be that the batch is to be put together,
+        which would otherwise wait behind a slice of a later one. What follows is decided in `ready`.
+        """
+        part = self._parts.get(seq)
+        self._is_concluding = part is not None and part.is_slice and part.batch.missing == 1
+        return super().returned(worker, seq, busy_s, wait_s)
+
+    def _assign(self, idle: int | None = None) -> list[Action]:
+        return [] if self._is_concluding else super()._assign(idle)
+
     def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
         """The outcome of a returned ticket is here; see `Scheduler.ready`."""
+        self._is_concluding = False
         part = self._parts.pop(seq, None)
         if outcome is not VOID and not self._slicer.is_whole:
             self._learn(part, outcome.outcome)
@@ -206,7 +221,7 @@ class SplitScheduler(Scheduler):
         batch.items[number] = outcome
         batch.missing -= 1
         actions = super().ready(seq, PART, nbytes)
-        return actions if batch.missing else actions + self._conclude(batch)
+        return actions if batch.missing else actions + self._conclude(batch) + self._assign()
 
     def _learn(self, part: Part | None, outcome: Any) -> None:
         """Note what samples cost."""
@@ -241,7 +256,7 @@ class SplitScheduler(Scheduler):
         if len(batch.bad) == len(batch.keys):
             return self.ready(batch.last, self._none_good(batch))
         self._queue([Ticket(batch.last, batch.keys, part=Part(batch, _TOGETHER))])
-        return self._assign()
+        return []
 
     def _none_good(self, batch: Sliced) -> Any:
         """Return what becomes of a batch of which no sample is good."""

@@ -311,6 +311,19 @@ def test_slices_go_to_whoever_is_free() -> None:
     assert [item.outcome.data for item in there.delivered] == [[0, 1, 2, 3, 4, 5]]
 
 
+def test_a_batch_is_put_together_before_slices_of_later_ones() -> None:
+    """By who has made its last slice: nobody else may be free for long."""
+    there = Workplace(num_workers=2, length=4)
+    while not any(type(contents(queue[0], there.progress)) is Together for queue in there.at_work.values() if queue):
+        worker = min((queue[0].seq, worker) for worker, queue in there.at_work.items() if queue)[1]
+        there.work(worker)
+    (ticket,) = there.at_work[worker]
+    assert type(contents(ticket, there.progress)) is Together
+    assert batch_of(ticket)[0] == 0
+    there.finish()
+    assert [item.outcome.data for item in there.delivered] == there.batches
+
+
 def test_of_several_slices_that_raise_the_first_in_the_batch_counts() -> None:
     """Whichever raises first."""
     there = Workplace(num_workers=2, length=1)
