@@ -116,7 +116,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_tasks_per_child: Have another worker take the place of each that has made so many batches, for libraries
             that leak. It is started first and takes over between two batches, so nothing waits, nothing is lost, and
             nothing else changes; one after the other, so some batches may be made beyond that number. For worker
-            processes of map-style datasets.
+            processes of map-style datasets. With ``scheduling="split"`` slices of batches count.
         max_worker_memory: The same for each worker that has come to have more than so many bytes to itself: what it
             shares with the trainer or with other workers does not count. Looked at about once a second.
 
