@@ -18,9 +18,9 @@ cores, so that 4 workers mean 4 at once on any machine:
 With --quick fewer batches, and one round.
 
 What was seen so far, in quick rounds on 2 cores that others used as well, so not to be judged by: batches of 64 MB took
-0.24 of torch's memory; large floats and photographs 0.75 to 1.19 of static's throughput, in single rounds that were as far
-apart from each other for either; tiny samples 0.91 and 0.93 of it; log-normal samples 0.90 of total work / 4, where static
-took 0.79; the first batch 0.33 of torch's time or more, as starting four workers took 70 to 250 ms of it there. With the
+0.24 of torch's memory; large floats and photographs 0.68 to 1.19 of static's throughput, in single rounds that were as
+far apart; tiny samples 0.91 and 0.93 of it; log-normal samples 0.90 of total work / 4, where static got
+0.79; the first batch 0.33 of torch's time or more, as starting four workers took 70 to 250 ms of it there. With the
 workers there (persistent_workers=True) it took 376 ms on the same machine, where one worker takes 1,290.
 
 Looking at when slices began and came back found what was lost in a first batch: slices of equal size, so that the last
