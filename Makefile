@@ -11,9 +11,10 @@ MINUTES ?= 10
 # runs them in one.
 JOBS ?= 2
 BESIDE := -n $(JOBS) --dist worksteal
-QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services and not browser
+QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services and not browser and not ray
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
+RAY_READY := $(VENV)/.ready-ray
 BENCH_READY := $(VENV)/.ready-bench
 FASTAI := fastai==2.8.12
 
@@ -23,15 +24,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-frameworks test-services test-browser soak lint typecheck docs bench build clean help
+.PHONY: demo test test-all test-frameworks test-services test-ray test-browser soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
 
 test: $(READY) ## the tests that are quick
-	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" --ignore=tests/frameworks
+	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" --ignore=tests/frameworks --ignore=tests/ray
 
-test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
+test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
 	$(BIN)/python -m pytest $(BESIDE)
 
 test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite, fastai and Ray Train
@@ -39,6 +40,9 @@ test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hu
 
 test-services: $(SERVICES_READY) ## datasets against nginx, PostgreSQL and an S3 server, which it installs (as root)
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "services and not slow" tests/datasets tests/test_examples.py
+
+test-ray: $(RAY_READY) ## workers on the nodes of a Ray cluster: several raylets on this machine
+	$(BIN)/python -m pytest -m "ray and not slow" tests/ray
 
 test-browser: $(READY) ## look at the page of a timeline in Debian's chromium, which is installed if it is missing (as root)
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
@@ -92,6 +96,10 @@ $(FRAMEWORKS_READY): $(READY)
 	@echo "installing the training frameworks into $(VENV)"
 	@$(BIN)/pip install --quiet --editable '.[dev,frameworks]'
 	@$(BIN)/pip install --quiet --no-deps $(FASTAI) # without torchvision and spacy: see pyproject.toml
+	@touch $@
+
+$(RAY_READY): $(READY)
+	@$(BIN)/pip install --quiet --editable '.[dev,ray]'
 	@touch $@
 
 $(BENCH_READY): $(READY)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
+from asyncloader import elsewhere
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import Told, hears, listeners
 from asyncloader.errors import ConfigurationError
@@ -24,7 +25,7 @@ from asyncloader.iteration.state_file import aread_state, awrite_state, read_sta
 from asyncloader.keywords import Renamed, checked, name_options
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
-from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, accept_iterable
+from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, RemoteWorkers, accept_iterable
 from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
 from asyncloader.settings import (
     MAX_BUFFERED_BYTES,
@@ -98,6 +99,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next
             batch follows.
         worker_backend: Where workers run. Threads too with a context whose processes are threads, as MONAI's are.
+            :class:`asyncloader.ray.RayWorkers`, or "ray" for its defaults, has workers on other machines as well,
+            beside the ``num_workers`` of this one.
         trace: File to write a timeline of all runs to, for Perfetto or ``asyncloader trace FILE``.
         snapshot_every_n_steps: How often the state of a dataset is taken, where it provides one: after so many batches,
             or less often where that would cost more than a fiftieth of the time. What came since is made again and
@@ -159,7 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_timeout: OnTimeout = "raise",
         on_crash: OnCrash = "retry",
         max_retries: int = 2,
-        worker_backend: WorkerBackend = "process",
+        worker_backend: WorkerBackend | RemoteWorkers = "process",
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
         equal_steps: EqualSteps | None = None,
@@ -170,12 +173,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
+        # Of these torch knows nothing: to it there are no workers.
+        all_elsewhere = num_workers == 0 and elsewhere.places(worker_backend)[1] is not None
         super().__init__(
             cast(Dataset[T_co], dataset), batch_size, shuffle, sampler, batch_sampler,
             first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
-            multiprocessing_context, generator, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device, in_order=in_order,
+            multiprocessing_context, generator, prefetch_factor=None if all_elsewhere else prefetch_factor,
+            persistent_workers=persistent_workers and not all_elsewhere, pin_memory_device=pin_memory_device,
+            in_order=in_order,
         )  # fmt: skip
+        if all_elsewhere:
+            vars(self).update(prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
         self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
@@ -197,7 +205,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _settings(self) -> Settings:
         """Check and freeze what this loader is to do, as it is now."""
-        return Settings(
+        place, remote = elsewhere.places(self.worker_backend)
+        settings = Settings(
             dataset=self.dataset,
             sampler=self.sampler,
             batch_sampler=self.batch_sampler,
@@ -223,7 +232,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             on_timeout=self.on_timeout,
             on_crash=self.on_crash,
             max_retries=self.max_retries,
-            worker_backend=self.worker_backend,
+            worker_backend=place,
+            remote=remote,
             trace=self.trace,
             snapshot_every_n_steps=self.snapshot_every_n_steps,
             equal_steps=self.equal_steps,
@@ -232,6 +242,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             max_tasks_per_child=self.max_tasks_per_child,
             max_worker_memory=self.max_worker_memory,
         )
+        return elsewhere.checked(settings)
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""
@@ -240,8 +251,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __iter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data: workers start, and the first batches are being made when this returns."""
-        iterator = self._begin_with_kept_workers()
-        return self._in_step(super().__iter__() if iterator is None else iterator)
+        iterator: Any = self._begin_with_kept_workers()
+        if iterator is None:
+            iterator = super().__iter__()
+            if self.persistent_workers:  # torch keeps it where it sees workers
+                self._iterator = iterator
+        return self._in_step(iterator)
 
     def __aiter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data without blocking the loop: what goes wrong is raised by the first ``anext``."""
@@ -271,9 +286,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not iterator.is_usable:
             self._iterator = None
             return None
-        if self.num_workers:
-            iterator.begin_next(self, self._settings())
-        return cast("WorkerIterator[T_co]", iterator) if self.num_workers else None
+        if not (settings := self._settings()).has_workers:
+            return None
+        iterator.begin_next(self, settings)
+        return cast("WorkerIterator[T_co]", iterator)
 
     def _get_iterator(self) -> Any:
         return self._make_iterator(wait_for_start=True)
@@ -284,7 +300,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         settings, runs = self._settings(), self._runs
         if (state := runs.loaded) is not None:
             check(state, settings)
-        if settings.num_workers == 0 and not settings.overlaps:
+        if not settings.has_workers and not settings.overlaps:
             iterator = inline_iterator(self, settings, runs, state)
         else:
             self.check_worker_number_rationality()
@@ -338,7 +354,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ConfigurationError: if the number cannot change; it says why.
         """
-        self._settings().with_num_workers(num_workers)
+        if (settings := self._settings()).remote is not None:
+            raise ConfigurationError("with workers on other machines the number of those on this one stays as it is")
+        settings.with_num_workers(num_workers)
         self.num_workers, self.max_workers = num_workers, None
         if (iterator := self._newest()) is not None:
             iterator.set_num_workers(num_workers)

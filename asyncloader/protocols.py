@@ -7,13 +7,16 @@
 
 A dataset needs none of them as a base class. It is async if it has one of these methods, or if something inside torch's
 wrappers (Subset, ConcatDataset, ChainDataset, StackDataset) does.
+
+And what is said of workers on other machines: `RemoteWorkers`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
@@ -178,3 +181,28 @@ def _is_async_itself(dataset: Any) -> bool:
         or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
         or is_resource(dataset)
     )
+
+
+OnMismatch = Literal["raise", "warn"]
+
+MakeContext: TypeAlias = Callable[[ssl.Purpose], ssl.SSLContext]
+"""Makes TLS contexts: for `CLIENT_AUTH` that of the trainer, for `SERVER_AUTH` that of an agent, in the agent."""
+
+
+class RemoteWorkers(Protocol):
+    """Workers on other machines, and how they are to be had: :class:`asyncloader.ray.RayWorkers`."""
+
+    @property
+    def port(self) -> int:
+        """Where the trainer listens; 0 for any that is free."""
+
+    @property
+    def on_mismatch(self) -> OnMismatch:
+        """What to do about agents whose versions or processor would make other bits."""
+
+    @property
+    def make_context(self) -> MakeContext | None:
+        """What makes TLS contexts, or None for no TLS."""
+
+    def launcher(self) -> Any:
+        """Return what launches their agents, for one pool: a `Launcher` of :mod:`asyncloader.workers.remote`."""

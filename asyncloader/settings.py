@@ -22,14 +22,14 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
-from asyncloader.protocols import is_async, is_stateful, probe
+from asyncloader.protocols import RemoteWorkers, is_async, is_stateful, probe
 
 Scheduling = Literal["static", "dynamic", "split"]
 Seeding = Literal["batch", "worker", "sample"]
 OnError = Literal["raise", "skip", "replace"]
 OnTimeout = Literal["raise", "retry", "skip"]
 OnCrash = Literal["raise", "retry", "skip"]
-WorkerBackend = Literal["process", "thread"]
+WorkerBackend = Literal["process", "thread", "ray"]
 EqualSteps = Literal["drop", "pad"]
 
 MAX_BUFFERED_BYTES = 64 << 20
@@ -87,7 +87,8 @@ class Settings:
         index_sampler: What names the keys of each batch: the batch sampler, or without batching the sampler.
         auto_collation: A batch is made of several samples.
         multiprocessing_context: A context as torch has made it of a name, or None for the default one.
-        worker_backend: "thread" also where what the context calls processes are threads.
+        worker_backend: Of workers on this machine. "thread" also where what the context calls processes are threads.
+        remote: Workers on other machines, beside these or alone; None for none.
         is_iterable: The dataset is iterable, and not read by key.
         is_async: The dataset is async.
         samples_at_once: Samples that one worker has in flight at most; 1 for a plain dataset without ``concurrency``.
@@ -128,6 +129,7 @@ class Settings:
     max_workers: int | None = None
     max_tasks_per_child: int | None = None
     max_worker_memory: int | None = None
+    remote: RemoteWorkers | None = None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -218,14 +220,24 @@ class Settings:
         return self.max_workers or _WAITING_PER_CORE * cores_of_rank()
 
     @property
+    def has_workers(self) -> bool:
+        """Whether batches are made by workers: on this machine, or on others."""
+        return self.num_workers > 0 or self.remote is not None
+
+    @property
     def num_places(self) -> int:
-        """Where batches are made: in so many workers, or in one place on the portal's loop."""
-        return max(1, self.num_workers)
+        """Where batches are made at the beginning: in so many workers, or in one place on the portal's loop."""
+        return self.num_workers if self.remote is not None else max(1, self.num_workers)
+
+    @property
+    def prefetch(self) -> int:
+        """Batches in flight or waiting for each place: torch's number, or what `concurrency` needs."""
+        return max(self.prefetch_factor or (1 if self.remote is None else 2), self.tickets_at_once)
 
     @property
     def window(self) -> int:
-        """Batches in flight or waiting: torch's number, or what `concurrency` needs."""
-        return max(self.prefetch_factor or 1, self.tickets_at_once) * self.num_places
+        """Batches in flight or waiting at the beginning; of one place, where all workers are yet to come."""
+        return self.prefetch * max(1, self.num_places)
 
     @property
     def snapshot_every(self) -> int:
@@ -235,12 +247,12 @@ class Settings:
     @property
     def is_in_process(self) -> bool:
         """Whether batches are made in this process: on threads, on the portal's loop or by who takes them."""
-        return self.num_workers == 0 or self.worker_backend == "thread"
+        return not self.has_workers or self.worker_backend == "thread"
 
     @property
     def keeps_dataset(self) -> bool:
         """Whether the next run has the same copies of the dataset: those of persistent workers, or of this process."""
-        return self.persistent_workers or not self.num_workers
+        return self.persistent_workers or not self.has_workers
 
     def with_num_workers(self, num_workers: int) -> Settings:
         """Return the same with another number of workers, in the middle of a run or between two.
@@ -315,6 +327,7 @@ class Settings:
             on_timeout=first.on_timeout,
             on_crash=first.on_crash,
             worker_backend=first.worker_backend,
+            remote=first.remote,
             snapshot_every_n_steps=first.snapshot_every_n_steps,
             prefetch_epochs=first.prefetch_epochs,
         )

@@ -38,7 +38,7 @@ class Roster:
         self.leaving: set[int] = set()
         self._held: set[int] = set()
         self._takers = sorted(self.active)
-        self._turn = turn % num_workers
+        self._turn = turn % max(1, num_workers)
         self._newcomers: deque[int] = deque()
         self.loads: dict[int, int] = {}
         # Entries are (tickets, worker) in one integer. One that has fewer adds an entry; those that are out of date

@@ -324,6 +324,10 @@ class Session:
         if self.takes_outcomes and self.staff.turnover is not None:
             self.staff.turnover.on_successor(self, worker, successor)
 
+    def on_failed(self, error: Exception) -> None:
+        """No worker can be had any more."""
+        self.apply([GiveUp(error)] if self.takes_outcomes else [])
+
     @property
     def num_workers(self) -> int:
         """How many workers there are to be. In any thread."""

@@ -174,6 +174,8 @@ class Staff:
         """A worker has gone, and nothing that it was at is to blame."""
         self._leaves(session, worker)
         self.crew.gone(worker)
+        if (timer := self._rests.pop(worker, None)) is not None:
+            timer.cancel()
         if session.takes_outcomes:
             session.apply(session.run.scheduler.lost(worker))
 
@@ -282,6 +284,8 @@ class Staff:
 
     def join(self, session: Session, action: Join) -> None:
         """Have a worker take tickets."""
+        process = self._pool.processes.get(action.worker)
+        session.run.meter.joined(action.worker, "" if process is None else process.node)
         session.apply(session.run.scheduler.joined(action.worker))
 
     def part(self, session: Session, action: Part) -> None:

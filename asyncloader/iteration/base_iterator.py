@@ -136,18 +136,18 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             snapshot_every=settings.snapshot_every,
             outlasts_run=settings.keeps_dataset,
             modes=self._modes(),
-            origin=Origin.of_this_thread() if settings.num_workers or settings.overlaps else None,
+            origin=Origin.of_this_thread() if settings.has_workers or settings.overlaps else None,
             epochs=self._epochs(),
         )
 
     def _epochs(self) -> tuple[Told, ...]:
         """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
-        return told(self._dataset, self._runs.told) if self._settings.num_workers else ()
+        return told(self._dataset, self._runs.told) if self._settings.has_workers else ()
 
     def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""
         settings = self._settings
-        if not settings.num_workers:
+        if not settings.has_workers:
             return None
         is_forked = settings.worker_backend == "thread" or settings.start_context.get_start_method() == "fork"
         return Modes.of_this_thread() if is_forked else None
@@ -155,7 +155,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     def _init_fn(self) -> Any:
         """Return the user's function, with torch's sharding of data pipes before it."""
         settings = self._settings
-        if not settings.num_workers:
+        if not settings.has_workers:
             return None
         if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             return settings.worker_init_fn

@@ -77,7 +77,7 @@ class WorkerIterator(BaseIterator[T_co]):
     ) -> None:
         if wait_for_start:
             refuse_to_block_the_loop()
-        if not settings.is_in_process and settings.start_context.get_start_method() != "fork":
+        if settings.num_workers and not settings.is_in_process and settings.start_context.get_start_method() != "fork":
             refuse_in_main()
         super().__init__(loader, settings, runs)
         self._start(loader, state, wait=wait_for_start)
@@ -176,10 +176,11 @@ class WorkerIterator(BaseIterator[T_co]):
         settings = self._settings
         faults = Faults()
         scheduler = make_scheduler(settings, progress, self._runs.slicer, faults)
+        window = scheduler.window or settings.window  # that of one worker, where all are yet to come
         meter = Meter(
             spec.key[1],
             settings.num_places,
-            scheduler.window,
+            window,
             faults,
             self._runs.open_trace(settings),
             is_iterable=settings.is_iterable,
@@ -195,7 +196,7 @@ class WorkerIterator(BaseIterator[T_co]):
         )
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
         limit = ErrorLimit(settings, progress, faults)
-        return Run(scheduler, spec, meter, plan, progress, limit, scheduler.window, **kind)
+        return Run(scheduler, spec, meter, plan, progress, limit, window, **kind)
 
     # ------------------------------------------------------------------------------------------------- workers
 

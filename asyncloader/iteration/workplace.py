@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,16 +29,31 @@ from asyncloader.workers.child.gather import gathers
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.pool import Pool
 from asyncloader.workers.protocol.messages import WorkerSpec
+from asyncloader.workers.protocol.pickled_spec import pickle_for_elsewhere
 
 
 def make_pool(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> Backend:
-    """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes.
+    """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes, on other machines.
 
     Raises:
-        Exception: as the pickling of the dataset or a function raises it.
+        Exception: as the pickling of the dataset or a function raises it, or who launches workers elsewhere.
     """
     if settings.is_in_process:
         return LocalPool(loop, spec, on_threads=settings.num_workers > 0)
+    if settings.remote is None:
+        return _make_local(settings, spec, loop)
+    # Imported where they are asked for: a loader without workers on other machines needs none of it.
+    from asyncloader.workers.remote.pool import RemotePool
+    from asyncloader.workers.remote.together import Together
+
+    launcher = settings.remote.launcher()
+    launcher.open(pickle_for_elsewhere(replace(spec, origin=None)))
+    local = _make_local(settings, spec, loop) if spec.num_workers else None
+    remote = RemotePool(loop, spec, settings.remote, launcher, spec.num_workers)
+    return remote if local is None else Together(local, remote, spec.num_workers)
+
+
+def _make_local(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> Pool:
     pool = Pool(loop, settings.start_context, spec)
     pool.pack()
     return pool
@@ -54,7 +70,7 @@ def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, fault
     """
     options: dict[str, Any] = {
         "num_workers": settings.num_places,
-        "prefetch_factor": settings.window // settings.num_places,
+        "prefetch_factor": settings.prefetch,
         "in_order": settings.in_order,
         "max_buffered_bytes": 0 if may_be_looked_at(settings.index_sampler) else settings.max_buffered_bytes,
         "on_crash": settings.on_crash,

@@ -21,6 +21,7 @@ class WorkerStats:
         private_bytes: Memory that it has to itself, looked at about once a second; 0 if that is not known. What it
             shares with this process or with other workers does not count: batches, the dataset that it was forked with.
         grown_bytes: How much more that is than it was at the first look in this run, or since the worker was renewed.
+        node: The machine that it is on, by name; "" for this one.
     """
 
     worker_id: int
@@ -29,6 +30,7 @@ class WorkerStats:
     idle_s: float
     private_bytes: int = 0
     grown_bytes: int = 0
+    node: str = ""
 
     @property
     def busy_share(self) -> float:

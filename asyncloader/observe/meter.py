@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from operator import itemgetter
 from time import perf_counter, process_time
 from typing import Any, Final, TypeAlias
 
@@ -59,9 +60,10 @@ class BatchTimes:
 class _Own:
     """What one worker did."""
 
-    __slots__ = ("batches", "busy_s", "first_bytes", "idle_s", "private_bytes")
+    __slots__ = ("batches", "busy_s", "first_bytes", "idle_s", "node", "private_bytes")
 
-    def __init__(self) -> None:
+    def __init__(self, node: str = "") -> None:
+        self.node = node
         self.batches = 0
         self.busy_s = 0.0
         self.idle_s = 0.0
@@ -70,7 +72,7 @@ class _Own:
 
     def figures(self, worker: int) -> WorkerStats:
         grown = max(0, self.private_bytes - self.first_bytes) if self.first_bytes else 0
-        return WorkerStats(worker, self.batches, self.busy_s, self.idle_s, self.private_bytes, grown)
+        return WorkerStats(worker, self.batches, self.busy_s, self.idle_s, self.private_bytes, grown, self.node)
 
 
 class Meter:
@@ -108,6 +110,7 @@ class Meter:
         self._made = Tally(len(_MADE))
         self._pinned = Tally(1)
         self._own = {worker: _Own() for worker in range(num_workers)}
+        self._left: list[tuple[int, _Own]] = []  # whose ids are others' by now
         self._changes: list[Change] = []
         self._renewals = 0
         self._cpu_s = 0.0
@@ -241,8 +244,16 @@ class Meter:
             self._trace.renewed(perf_counter(), worker)
 
     def private_bytes(self) -> dict[int, int]:
-        """Return, by worker, what it has to itself, as far as that is known."""
-        return {worker: own.private_bytes for worker, own in self._own.items() if own.private_bytes}
+        """Return, by worker, what it has to itself, as far as that is known and on this machine."""
+        return {worker: own.private_bytes for worker, own in self._own.items() if own.private_bytes and not own.node}
+
+    def joined(self, worker: int, node: str) -> None:
+        """Note on which machine a worker is that has come: "" for this one. Its id may have been another's."""
+        if (own := self._own.get(worker)) is not None and own.node != node:
+            self._left.append((worker, own))
+            self._own[worker] = _Own(node)
+        elif own is None and node:
+            self._own[worker] = _Own(node)
 
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
@@ -321,7 +332,7 @@ class Meter:
     def stats(self) -> LoaderStats:
         """Return the figures so far."""
         made, taken, pinned = self._made.take(), self._taken.take(), self._pinned.take()
-        workers = sorted(self._own.copy().items())
+        workers = sorted((*self._own.copy().items(), *self._left), key=itemgetter(0))
         timing = {name: Timing(made, column) for column, name in enumerate(_MADE)}
         faults, count = self.faults, self._taken_count
         return LoaderStats(

@@ -123,4 +123,16 @@ class LoaderStats(Figures):
             lines.append(f"memory of each worker's own: {', '.join(shown)}{renewed}")
         elif self.renewals:
             lines.append(f"workers were renewed {self.renewals} times")
+        lines += self._of_nodes()
         return "\n".join(lines)
+
+    def _of_nodes(self) -> list[str]:
+        """Say what each other machine did."""
+        lines = []
+        for node in sorted({worker.node for worker in self.workers} - {""}):
+            there = [worker for worker in self.workers if worker.node == node]
+            busy_s, idle_s = (sum(getattr(worker, name) for worker in there) for name in ("busy_s", "idle_s"))
+            share = min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
+            batches = sum(worker.batches for worker in there)
+            lines.append(f"node {node}: {batches} batches by {len(there)} workers, busy {share:.0%}")
+        return lines

@@ -264,10 +264,32 @@ def decode(payload: Any, opener: Opener | None = None) -> tuple[Any, int]:
         ValueError: the payload is shorter than it says.
         Exception: whatever unpickling the batch raises.
     """
-    if payload[0] != _FRAMED:
+    if payload[0] != _FRAMED:  # most small batches; as `open_payload` does it
         if opener is not None:
             opener.learn(())
         return pickle.loads(payload), len(payload)
+    opened = open_payload(payload, opener)
+    return pickle.loads(opened.stream, buffers=opened.buffers), opened.nbytes
+
+
+class Opened(NamedTuple):
+    """A payload as what it is made of.
+
+    Attributes:
+        stream: The pickle.
+        buffers: What the pickle refers to, in its order. Slabs are on lease as long as these are referred to.
+        is_placed: The pickle is in a slab, as the buffers are: it is large.
+        nbytes: In all.
+    """
+
+    stream: memoryview
+    buffers: list[memoryview]
+    is_placed: bool
+    nbytes: int
+
+
+def open_payload(payload: Any, opener: Opener | None) -> Opened:
+    """Find the parts of a payload, without unpickling anything. For what is raised see `decode`."""
     is_placed, entries, given_up, stream, raw = parse(payload)
     if opener is not None:
         for number in given_up:
@@ -275,7 +297,8 @@ def decode(payload: Any, opener: Opener | None = None) -> tuple[Any, int]:
     buffers = _buffers(entries, raw, opener)
     if is_placed:
         stream = buffers.pop()
-    return pickle.loads(stream, buffers=buffers), len(payload) + sum(e.nbytes for e in entries if e.region != RAW)
+    nbytes = len(payload) + sum(e.nbytes for e in entries if e.region != RAW)
+    return Opened(stream, buffers, bool(is_placed), nbytes)
 
 
 class Parts(NamedTuple):

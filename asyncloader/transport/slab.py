@@ -172,6 +172,17 @@ class SlabPool:
         self._peaks[1] = max(self._peaks[1], self._in_use())
         return region
 
+    def receive(self, nbytes: int) -> memoryview | None:
+        """Return memory that this process fills itself, on lease from here on; None: over the budget."""
+        self.turn()
+        if (region := self.obtain(nbytes, may_carve=True)) is None:
+            return None
+        assert self._arena is not None
+        if region.is_fresh and not self._arena.reserve(region.offset, region.capacity):
+            self._free.put(region)
+            return None
+        return self.lease(region, nbytes)[:nbytes]
+
     def release(self, region: Region, user: object) -> None:
         """Take a user from a region."""
         region.users.discard(user)

@@ -42,6 +42,7 @@ class Worker(Protocol):
         is_ready: It has opened the dataset.
         is_telling: It can be asked where it is.
         started_at: On :func:`time.monotonic`'s clock, seconds.
+        node: The machine that it is on; "" for this one.
     """
 
     worker_id: int
@@ -50,6 +51,10 @@ class Worker(Protocol):
     output: bytearray
     is_ready: bool
     started_at: float
+
+    @property
+    def node(self) -> str:
+        """The machine that it is on."""
 
     @property
     def is_telling(self) -> bool:
@@ -90,6 +95,9 @@ class Listener(Protocol):
 
     def on_successor(self, worker: int, successor: Worker) -> None:
         """Who was started to take this worker's place has opened the dataset, or ended; or the worker is idle now."""
+
+    def on_failed(self, error: Exception) -> None:
+        """No worker can be had any more, or none that could make these batches."""
 
     def on_closed(self) -> None:
         """All workers are gone."""

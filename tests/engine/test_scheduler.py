@@ -578,6 +578,17 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     scheduler.validate()
 
 
+@pytest.mark.parametrize("scheduling", ["static", "dynamic"])
+def test_a_run_that_begins_without_workers_waits_for_those_who_join(scheduling: Any) -> None:
+    """What is planned is theirs."""
+    scheduler = make(num_workers=0, scheduling=scheduling)
+    assert kinds(scheduler.planned(range(2))) == []
+    actions = scheduler.joined(3)
+    assert actions[0] == Window(2)
+    assert sent(actions) == [(3, 0), (3, 1)]
+    scheduler.validate()
+
+
 def test_what_is_lost_with_a_worker_is_done_by_others_and_nobody_is_blamed() -> None:
     """Before what is behind it; even if there is nobody for a while."""
     scheduler = make(max_retries=0, on_crash="raise")

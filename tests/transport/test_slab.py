@@ -399,6 +399,37 @@ def test_an_epoch_after_the_other_finds_its_memory(pool: SlabPool) -> None:
     del batch
 
 
+def test_memory_for_what_this_process_receives(pool: SlabPool) -> None:
+    """It is on lease as long as anything refers to it, and used again then."""
+    assert pool.handle() is not None
+    memory = pool.receive(1 << 20)
+    assert memory is not None
+    assert len(memory) == 1 << 20
+    memory[:] = b"x" * (1 << 20)
+    view = memory[5:6]
+    del memory
+    assert pool.statistics().leased == 1 << 20
+    del view
+    again = pool.receive(1 << 20)
+    assert again is not None
+    assert again[5] == ord("x")  # the same memory
+    assert pool.statistics().reserved == 1 << 20
+    del again
+    pool.turn()
+
+
+def test_memory_to_receive_in_is_bounded_by_the_budget() -> None:
+    """Beyond that there is none, and the caller takes other memory."""
+    pool = make_pool(1 << 20)
+    assert pool.handle() is not None
+    memory = pool.receive(1 << 20)
+    assert memory is not None
+    assert pool.receive(1 << 20) is None
+    del memory
+    pool.turn()
+    pool.close()
+
+
 def test_trim_gives_all_free_memory_back(pool: SlabPool) -> None:
     """At once, and the memory is really gone."""
     with worker(pool, large) as made:

@@ -201,7 +201,7 @@ def _become_worker(ends: Ends, start_method: str) -> None:
     _settle_signals()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # Ctrl-C in the terminal is for the trainer; and a worker is killed with its children
-    _die_with_parent(ends.liveness)
+    die_with_parent(ends.liveness)
     if start_method == "fork":
         _forget_the_parents_exit()
         leave_servers()
@@ -236,7 +236,7 @@ def _settle_signals() -> None:
     asyncio._set_running_loop(None)
 
 
-def _die_with_parent(liveness: int) -> None:
+def die_with_parent(liveness: int) -> None:
     """Let the kernel kill this process group when the last writer of the pipe is gone.
 
     A worker that is busy, or holds the interpreter's lock for ever, or left children behind, goes as well. The end of

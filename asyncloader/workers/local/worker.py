@@ -63,6 +63,7 @@ class LocalWorker:
 
     is_telling = True
     was_set_up = True
+    node = ""
 
     def __init__(
         self,

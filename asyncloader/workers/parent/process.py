@@ -66,6 +66,8 @@ class WorkerProcess:
     Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use.
     """
 
+    node = ""
+
     def __init__(
         self, worker_id: int, loop: asyncio.AbstractEventLoop, owner: Owner, *, overlaps: bool = False
     ) -> None:

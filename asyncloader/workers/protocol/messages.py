@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -121,11 +121,26 @@ def pack_tickets(tickets: Sequence[tuple[int, Any]], loans: Sequence[Any]) -> tu
     One for all of them: a pickle for each ticket would take a microsecond more on each side.
     """
     batches = [_travelling(keys) if type(keys) in _PACKED else keys for _, keys in tickets]
-    seqs = pickle.dumps(([seq for seq, _ in tickets], loans), 5)
-    return _LENGTH.pack(len(seqs)), seqs, pickle.dumps(batches, 5)
+    return *_numbered([seq for seq, _ in tickets], loans), pickle.dumps(batches, 5)
 
 
-def unpack_tickets(body: bytes) -> tuple[list[int], list[Any], memoryview]:
+def _numbered(seqs: list[int], loans: Sequence[Any]) -> tuple[bytes, bytes]:
+    numbers = pickle.dumps((seqs, loans), 5)
+    return _LENGTH.pack(len(numbers)), numbers
+
+
+def with_loans(body: bytes | memoryview, lend: Callable[[int], Sequence[Any]]) -> tuple[bytes, bytes, memoryview]:
+    """Return the body of TICKETS with loans, for who passes it on: the keys stay pickled.
+
+    Args:
+        body: As `pack_tickets` made it, without loans.
+        lend: Gives slabs for so many tickets.
+    """
+    seqs, _, pickled = unpack_tickets(body)
+    return *_numbered(seqs, lend(len(seqs))), pickled
+
+
+def unpack_tickets(body: bytes | memoryview) -> tuple[list[int], list[Any], memoryview]:
     """Return sequence numbers, loans, and the pickled keys of TICKETS."""
     (length,) = _LENGTH.unpack_from(body)
     view = memoryview(body)[_LENGTH.size :]

@@ -212,6 +212,18 @@ def unpack(kind: int, body: memoryview, decode: Decode, hold: Decode | None = No
     return _EMPTY[kind](record, bad, snapshot)
 
 
+def split(body: memoryview) -> tuple[memoryview, memoryview]:
+    """Return what comes before the payload of a frame, and the payload: for who passes it on.
+
+    Raises:
+        BadFrame: these bytes are no outcome.
+    """
+    begin = _HEAD.size + (_HEAD.unpack_from(body)[-1] if len(body) >= _HEAD.size else 0)
+    if begin > len(body):
+        raise BadFrame(f"an outcome of {len(body)} bytes, which is too short")
+    return body[:begin], body[begin:]
+
+
 def _readable(error: BaseException) -> Exception:
     """Return what stands for a ticket that could not be read: it must not end the loop."""
     if isinstance(error, Exception):

@@ -12,11 +12,9 @@ import contextlib
 import copyreg
 import functools
 import io
-import mmap
 import os
 import pickle
 import sys
-import tempfile
 import types
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -27,9 +25,10 @@ from typing import Any, Generic, TypeVar
 import cloudpickle
 import torch
 
-T = TypeVar("T")
+from asyncloader.errors import ConfigurationError
+from asyncloader.workers.protocol.parts import Opener, write_parts
 
-_ALIGNMENT = 64
+T = TypeVar("T")
 
 
 class PickledSpec(Generic[T]):
@@ -56,7 +55,7 @@ class PickledSpec(Generic[T]):
                 raise
             self._late = content
             return
-        self._fd, self._sizes = _write([data, *(buffer.raw() for buffer in buffers)])
+        self._fd, self._sizes = write_parts([data, *(buffer.raw() for buffer in buffers)])
 
     def close(self) -> None:
         """Let go of the memory; workers that have opened it keep theirs."""
@@ -69,27 +68,7 @@ class PickledSpec(Generic[T]):
         if self._late is not None:
             data, buffers = _pickle(self._late, _registered())
             return _Late, (data, [bytes(buffer.raw()) for buffer in buffers])
-        return _Opener, (DupFd(self._fd), self._sizes)
-
-
-class _Opener:
-    """Carry the spec as a worker gets it."""
-
-    def __init__(self, fd: Any, sizes: list[int]) -> None:
-        self._fd = fd
-        self._sizes = sizes
-
-    def open(self) -> Any:
-        """Unpickle. The mapping stays as long as something in it is used."""
-        fd = self._fd.detach()
-        total = sum(map(_aligned, self._sizes))
-        mapping = memoryview(mmap.mmap(fd, total, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-        os.close(fd)
-        parts, offset = [], 0
-        for size in self._sizes:
-            parts.append(mapping[offset : offset + size])
-            offset += _aligned(size)
-        return pickle.loads(parts[0], buffers=parts[1:])
+        return Opener, (DupFd(self._fd), self._sizes)
 
 
 class _Late:
@@ -218,29 +197,24 @@ def _main_is_importable() -> bool:
     return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
 
 
-def _write(parts: list[Any]) -> tuple[int, list[int]]:
-    fd = _memory_file()
+def pickle_for_elsewhere(content: Any) -> list[Any]:
+    """Pickle an object for other machines, by value where those cannot import it: what is in the main module.
+
+    Returns:
+        Pieces of bytes, as `write_parts` takes them.
+
+    Raises:
+        ConfigurationError: if something in it is shared with other processes of this machine.
+        Exception: whatever else its pickling raises.
+    """
     try:
-        for part in parts:
-            _write_all(fd, memoryview(part).cast("B"))
-            _write_all(fd, memoryview(bytes(_aligned(len(part)) - len(part))))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, [len(part) for part in parts]
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _memory_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("asyncloader-dataset", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+        data, buffers = _dump(_CloudPickler, content, None)
+    except (_AtLaunchError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inheritance" not in str(error):
+            raise
+        raise ConfigurationError(
+            "the dataset, or a function that it is used with, holds what processes of one machine share: a tensor "
+            "after share_memory_(), a lock, queue or value of multiprocessing. Workers on other machines cannot: give "
+            "them plain data, or what opens them there"
+        ) from error
+    return [data, *(buffer.raw() for buffer in buffers)]

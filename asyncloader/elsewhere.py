@@ -1,0 +1,47 @@
+"""What a loader is told of workers on other machines: taken apart from those of this one, and checked."""
+
+from __future__ import annotations
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.protocols import RemoteWorkers
+from asyncloader.settings import Settings, WorkerBackend
+
+
+def places(worker_backend: WorkerBackend | RemoteWorkers) -> tuple[WorkerBackend, RemoteWorkers | None]:
+    """Return where workers of this machine run, and what is said of those on others."""
+    if isinstance(worker_backend, str) and worker_backend != "ray":
+        return worker_backend, None
+    if worker_backend != "ray":
+        return "process", worker_backend
+    from asyncloader.ray import RayWorkers
+
+    return "process", RayWorkers()
+
+
+def checked(settings: Settings) -> Settings:
+    """Return the settings, if workers on other machines can do what they say.
+
+    Raises:
+        ConfigurationError: if not; it says why.
+    """
+    if settings.remote is None:
+        return settings
+    if not hasattr(settings.remote, "launcher"):
+        raise ConfigurationError(
+            f'worker_backend should be "process", "thread", "ray" or RayWorkers(...), but got {settings.remote!r}'
+        )
+    if settings.worker_backend == "thread" and settings.num_workers:
+        raise ConfigurationError("workers on other machines go together with local processes, not with threads")
+    if (factor := settings.prefetch_factor) is not None and factor < 1:
+        raise ConfigurationError(f"prefetch_factor should be an integer of at least 1, but got {factor!r}")
+    if settings.is_auto:
+        raise ConfigurationError(
+            'num_workers="auto" does not decide about workers on other machines: say how many there are to be here '
+            "(0 for none), and there: RayWorkers(num_workers=...)"
+        )
+    if settings.scheduling == "split" or settings.renews:
+        what = 'scheduling="split"' if settings.scheduling == "split" else "max_tasks_per_child or max_worker_memory"
+        raise ConfigurationError(f"{what} is for workers of this machine alone, not beside those on others")
+    if why := settings.why_workers_stay:
+        raise ConfigurationError(f"workers on other machines come and go, which cannot be: {why}")
+    return settings

@@ -1,0 +1,81 @@
+"""Workers on other machines, placed by Ray: the same loader, the same dataset, the same batches.
+
+    from asyncloader import DataLoader
+    from asyncloader.ray import RayWorkers
+
+    loader = DataLoader(dataset, 64, num_workers=8, worker_backend=RayWorkers(num_workers=32))
+
+Ray finds room, starts one process a node and ends it. That runs an agent, whose workers are ours; batches come by a
+connection of our own, since objects of Ray travel at a fraction of what the network gives. `import ray` happens when a
+run begins. See docs/guides/many-machines.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.protocols import MakeContext, OnMismatch
+
+if TYPE_CHECKING:
+    from asyncloader.workers.remote.launcher import Launcher
+
+__all__ = ["RayWorkers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayWorkers:
+    """Have workers on the nodes of a Ray cluster too: the ``worker_backend`` of a loader.
+
+    For map-style datasets without a state of their own in each worker. Nodes may come and go while a run is going on:
+    what a node had in hand when it was lost is made by others. Ray is the one that ``ray.init`` has connected to; if
+    none has, a local one is started with Ray's defaults.
+
+    Args:
+        num_workers: How many there are to be on other machines, as far as there is room; more come as that does. None
+            for as many as there is room for, on all nodes but this one if there are others.
+        cpus_per_worker: What each takes of a node's CPUs, as Ray counts them.
+        resources: What each takes of other resources, by name; so they can be kept to certain nodes.
+        runtime_env: What Ray sets up on nodes before workers start: packages, files, environment variables.
+        on_mismatch: What to do about a node where versions, or what the processor can do, would make batches that
+            differ in a bit: "raise" ends the run, "warn" says so in the log.
+        port: Where this process listens for agents; 0 for any port that is free.
+        make_context: Makes contexts for TLS: called here with ``ssl.Purpose.CLIENT_AUTH``, and in each agent with
+            ``SERVER_AUTH``. None for connections that are proven on both sides, but not encrypted.
+
+    Raises:
+        ConfigurationError: for an option that cannot work.
+    """
+
+    num_workers: int | None = None
+    cpus_per_worker: float = 1.0
+    resources: Mapping[str, float] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+    on_mismatch: OnMismatch = "raise"
+    port: int = 0
+    make_context: MakeContext | None = None
+
+    def __post_init__(self) -> None:
+        count = self.num_workers
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigurationError(f"RayWorkers: num_workers should be at least 1, or None, but got {count!r}")
+        for name, amount in self.need.items():
+            if not amount > 0:
+                raise ConfigurationError(f"RayWorkers: a worker should take more than 0 of {name}, but got {amount!r}")
+        if self.on_mismatch not in get_args(OnMismatch):
+            raise ConfigurationError(f'RayWorkers: on_mismatch is "raise" or "warn", but got {self.on_mismatch!r}')
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigurationError(f"RayWorkers: port should be 0, or that of a socket, but got {self.port!r}")
+
+    @property
+    def need(self) -> dict[str, float]:
+        """What one worker takes of a node, by Ray's names."""
+        return {"CPU": self.cpus_per_worker, **(self.resources or {})}
+
+    def launcher(self) -> Launcher:
+        """Return what launches agents, for one pool of workers."""
+        from asyncloader.workers.remote.ray_launcher import RayLauncher
+
+        return RayLauncher(self.need, self.num_workers, dict(self.runtime_env or {}))

@@ -1,0 +1,199 @@
+"""A connection between trainer and agent, on a loop: first the proofs, then frames.
+
+    bytes ──> handshake ──> FrameReader ──> Owner.on_frame
+              (both sides)      └ large buffers: the loop receives them straight into their place
+
+Whoever does not prove itself in time is dropped. What is sent is never copied: a buffer is referred to until the socket
+has taken it. That is bounded by tickets, each of which is answered once. Sizes of the socket's buffers are left to the
+kernel, which lets them grow with the connection; to set them would hold them to ``net.core.wmem_max``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from asyncloader.workers.protocol.frames import BadFrame, Buffer
+from asyncloader.workers.remote.handshake import Refused, Send, Steps
+from asyncloader.workers.remote.wire import Frame, FrameReader, frame
+
+PROOF_S = 5.0
+"""So long a connection has to prove itself. Seconds."""
+
+
+class Owner(Protocol):
+    """Whom a link reports to, on its loop."""
+
+    def on_open(self, link: Link) -> None:
+        """The other side has proven itself, and so has this one."""
+
+    def on_frame(self, link: Link, frame: Frame) -> None:
+        """Take a frame; its body is valid during the call only.
+
+        Raises:
+            BadFrame: it is not one that the other side writes.
+        """
+
+    def on_lost(self, link: Link, why: str) -> None:
+        """The connection has ended, whoever ended it."""
+
+
+class Link(asyncio.BufferedProtocol):
+    """One end of a connection. On its loop.
+
+    Args:
+        owner: Is told what comes.
+        loop: Of the connection.
+        handshake: Makes the proofs, given what sends.
+        allocate: Gives memory for large buffers.
+
+    Attributes:
+        is_open: Frames come and go.
+        has_heard: Something has come; whoever watches for silence sets it back.
+        num_bytes: How many bytes have come.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        loop: asyncio.AbstractEventLoop,
+        handshake: Callable[[Link, Send], Steps],
+        allocate: Callable[[int], memoryview],
+    ) -> None:
+        self.is_open = False
+        self.has_heard = False
+        self.num_bytes = 0
+        self._owner = owner
+        self._loop = loop
+        self._handshake = handshake
+        self._reader = FrameReader(allocate)
+        self._steps: Steps | None = None
+        self._wanted = memoryview(b"")
+        self._got = 0
+        self._why = ""
+        self._transport: Any = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Link to {self.peer} {'open' if self.is_open else 'not proven'}>"
+
+    @property
+    def peer(self) -> str:
+        """Where the other end is."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"{name[0]}:{name[1]}" if name else "nowhere"
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket; -1 if it is closed."""
+        sock = self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin with the proofs."""
+        self._transport = transport
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._deadline = self._loop.call_later(PROOF_S, self.drop, "too slow")
+        self._steps = self._handshake(self, self._transport.write)
+        self._step(None)
+
+    def _step(self, data: bytes | None) -> None:
+        assert self._steps is not None
+        try:
+            self._wanted, self._got = memoryview(bytearray(self._steps.send(data))), 0  # type: ignore[arg-type]
+        except StopIteration:
+            self._steps = None
+            self._rest()
+            self.is_open = True
+            self._owner.on_open(self)
+        except Refused as error:
+            self.drop(str(error))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes go."""
+        return self._reader.get_buffer() if self._steps is None else self._wanted[self._got :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many bytes have come."""
+        self.has_heard = True
+        self.num_bytes += nbytes
+        if self._steps is not None:
+            self._got += nbytes
+            if self._got == len(self._wanted):
+                self._step(bytes(self._wanted))
+            return
+        try:
+            for whole in self._reader.received(nbytes):
+                self._take(whole)
+        except (BadFrame, MemoryError) as error:
+            self.drop(f"it sent what is no frame ({error!r})")
+
+    def _take(self, whole: Frame) -> None:
+        try:
+            self._owner.on_frame(self, whole)
+        except BadFrame:
+            raise
+        except Exception as error:  # the frames behind it are none the worse
+            words = f"A frame of kind {whole.kind} from {self.peer} could not be dealt with"
+            self._loop.call_exception_handler({"message": words, "exception": error})
+
+    def send(self, kind: int, life: int = 0, *parts: Buffer) -> None:
+        """Send a frame without large buffers. After the end it is dropped: the end is told."""
+        if self.is_open:
+            self._transport.write(frame(kind, life, parts)[0])
+
+    def send_large(self, kind: int, life: int, parts: list[Buffer], buffers: list[Any]) -> None:
+        """Send a frame whose buffers are referred to until they have gone."""
+        if self.is_open:
+            self._transport.writelines(frame(kind, life, parts, buffers))
+
+    def drop(self, why: str) -> None:
+        """End the connection at once."""
+        self._why = self._why or why
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """End the connection when what was written has gone."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.close()
+
+    def eof_received(self) -> None:
+        """The other end has gone: nothing half-closed is kept."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self._rest()
+        if self._steps is not None:
+            self._steps.close()
+        owner, why = self._owner, self._why or (f"its connection broke ({exc})" if exc else "its connection ended")
+        self._handshake, self._owner = _ended, _Nobody()  # no cycle with the owner is left
+        self.is_open = False
+        owner.on_lost(self, why)
+
+    def _rest(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class _Nobody:
+    """Takes what comes after the end."""
+
+    def on_open(self, link: Link) -> None:
+        """Ignore it."""
+
+    def on_frame(self, link: Link, frame: Frame) -> None:
+        """Ignore it."""
+
+    def on_lost(self, link: Link, why: str) -> None:
+        """Ignore it."""
+
+
+def _ended(link: Link, send: Send) -> Steps:
+    raise Refused("the link has ended")
+    yield 0

@@ -1,0 +1,254 @@
+"""Agents launched by Ray: actors, one where there is room for workers of ours.
+
+    loop thread ── begin, kill, close ──> queue ──> thread of Ray's calls ──> ray.put, actors, ray.kill
+                <── admit, on_gone ───────────────────┘  └ looks for room now and then
+
+Calls of Ray block, so a thread makes them. Nobody tells a program that a cluster has grown: the thread looks every few
+seconds, as long as workers are wanting. Where there is room for none, one actor is left waiting for it: that is what
+Ray's autoscaler grows a cluster for.
+
+An actor is never started again by Ray (``max_restarts=0``): an agent of the same number would not be let in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.workers.child import threads
+from asyncloader.workers.remote.host import AgentHost
+from asyncloader.workers.remote.launcher import Order, Yard
+
+log = logging.getLogger("asyncloader")
+
+_LOOK_EVERY_S = 2.0
+_SHUNNED_S = 10.0
+"""A node whose agent has ended gets no other one for so long."""
+
+_WARN_AFTER_S = 15.0
+_ANSWER_S = 10.0
+
+
+class Room(NamedTuple):
+    """Where there is room for workers."""
+
+    node: str  # Ray's id; "" for wherever there will be some
+    size: int
+
+
+class _Actor(NamedTuple):
+    handle: Any
+    room: Room
+    since: float
+
+
+def find_rooms(
+    free: Mapping[str, Mapping[str, float]], need: Mapping[str, float], wanted: int | None, here: str
+) -> list[Room]:
+    """Decide where workers go: to the nodes with most room first, to the trainer's own last.
+
+    Args:
+        free: By node, what of its resources nobody has.
+        need: What a worker takes.
+        wanted: How many are wanting; None for as many as there is room for, but not here if there are other nodes.
+        here: The trainer's node.
+    """
+    fitting = {
+        node: int(min(has.get(name, 0.0) / amount for name, amount in need.items())) for node, has in free.items()
+    }
+    if wanted is None and len(fitting) > 1:
+        fitting.pop(here, None)
+    rooms: list[Room] = []
+    for node, count in sorted(fitting.items(), key=lambda item: (item[0] == here, -item[1], item[0])):
+        count = count if wanted is None else min(count, wanted - sum(room.size for room in rooms))
+        if count > 0:
+            rooms.append(Room(node, count))
+    return rooms
+
+
+class RayLauncher:
+    """Launches agents as Ray's actors; see :class:`asyncloader.workers.remote.launcher.Launcher`.
+
+    Args:
+        need: What each worker takes of a node.
+        num_workers: How many there are to be; None for as many as there is room for.
+        runtime_env: For the actors.
+    """
+
+    def __init__(self, need: Mapping[str, float], num_workers: int | None, runtime_env: dict[str, Any]) -> None:
+        self.address = ""
+        self._need = need
+        self._num_workers = num_workers
+        self._runtime_env = runtime_env
+        self._here = ""
+        self._spec: Any = None
+        self._actors: dict[int, _Actor] = {}  # of the thread's
+        self._shunned: dict[str, float] = {}
+        self._warned: set[int] = set()
+        self._loop: asyncio.AbstractEventLoop
+        self._yard: Yard
+        self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: Thread | None = None
+
+    # ------------------------------------------------------------------------------- the thread that makes the pool
+
+    def open(self, parts: list[Any]) -> None:
+        """Connect to Ray, and leave there what workers work with: from there it goes once to each node.
+
+        Raises:
+            ConfigurationError: Ray is not installed, or is connected to as a client.
+        """
+        try:
+            import ray
+            from ray.util.client import ray as client
+        except ImportError as error:
+            raise ConfigurationError("workers on other machines need Ray: pip install 'asyncloader[ray]'") from error
+        if client.is_connected():
+            raise ConfigurationError(
+                "this process is a client of Ray (ray://...), by which agents cannot reach it: run the program on a "
+                "node of the cluster, or as a job of it (ray job submit)"
+            )
+        if not ray.is_initialized():
+            ray.init()
+        self._here = ray.get_runtime_context().get_node_id()
+        self.address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._here)
+        self._spec = ray.put([np.frombuffer(part, np.uint8) for part in parts])
+
+    # ---------------------------------------------------------------------------------------------- the loop thread
+
+    def begin(self, yard: Yard) -> None:
+        """Look for room, and go on looking."""
+        self._yard, self._loop = yard, asyncio.get_running_loop()
+        self._steps.put(self._look)
+        self._thread = threads.start(self._run, "asyncloader ray")
+
+    def kill(self, number: int) -> None:
+        """See that this agent is gone."""
+        self._steps.put(partial(self._kill, number))
+
+    def close(self) -> None:
+        """Launch nothing more, and let go of everything."""
+        self._steps.put(None)
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until that is so. In any thread but the loop's."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ----------------------------------------------------------------------------------------------- its own thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                step = self._steps.get(timeout=_LOOK_EVERY_S)
+            except queue.Empty:
+                step = self._look
+            if step is None:
+                break
+            try:
+                step()
+            except Exception as error:  # Ray's, about which it has more to say
+                log.warning("Ray could not be asked: %s", error)
+        for number in tuple(self._actors):
+            self._kill(number)
+        self._spec = None
+
+    def _look(self) -> None:
+        """See whether there is room for workers that are wanting."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        there = sum(actor.room.size for actor in self._actors.values())
+        wanted = None if self._num_workers is None else self._num_workers - there
+        if wanted == 0 or not ray.is_initialized():  # after ray.shutdown(): to ask would begin another Ray
+            return
+        now = time.monotonic()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        free = {
+            node: has
+            for node, has in available_resources_per_node().items()
+            if node in alive and self._shunned.get(node, 0.0) < now
+        }
+        rooms = find_rooms(free, self._need, wanted, self._here)
+        is_waiting = any(not actor.room.node for actor in self._actors.values())
+        if not rooms and not there and not is_waiting:
+            rooms = [Room("", 1)]
+        for room in rooms:
+            self._launch(room)
+        self._warn(now)
+
+    def _launch(self, room: Room) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        answer: Future[Order | None] = Future()
+        self._loop.call_soon_threadsafe(_answer, answer, self._yard.admit, room.size)
+        if (order := answer.result(_ANSWER_S)) is None:
+            return
+        amounts = {name: amount * room.size for name, amount in self._need.items()}
+        # Not the default: that would put it into the placement group of whoever calls, as Ray Train's workers have one.
+        where = NodeAffinitySchedulingStrategy(room.node, soft=False) if room.node else "SPREAD"
+        host = ray.remote(AgentHost).options(
+            num_cpus=amounts.pop("CPU"),
+            num_gpus=amounts.pop("GPU", 0),
+            resources=amounts,
+            max_restarts=0,
+            runtime_env=self._runtime_env or None,
+            scheduling_strategy=where,
+        )
+        handle = host.remote()
+        self._actors[order.number] = _Actor(handle, room, time.monotonic())
+        handle.load.remote(self._spec)
+        ended: Future[str] = handle.run.remote(order).future()
+        ended.add_done_callback(partial(self._on_ended, order.number))
+
+    def _on_ended(self, number: int, ended: Future[str]) -> None:
+        """An actor has ended, or cannot be had. In a thread of Ray's."""
+        try:
+            why = ended.result()
+        except BaseException as error:  # of Ray: the actor died, its environment could not be made, ...
+            why = str(error).strip() or type(error).__name__
+        self._steps.put(partial(self._gone, number, why))
+
+    def _gone(self, number: int, why: str) -> None:
+        actor = self._actors.pop(number, None)
+        if actor is not None and actor.room.node:
+            self._shunned[actor.room.node] = time.monotonic() + _SHUNNED_S
+        self._loop.call_soon_threadsafe(self._yard.on_gone, number, why)
+
+    def _kill(self, number: int) -> None:
+        import ray
+
+        if (actor := self._actors.pop(number, None)) is not None and ray.is_initialized():
+            if actor.room.node:
+                self._shunned[actor.room.node] = time.monotonic() + _SHUNNED_S
+            ray.kill(actor.handle)
+
+    def _warn(self, now: float) -> None:
+        """Say once of an agent that has been waiting for long that the cluster has no room."""
+        for number, actor in self._actors.items():
+            if not actor.room.node and number not in self._warned and now - actor.since > _WARN_AFTER_S:
+                self._warned.add(number)
+                log.warning(
+                    "The cluster has no room for workers of this loader, each of which takes %s: they are waited for.",
+                    dict(self._need),
+                )
+
+
+def _answer(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,53 @@
+"""The places of workers, by hand: one that is lost while it rests."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from asyncloader.engine.actions import Lose, Replace
+from asyncloader.engine.recovery import Policy
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.staff import Staff
+
+
+class Pool:
+    """Workers of which nothing is known but their ids."""
+
+    def __init__(self) -> None:
+        self.added: list[int] = []
+
+    def add(self, worker: int, num_workers: int) -> None:
+        self.added.append(worker)
+
+
+class Session:
+    """A session whose actions are noted."""
+
+    takes_outcomes = True
+
+    def __init__(self) -> None:
+        scheduler = Scheduler(num_workers=2, prefetch_factor=2)
+        self.run: Any = SimpleNamespace(
+            scheduler=scheduler, lost=lambda worker: None, faults=SimpleNamespace(replacements=0), epoch=None
+        )
+        self.applied: list[Any] = []
+
+    def apply(self, actions: Any) -> None:
+        self.applied += actions
+
+
+async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
+    """Its machine has gone meanwhile: nobody could start it there."""
+    pool, session = Pool(), Session()
+    staff = Staff(asyncio.get_running_loop(), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
+    session.run.scheduler.planned(range(4))
+    staff.lose(session, Lose(1, lambda tickets: RuntimeError(), rest_s=0.001))  # type: ignore[arg-type]
+    assert session.run.scheduler.resting == {1}
+    staff.lost(session, 1)  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert not any(isinstance(action, Replace) for action in session.applied)
+    assert staff.crew.members == {0}
+    assert session.run.scheduler.resting == set()
+    session.run.scheduler.validate()

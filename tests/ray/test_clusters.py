@@ -1,0 +1,125 @@
+"""Workers on the nodes of a Ray cluster: nodes that come, that go, and a trainer that is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.ray import RayWorkers
+from tests.patience import wait_until
+
+LENGTH = 200
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_with_ray.py"
+PROGRAM = Path(__file__).with_name("killed_trainer.py")
+
+
+class Drawing(Dataset[Any]):
+    """Samples with random numbers, and who made them."""
+
+    def __init__(self, gate: Path | None = None) -> None:
+        self.gate = gate  # beyond the first few, samples wait for this file
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        while self.gate is not None and index >= 20 and not self.gate.exists():
+            time.sleep(0.005)
+        return index, torch.rand(200, 200), os.getpid()
+
+
+def agents() -> list[psutil.Process]:
+    """The agents on this machine, of whatever trainer."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "asyncloader.workers.remote.agent" in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_the_batches_are_those_of_local_workers(add_node: Any) -> None:
+    """Of two nodes, beside a local worker; each node has one agent; nothing of ours is left afterwards."""
+    for _ in range(2):
+        add_node()
+    torch.manual_seed(3)
+    workers = RayWorkers(num_workers=4)
+    loader = DataLoader(Drawing(), 4, shuffle=True, num_workers=1, worker_backend=workers, persistent_workers=True)
+    batches = list(loader)
+    wait_until(lambda: loader.stats().num_workers == 5)
+    assert len({process.ppid() for process in agents() if process.children()}) == 2
+    batches += loader
+    loader.close()
+    torch.manual_seed(3)
+    expected = DataLoader(Drawing(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+    for (index, drawn, *_), (same, alike, *_) in zip(batches, [*expected, *expected], strict=True):
+        assert index.tolist() == same.tolist()
+        assert torch.equal(drawn, alike)
+    expected.close()
+    assert len({int(pid) for batch in batches[len(loader) :] for pid in batch[2]}) == 5
+    wait_until(lambda: not agents())
+
+
+def test_a_cluster_that_grows_and_loses_a_node(add_node: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From nothing; and a raylet that is killed takes its workers with it. No batch is lost or doubled."""
+    gate = tmp_path / "open"
+    loader = DataLoader(Drawing(gate), 1, worker_backend=RayWorkers(num_workers=4), max_buffered_bytes=0)
+    iterator = iter(loader)
+    first = add_node()
+    seen = [next(iterator)]
+    add_node()
+    wait_until(lambda: loader.stats().num_workers == 4)
+    os.kill(first.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+    wait_until(lambda: loader.stats().num_workers == 2)
+    gate.touch()
+    seen += iterator
+    assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
+    assert loader.stats().retries == 0
+    assert "is lost" in caplog.text
+    wait_until(lambda: not agents())
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(add_node: Any, cluster: Any) -> None:
+    """kill -9: its agents and their workers are gone."""
+    add_node()
+    with subprocess.Popen(
+        [sys.executable, PROGRAM, cluster.address], stdout=subprocess.PIPE, text=True, cwd="/"
+    ) as program:
+        assert program.stdout is not None
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        assert pids
+        program.kill()
+    wait_until(lambda: not agents() and not any(map(psutil.pid_exists, pids)))
+
+
+def test_clients_of_ray_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents could not reach them."""
+    import ray.util.client
+
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(ConfigurationError, match="ray job submit"):
+        iter(DataLoader(Drawing(), 4, worker_backend="ray"))
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_while_a_node_is_killed(cluster: Any) -> None:
+    """In a cluster of its own, to its closing line."""
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a node was killed" in done.stdout
+    found = re.search(
+        r"^(\d+) processes made 16384 samples: 2048 in each epoch, none lost or doubled", done.stdout, re.M
+    )
+    assert found is not None
+    assert int(found[1]) >= 5

@@ -1,0 +1,169 @@
+"""Agents launched as processes of this machine: the other implementation of the launcher, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.reduction import DupFd
+from typing import Any, Literal
+
+from asyncloader.workers.child.bootstrap import die_with_parent
+from asyncloader.workers.protocol.parts import Opener, write_parts
+from asyncloader.workers.remote.agent import Kept, run
+from asyncloader.workers.remote.host import AgentHost
+from asyncloader.workers.remote.launcher import Launcher, Order, Yard
+
+
+class LocalAgents:
+    """Options of a loader: agents on this machine.
+
+    Args:
+        sizes: Workers of each agent that is there from the beginning.
+        by_host: Run them as Ray's actor does; otherwise they are made by the fork server, which is quick.
+        corrupt: Changes the order of an agent before it gets it.
+    """
+
+    port = 0
+    make_context: Any = None
+
+    def __init__(
+        self,
+        *sizes: int,
+        by_host: bool = False,
+        corrupt: Callable[[Order], Order] | None = None,
+        on_mismatch: Literal["raise", "warn"] = "raise",
+        make_context: Any = None,
+    ) -> None:
+        self.sizes = sizes
+        self.by_host = by_host
+        self.corrupt = corrupt
+        self.on_mismatch = on_mismatch
+        self.make_context = make_context
+        self.launchers: list[LocalLauncher] = []
+
+    def launcher(self) -> Launcher:
+        self.launchers.append(LocalLauncher(self))
+        return self.launchers[-1]
+
+    @property
+    def newest(self) -> LocalLauncher:
+        """That of the newest pool."""
+        return self.launchers[-1]
+
+
+class LocalLauncher:
+    address = "127.0.0.1"
+
+    def __init__(self, options: LocalAgents) -> None:
+        self._options = options
+        self.orders: list[Order] = []
+        self.pids: dict[int, int] = {}
+        self._processes: dict[int, Any] = {}
+        self._threads: list[threading.Thread] = []
+        self._yard: Yard
+        self._lock = threading.Lock()
+        self._users = 1  # of the descriptors
+        self._is_closed = False
+
+    def open(self, parts: list[Any]) -> None:
+        self._parts = parts
+        self._fd, self._sizes = write_parts(parts)
+        self._liveness, self._writing = os.pipe()
+
+    def begin(self, yard: Yard) -> None:
+        self._yard, self._loop = yard, asyncio.get_running_loop()
+        for size in self._options.sizes:
+            self.grow(size)
+
+    def grow(self, num_workers: int) -> None:
+        """Launch one more. On the loop."""
+        order = self._yard.admit(num_workers)
+        if order is None:
+            return
+        if self._options.corrupt is not None:
+            order = self._options.corrupt(order)
+        self.orders.append(order)
+        number, run_it = order.number, self._run_host if self._options.by_host else self._run_process
+        thread = threading.Thread(target=run_it, args=(order,), name=f"agent {number}")
+        self._threads.append(thread)
+        with self._lock:
+            self._users += 1
+        thread.start()
+
+    def grow_soon(self, num_workers: int) -> None:
+        """The same, in any thread."""
+        self._loop.call_soon_threadsafe(self.grow, num_workers)
+
+    def _run_host(self, order: Order) -> None:
+        host = self._processes[order.number] = AgentHost()
+        host.load(self._parts)
+        self._tell(order.number, host.run(order))
+
+    def _run_process(self, order: Order) -> None:
+        args = (order, Opener(DupFdLater(self._fd), self._sizes), DupFdLater(self._liveness))
+        process = multiprocessing.get_context("forkserver").Process(target=_be_agent, args=args)
+        process.start()
+        self._processes[order.number], self.pids[order.number] = process, process.pid or 0
+        if self._is_closed:
+            process.kill()
+        process.join()
+        self._tell(order.number, f"its process ended with exit code {process.exitcode}")
+
+    def _tell(self, number: int, why: str) -> None:
+        self._release()
+        if not self._is_closed:
+            self._loop.call_soon_threadsafe(partial(self._yard.on_gone, number, why))
+
+    def _release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for fd in (self._fd, self._liveness, self._writing):
+                    os.close(fd)
+
+    def kill(self, number: int) -> None:
+        process = self._processes.get(number)
+        if isinstance(process, AgentHost):
+            process = process.process
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for number in tuple(self._processes):
+            self.kill(number)
+        self._release()
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+class DupFdLater:
+    """A descriptor, passed on while a process is launched."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> Any:
+        return _identity, (DupFd(self._fd),)
+
+
+def _identity(fd: Any) -> Any:
+    return fd
+
+
+def _be_agent(order: Order, opener: Any, liveness: Any) -> None:
+    os.setpgid(0, 0)
+    die_with_parent(liveness.detach())
+    opener = Opener(Kept(opener._fd.detach()), opener._sizes)
+    failure = run(order, opener)
+    if failure:
+        os.write(2, f"{failure}\n".encode())
