@@ -170,7 +170,7 @@ class Settings:
     @property
     def could_split(self) -> bool:
         """Whether they could, and do not, but for the seeding that it needs."""
-        return not (self.splits or self.is_iterable) and not self._why_not_divided()
+        return not (self.splits or self.is_iterable or self.remote is not None) and not self._why_not_divided()
 
     def _why_whole(self) -> str:
         """Say why no batch can be made by several workers; "" if it can be."""
