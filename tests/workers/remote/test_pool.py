@@ -179,6 +179,7 @@ def test_a_worker_that_dies_is_replaced_by_its_agent(tmp_path: Path) -> None:
     assert loader.stats().replacements == 1
 
 
+@pytest.mark.slow
 def test_a_batch_that_always_kills_is_given_up(tmp_path: Path) -> None:
     """The error says where."""
     dataset = Told(tmp_path / "never", 9, kill_myself)
@@ -230,6 +231,7 @@ def test_an_agent_that_is_told_to_end_finishes_what_it_has() -> None:
     assert loader.stats().retries == 0
 
 
+@pytest.mark.slow
 def test_an_agent_joins_in_mid_epoch() -> None:
     agents = LocalAgents(1)
     loader = DataLoader(Drawing(), 1, worker_backend=agents, max_buffered_bytes=0)
@@ -253,6 +255,7 @@ def test_a_run_waits_for_the_first_agent() -> None:
     assert [bits(batch) for batch in iterator] == local(shuffle=True)
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_closed_before_its_agents_come() -> None:
     """Nothing of them is left."""
     for delay in (0, 1):
@@ -305,6 +308,7 @@ def test_a_dataset_that_does_not_come_out_there() -> None:
     assert "runtime_env" in notes
 
 
+@pytest.mark.slow
 def test_other_versions_end_the_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Or are warned of, where that is allowed."""
     facts = module.facts()
