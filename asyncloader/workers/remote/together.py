@@ -72,9 +72,9 @@ class Together:
         return self._local if worker < self._first else self._remote
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
-        """Have agents launched, and start the local workers meanwhile."""
-        yield from self._remote.start(epoch, started)
+        """Start the local workers, then have agents launched: no thread of that is at anything while one is forked."""
         yield from self._local.start(epoch, started)
+        yield from self._remote.start(epoch, started)
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
         """Give the worker tickets."""
