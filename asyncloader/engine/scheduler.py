@@ -330,9 +330,10 @@ class Scheduler:
             return None if roster.is_held(ticket.worker) else ticket.worker
         if self._static and self._in_order:
             return roster.take_turn(self._prefetch_factor)
-        least = roster.least()
+        if (least := roster.least()) is None:
+            return None
         most = self.window // roster.num_takers if self._static else self._run_ahead.queue_depth
-        return least[0] if least is not None and least[1] < most else None
+        return least[0] if least[1] < most else None
 
     def _maybe_run_ahead(self) -> list[Action]:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.

@@ -578,10 +578,11 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     scheduler.validate()
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
-def test_a_run_that_begins_without_workers_waits_for_those_who_join(scheduling: Any) -> None:
+def test_a_run_that_begins_without_workers_waits_for_those_who_join(scheduling: Any, in_order: bool) -> None:
     """What is planned is theirs."""
-    scheduler = make(num_workers=0, scheduling=scheduling)
+    scheduler = make(num_workers=0, scheduling=scheduling, in_order=in_order)
     assert kinds(scheduler.planned(range(2))) == []
     actions = scheduler.joined(3)
     assert actions[0] == Window(2)
