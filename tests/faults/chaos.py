@@ -244,6 +244,8 @@ def play(plan: Plan, folder: Path) -> list[list[Any]]:
                     _play_for(loader, seen, disturber, leave)
                 else:
                     asyncio.run(_play_async_for(loader, seen, disturber, leave, plan.cancels))
+            if leave is not None:  # what asyncio.run raises is a circle with its frame, in which the iterator is
+                gc.collect()
     finally:
         disturber.close()
         loader.close()

@@ -34,7 +34,14 @@ from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.outcome import Outcome
 
 _HANDOVER_S = 3.0
-"""A worker that takes the place of a hung one on the same loop waits so long for it to close what it has open."""
+"""A worker waits so long for the one before it on the same loop to close what the dataset has open."""
+
+_closing: dict[asyncio.Task[None], Any] = {}
+"""By worker that was told to finish, on the loop, its dataset: the next run over it may come from the same loader."""
+
+
+def _closed(task: asyncio.Task[None]) -> None:
+    _closing.pop(task, None)
 
 
 class Owner(Protocol):
@@ -88,6 +95,7 @@ class LocalWorker:
         self._answering: SerialLoop | OverlapLoop | None = None
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
+        self._dataset: Any = None
         self._on_thread = on_thread
         self._timer: asyncio.TimerHandle | None = None
         self._dead = threading.Event()
@@ -114,6 +122,7 @@ class LocalWorker:
                 raise could_not_start(OSError(11, str(error))) from error
         else:
             self._task = self._loop.create_task(self._serve(spec, epoch))
+            self._dataset = spec.dataset
         self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
 
@@ -135,10 +144,13 @@ class LocalWorker:
                 self._loop.call_soon_threadsafe(self._on_end)
 
     async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
-        """Work on the portal's loop, where another worker may still be closing what the same dataset has open."""
+        """Work on the portal's loop, where others may still be closing what the same dataset has open."""
+        others = {task for task, dataset in _closing.items() if dataset is spec.dataset}
         if (before := self._before) is not None and before._task is not None:
             self._before = None
-            await asyncio.wait({before._task}, timeout=_HANDOVER_S)
+            others.add(before._task)
+        if others:
+            await asyncio.wait(others, timeout=_HANDOVER_S)
         try:
             answering = self._make_loop(spec, epoch)
             answering.open()
@@ -171,6 +183,9 @@ class LocalWorker:
         if not self.is_alive:
             return
         self.state = WorkerState.ENDING
+        if self._task is not None:
+            _closing[self._task] = self._dataset
+            self._task.add_done_callback(_closed)
         self._transport.put(Kind.END)
         if self._timer is not None:
             self._timer.cancel()

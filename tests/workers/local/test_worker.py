@@ -1,13 +1,15 @@
-"""What a worker thread has of the dataset: a copy of its own, of what holds the data."""
+"""What a worker thread has of the dataset: a copy of its own, of what holds the data. Who waits for whom on a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
+from asyncloader import DataLoader
 from asyncloader.workers.local.worker import private_copy
 
 
@@ -62,3 +64,32 @@ def test_what_cannot_be_copied_is_shared() -> None:
 
     dataset = Refusing()
     assert private_copy(dataset) is dataset
+
+
+class CountsItself:
+    """An async stream whose place is its own, and which takes its time to go back to the beginning."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        try:
+            while self.at < 5000:
+                self.at += 1
+                yield self.at
+        finally:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            self.at = 0
+
+
+def test_a_run_waits_for_the_end_of_one_that_was_left_over_the_same_dataset() -> None:
+    """Whoever leaves an epoch and begins the next at once begins at the beginning."""
+    loader = DataLoader(CountsItself(), batch_size=2)
+    for _ in range(3):
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [1, 2]
+        del iterator
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [1, 2]
+    iterator.close()  # type: ignore[attr-defined]
