@@ -31,6 +31,7 @@ _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
 _MAX_BUFFERED_BYTES = 64 << 20
 _DIVIDED_S = 0.02  # a batch that takes a worker less is not divided under scheduling="split"
+_WELL_DIVIDED_S = 0.1  # behind one that takes less, other batches keep workers busier than its few slices would
 _LARGE_WINDOW_BYTES = 2 << 30  # batches that wait take much memory from so many bytes on
 _SPLIT = {"scheduling": "split", "seeding": "sample"}
 _MUCH_GROWN = 1 << 30  # bytes of all workers together
@@ -287,7 +288,7 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     advice: dict[str, Any] = {}
     if ahead > options.get("max_buffered_bytes", 0):
         advice["max_buffered_bytes"] = max(_MAX_BUFFERED_BYTES, ahead)
-    if _could_split(stats, costs):
+    if _could_split(stats, costs) and costs.work >= _WELL_DIVIDED_S:
         advice |= _SPLIT
     elif options.get("scheduling") == "static":
         advice["scheduling"] = "dynamic"

@@ -97,11 +97,12 @@ def test_large_batches_that_wait_could_be_fewer() -> None:
 
 
 def test_workers_that_are_idle_behind_slow_batches_could_share_them() -> None:
-    """If these take long enough; small ones go to whoever is free."""
-    verdict = figures(train=0.001, waited=0.05, fetch=0.05, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
+    """If these take long enough for many slices; others go to whoever is free."""
+    verdict = figures(train=0.004, waited=0.2, fetch=0.2, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
     assert verdict.limit == "order"
     assert verdict.advice["scheduling"] == "split"
-    verdict = figures(train=0.0001, waited=0.005, fetch=0.005, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
+    verdict = figures(train=0.001, waited=0.05, fetch=0.05, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
+    assert verdict.limit == "order"
     assert verdict.advice["scheduling"] == "dynamic"
 
 
