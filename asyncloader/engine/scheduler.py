@@ -325,8 +325,7 @@ class Scheduler:
 
     def _choose(self, ticket: Ticket) -> int | None:
         roster = self.roster
-        # Sent again after a crash: to the same worker id.
-        if self._static and ticket.worker >= 0 and roster.takes(ticket.worker):
+        if self._static and ticket.worker >= 0 and roster.takes(ticket.worker):  # sent again after a crash
             return None if roster.is_held(ticket.worker) else ticket.worker
         if self._static and self._in_order:
             return roster.take_turn(self._prefetch_factor)
@@ -345,8 +344,7 @@ class Scheduler:
         run_ahead = self._run_ahead
         if self.planned_count < self._read_until or self._unsent or self._plan_ended or not run_ahead.is_possible:
             return []
-        least = self.roster.least()
-        if least is None or least[1] >= run_ahead.low:
+        if (least := self.roster.least()) is None or least[1] >= run_ahead.low:
             return []
         ahead = self.planned_count - self.gone_count
         rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import ElasticSampler
 from tests.benchmarks.bench import Bench, main
+from tests.benchmarks.dispatch import Ints
 from tests.benchmarks.latency import WAIT_S, bound, ours, with_extras
 from tests.benchmarks.measure import Memory, Run, cpu_seconds
 from tests.benchmarks.transport import read_pages
@@ -63,19 +64,6 @@ class Rows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.row
-
-
-class Numbers(Dataset[int]):
-    """A dataset that is its indices."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def whole(make: Callable[[], Any], units: float, use: Callable[[Any], object] | None = None) -> Run:
@@ -114,7 +102,7 @@ def measure_bytes(bench: Bench, rounds: int) -> None:
 
 def begin(bench: Bench, side: str, power: str) -> dict[str, float]:
     """Take the first batch of a shuffled dataset; return the seconds, and the MB that it took."""
-    dataset = Numbers(10 ** int(power))
+    dataset = Ints(10 ** int(power))
     memory = Memory()
     before, began = memory.private_bytes(), time.perf_counter()
     if side == "ours, ElasticSampler":

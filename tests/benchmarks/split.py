@@ -44,6 +44,7 @@ from torch.utils.data import Dataset
 from asyncloader.machine import available_bytes
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.decode import Photographs
+from tests.benchmarks.dispatch import Ints
 from tests.benchmarks.measure import Run, cpu_seconds
 
 SPLIT = {"scheduling": "split", "seeding": "sample"}
@@ -155,7 +156,7 @@ def _throughput(bench: Bench, rounds: int) -> None:
     loads: dict[str, tuple[Any, int]] = {
         "large floats": (Images(images, 512 if bench.quick else 4096), 64),
         "photographs": (Photographs((500, 375), 32 * (24 if bench.quick else 96), (224, 224)), 32),
-        "tiny samples": (Numbers(100_000 if bench.quick else 1_000_000), 64),
+        "tiny samples": (Ints(100_000 if bench.quick else 1_000_000), 64),
     }
     for title, load in loads.items():
         targets = {"ours, split": Target(">=", 0.97)}
@@ -175,19 +176,6 @@ class Images(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.images[index % len(self.images)]
-
-
-class Numbers(Dataset[int]):
-    """Samples that cost nothing."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def _memory(bench: Bench) -> None:

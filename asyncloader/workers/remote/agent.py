@@ -24,7 +24,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import struct
 import sys
 from collections.abc import Callable
 from time import perf_counter
@@ -44,12 +43,10 @@ from asyncloader.workers.remote.handshake import agent_side
 from asyncloader.workers.remote.host import Call
 from asyncloader.workers.remote.launcher import Order
 from asyncloader.workers.remote.link import Link
-from asyncloader.workers.remote.wire import Death, Frame, Word
+from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word
 
 log = logging.getLogger("asyncloader")
 
-_SECONDS = struct.Struct("<d")
-_SEQ = struct.Struct("<Q")
 _DIAL_S = 20.0
 _SILENT_S = 60
 """So long the trainer may be silent: its machine may have been suspended, or its interpreter held up. Seconds."""
@@ -185,9 +182,9 @@ class Agent:
         """Do what the trainer says."""
         kind, life, body, _ = frame
         if kind == Word.PING:
-            link.send(Word.PONG, 0, body, _SECONDS.pack(perf_counter()))
+            link.send(Word.PONG, 0, body, SECONDS.pack(perf_counter()))
         elif kind == Word.END:
-            self._end(*_SECONDS.unpack(body))
+            self._end(*SECONDS.unpack(body))
         elif kind == Word.WELCOME:
             spec, epoch = pickle.loads(body)
             self._pool = AgentPool(self._loop, spec, self._source, epoch, self._pass_on)
@@ -222,13 +219,13 @@ class Agent:
         elif kind == Kind.KEYS:
             process.channel.send(Kind.KEYS, bytes(body))
         elif kind == Word.STACK:
-            (seq,) = _SEQ.unpack(body)
+            (seq,) = NUMBER.unpack(body)
             process.ask_stack(seq, lambda text: self._link.send(Word.STACK, life, text.encode(errors="replace")))
         elif kind in (Word.DISMISS, Word.DISCARD):
             if kind == Word.DISCARD:
                 pool.discard(process.worker_id)
             else:
-                pool.dismiss(process.worker_id, *_SECONDS.unpack(body))
+                pool.dismiss(process.worker_id, *SECONDS.unpack(body))
             del self._workers[life], self._lives[process]  # nothing is told of it any more
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of the trainer's")
@@ -255,7 +252,7 @@ class Agent:
         """A worker has opened the dataset."""
         assert self._pool is not None
         process = self._pool.processes[worker]
-        self._link.send(Kind.READY, self._lives[process], _SEQ.pack(process.pid))
+        self._link.send(Kind.READY, self._lives[process], NUMBER.pack(process.pid))
 
     def on_died(self, worker: int, process: Any) -> None:
         """A worker has ended on its own."""

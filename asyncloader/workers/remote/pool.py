@@ -42,14 +42,12 @@ from asyncloader.workers.remote.door import Door
 from asyncloader.workers.remote.facts import differences, facts
 from asyncloader.workers.remote.launcher import Launcher, Order
 from asyncloader.workers.remote.link import Link
-from asyncloader.workers.remote.wire import Death, Frame, Word
+from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word
 from asyncloader.workers.remote.worker import AgentState, RemoteAgent, RemoteWorker
 
 log = logging.getLogger("asyncloader")
 
-_SECONDS = struct.Struct("<d")
 _PONG = struct.Struct("<dd")
-_PID = struct.Struct("<Q")
 _BEAT_S = 1.0
 _SILENT_BEATS = 5
 """An agent from which nothing has come for so many turns of a second is given up."""
@@ -150,7 +148,7 @@ class RemotePool:
         if process is None:
             return
         if self._lives.pop(process.life, None) is not None:
-            process.agent.send(Word.DISMISS, process.life, _SECONDS.pack(grace_s))
+            process.agent.send(Word.DISMISS, process.life, SECONDS.pack(grace_s))
             process.on_gone()
         self._maybe_end(process.agent, grace_s)
 
@@ -169,7 +167,7 @@ class RemotePool:
             if agent.state is AgentState.COMING:
                 self._forget(agent)
             else:
-                agent.send(Word.END, 0, _SECONDS.pack(grace_s))
+                agent.send(Word.END, 0, SECONDS.pack(grace_s))
         if self._last is not None:
             self._last.cancel()
         self._last = self._loop.call_later(grace_s + _LAST_S, self._give_up_all)
@@ -306,7 +304,7 @@ class RemotePool:
     def _maybe_end(self, agent: RemoteAgent, grace_s: float) -> None:
         """Let an agent go that is leaving, and has nothing in hand."""
         if agent.state is AgentState.LEAVING and not any(worker in self.processes for worker in agent.workers):
-            agent.send(Word.END, 0, _SECONDS.pack(grace_s))
+            agent.send(Word.END, 0, SECONDS.pack(grace_s))
 
     def _beat(self) -> None:
         """Ask who is there. Silence is counted in turns of this loop, so that its own pauses do not count."""
@@ -322,7 +320,7 @@ class RemotePool:
                 self._ping(agent)
 
     def _ping(self, agent: RemoteAgent) -> None:
-        agent.send(Word.PING, 0, _SECONDS.pack(perf_counter()))
+        agent.send(Word.PING, 0, SECONDS.pack(perf_counter()))
 
     # ------------------------------------------------------------------------------------------------- tickets
 
@@ -367,7 +365,7 @@ class RemotePool:
     def _on_told(self, process: RemoteWorker, frame: Frame) -> None:
         kind, listener = frame.kind, self.listener
         if kind == Kind.READY:
-            (process.pid,) = _PID.unpack(frame.body)
+            (process.pid,) = NUMBER.unpack(frame.body)
             self._on_ready(process)
         elif kind == Word.DIED:
             self._on_died(process, pickle.loads(frame.body))

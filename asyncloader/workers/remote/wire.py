@@ -25,6 +25,11 @@ _MOST_BUFFERS = 1 << 20
 _MOST_BYTES = 1 << 40
 
 
+SECONDS = struct.Struct("<d")
+NUMBER = struct.Struct("<Q")
+"""Bodies of frames that are a time, or a number."""
+
+
 class Word(enum.IntEnum):
     """Kinds of frames beside those of a worker's channel."""
 

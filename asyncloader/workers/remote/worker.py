@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import struct
 import time
 from collections.abc import Callable
 
 from asyncloader.workers.backend import STACK_TIMEOUT_S
 from asyncloader.workers.remote.link import Link
-from asyncloader.workers.remote.wire import Death, Word
+from asyncloader.workers.remote.wire import NUMBER, Death, Word
 
-_SEQ = struct.Struct("<Q")
 _ON_THE_WAY_S = 1.0
 
 
@@ -117,7 +115,7 @@ class RemoteWorker:
         self._waiters.append(tell)
         if len(self._waiters) == 1:
             self._timer = self._loop.call_later(STACK_TIMEOUT_S + _ON_THE_WAY_S, self.on_stack, "")
-            self.agent.send(Word.STACK, self.life, _SEQ.pack(seq))
+            self.agent.send(Word.STACK, self.life, NUMBER.pack(seq))
 
     def on_stack(self, text: str) -> None:
         """It has told, or will not."""
