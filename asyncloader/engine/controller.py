@@ -101,6 +101,7 @@ class Controller:
         self._settled_at = 0  # when so many batches were made, workers that came have made some of them
         self._calm = 0  # windows one after the other in which fewer workers would do
         self._before: tuple[int, Window] | None = None  # on trial: how many there were before, and how that was
+        self._is_doubtful = False  # one window of the trial says that more did not help
         self._refused: float | None = None  # the rate of what did not help
         self._ceiling = self._floor = _Limit()
         self._known: tuple[float, float] | None = None  # work and train with this number of workers
@@ -191,7 +192,7 @@ class Controller:
             self._fewer(window, now)
 
     def _take_back(self, before: tuple[int, Window], window: Window, now: float) -> bool:
-        """Go back to the number of before, if the change was for nothing."""
+        """Go back to the number of before, if the change was for nothing. Return whether all is decided for now."""
         count, (earlier, was) = self.num_workers, before
         if count < earlier:
             self._floor = self._floor.again(earlier, now)
@@ -200,6 +201,9 @@ class Controller:
         unsure = 1 / was.taken + 1 / window.taken
         if window.rate >= was.rate * (1 + _HELPED * (count / earlier - 1) - unsure):
             return False
+        if not self._is_doubtful:  # what held this window up may have been something else
+            self._is_doubtful, self._before = True, before
+            return True
         # So many would have come to the same, if those that help do so in full.
         enough = min(count - 1, max(earlier, math.ceil(earlier * window.rate / was.rate * _UNSURE - 0.5)))
         self._ceiling = self._ceiling.again(enough + 1, now)
@@ -234,6 +238,7 @@ class Controller:
         self.num_workers = count
         self.reason = reason
         self._changed_at = self._now
+        self._is_doubtful = False
         self._known = None  # with others beside them, workers take longer, or less
 
     def limit(self, count: int) -> None:

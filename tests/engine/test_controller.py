@@ -34,6 +34,7 @@ class World:
     cores: int = 2
     most: int = 99
     start: int = 2
+    stalls: tuple[tuple[float, float], ...] = ()  # when the machine does something else
     now: float = 0.0
     history: list[tuple[float, int]] = field(default_factory=list)
 
@@ -53,7 +54,8 @@ class World:
         end = self.now + seconds
         while self.now < end:
             self.now += STEP_S
-            rate = self.rate(self.count)
+            is_stalled = any(start <= self.now < end for start, end in self.stalls)
+            rate = 1e-6 if is_stalled else self.rate(self.count)
             batches = rate * STEP_S
             sums = self.sums
             if int(sums["taken"] + batches) > int(sums["taken"]):  # what is known was noted with a batch
@@ -149,6 +151,13 @@ def test_what_did_not_help_is_not_tried_again_soon() -> None:
     tries = [at for at, count in world.history if count > 3]
     assert 2 <= len(tries) <= 6
     assert tries[-1] - tries[-2] > tries[1] - tries[0]
+
+
+@pytest.mark.parametrize("start", [0.6 + 0.1 * step for step in range(10)])
+def test_a_pause_of_the_machine_does_not_count_against_more_workers(start: float) -> None:
+    """It may come in the very window in which they are tried."""
+    world = World(0.001, 0.02, 0.0, start=2, stalls=((start, start + 0.3),)).run(5)
+    assert world.count == 8
 
 
 def test_those_that_do_not_come_are_not_waited_for() -> None:

@@ -37,10 +37,12 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from asyncloader import DataLoader
+from asyncloader.engine import slicer
 from asyncloader.engine.staff import END_GRACE_S
 from tests.faults.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.datasets import DEATHS
@@ -88,6 +90,8 @@ class Plan:
             plan.loader["max_tasks_per_child"] = chance.choice([None, None, 1, 4, 15])
             if chance.random() < 0.2:
                 plan.loader.update(num_workers="auto", max_workers=chance.randint(1, 4))
+        if plan.kind == "map" and (place or where) != "here" and chance.random() < 0.3:
+            plan.loader.update(scheduling="split", seeding="sample")
         return dataclasses.replace(plan, cancels=frozenset(cancels), crews=crews)._moved(place or where)
 
     def _moved(self, place: str) -> Plan:
@@ -326,13 +330,15 @@ def check(plan: Plan) -> list[str]:
         folder = Path(name)
         expected = play(plan.undisturbed(), folder)
         before, mappings = Holdings.now(), memfd_mappings()
-        seen = play(plan, folder)
+        with every_batch_divided():
+            seen = play(plan, folder)
         happened = [path.name.split(" ", 1)[1] for path in folder.iterdir()]
         happened += ["asked and cancelled"] * bool(plan.cancels)
         if plan.place != "process":
             happened.append(f"place: {plan.place}")
         happened += ["workers come and go"] * bool(plan.crews)
         happened += ["workers are renewed"] * (plan.loader.get("max_tasks_per_child") is not None)
+        happened += ["batches are divided"] * (plan.loader["scheduling"] == "split")
         happened += ["their number looks after itself"] * (plan.loader["num_workers"] == "auto")
         if plan.breaks is not None:
             expected[0] = expected[0][: len(seen[0])]
@@ -343,6 +349,16 @@ def check(plan: Plan) -> list[str]:
         gc.collect()
         assert memfd_mappings() <= max(mappings, 1), f"{memfd_mappings()} mappings, {mappings} before"
     return happened
+
+
+@contextlib.contextmanager
+def every_batch_divided() -> Iterator[None]:
+    """Have scheduling="split" divide batches of cheap samples too, as often as it can."""
+    with (
+        mock.patch.object(slicer, "_LEAST_SLICE_S", 1e-9),
+        mock.patch.object(slicer, "_MOST_CARRYING", float("inf")),
+    ):
+        yield
 
 
 def difference(seen: list[list[Any]], expected: list[list[Any]]) -> str:
