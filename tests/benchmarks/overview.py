@@ -203,9 +203,9 @@ def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]],
     """Return title: (unit, sides, rounds)."""
     short, rivals = bench.quick, others(bench)
     rounds = 3 if short else 5
-    skewed = Sleeps([0.2 if index % 200 == 100 else 0.0005 for index in range(800 if short else 3200)])
-    photographs = Photographs((500, 375), 768 if short else 4096, (224, 224))
-    images = SameImage(64 * (48 if short else 240))
+    skewed = Sleeps([0.2 if index % 200 == 100 else 0.0005 for index in range(800 if short else 2400)])
+    photographs = Photographs((500, 375), 768 if short else 2048, (224, 224))
+    images = SameImage(64 * (48 if short else 120))
 
     def sides(
         dataset: Any, batch_size: int, use: Any = None, per_batch: float = 1.0, workers: int = WORKERS
@@ -230,7 +230,7 @@ def loads(bench: Bench) -> dict[str, tuple[str, Mapping[str, Callable[[], Run]],
         )
     }
     return {
-        "dispatch": ("batches/s", sides(Ints(3000 if short else 30_000), 1), rounds),
+        "dispatch": ("batches/s", sides(Ints(3000 if short else 9000), 1), rounds),
         "large batches": ("GB/s", sides(images, 64, read, 64 * 3 * 224 * 224 * 4 / 1e9), rounds),
         "skew": ("samples/s", sides(skewed, 16, None, 16, 4), rounds),
         "photographs": ("images/s", decoding, rounds),
