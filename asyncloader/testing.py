@@ -100,19 +100,23 @@ def assert_reproducible(
         "scheduling": scheduling,
     }
     fixed = {"seeding": "sample", **options, "collate_fn": list}
-    right = {name: values[0] for name, values in varied.items()}
-    many = {**right, "num_workers": max(num_workers)}
-    others = [{**right, "num_workers": number} for number in num_workers]
-    del varied["num_workers"]
-    others += [{**many, name: value} for name, values in varied.items() for value in values[1:]]
+    right, others = _varied(varied)
     expected = _samples(make_dataset(), epochs, seed, {**right, **fixed})
     for other in others:
-        if other == right:
-            continue
         found = _samples(make_dataset(), epochs, seed, {**other, **fixed})
         told = ", ".join(f"{name}={value!r}" for name, value in other.items())
         for epoch, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             _compare(f"With {told}, epoch {epoch}", ours, theirs, thing="sample")
+
+
+def _varied(values: dict[str, Sequence[Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the first value of each option, and what else they are to be; not all with all."""
+    right = {name: each[0] for name, each in values.items()}
+    numbers = values["num_workers"]
+    others = [{**right, "num_workers": number} for number in numbers]
+    many = {**right, "num_workers": max(numbers)}
+    others += [{**many, name: value} for name in values if name != "num_workers" for value in values[name][1:]]
+    return right, [other for other in others if other != right]
 
 
 def _samples(dataset: Any, epochs: int, seed: int, options: dict[str, Any]) -> list[list[Any]]:

@@ -25,7 +25,8 @@ from torch.utils.data import (
 )
 
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
-from tests.patience import patiently
+from asyncloader.workers.child import stream as child_stream
+from tests.patience import patiently, wait_until
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PLACES = [
@@ -339,6 +340,51 @@ class NotedStream(Noted, Stream):
                 yield square
         finally:
             self.note("finally")
+
+
+class Cleaning(Noted, Stream):
+    """Has a generator that awaits its own cleanup after the last sample."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.gate = Gate(folder / "gate")
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        try:
+            async for square in super().__aiter__():
+                yield square
+        finally:
+            self.note("begun")
+            await self.gate.wait()
+            self.note("done")
+
+
+@places
+@pytest.mark.parametrize("how", ["close", "again"])
+def test_cleanup_at_the_end_is_not_cancelled(
+    place: dict[str, Any], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a stream has not been heard of when the loader is closed, or the next run begins."""
+    dataset = Cleaning(tmp_path)
+    leave = child_stream.Stream.leave
+
+    def note(stream: child_stream.Stream) -> None:
+        leave(stream)  # what that cancels hears of it in the next turn of the loop
+        stream._loop.call_soon(stream._loop.call_soon, dataset.gate.open)
+
+    monkeypatch.setattr(child_stream.Stream, "leave", note)
+    monkeypatch.setattr(child_stream, "_PATIENCE_S", 60.0)
+    loader = DataLoader(dataset, 5, **place, persistent_workers=bool(place["num_workers"]))  # type: ignore[arg-type]
+    iterator: Any = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    names = ["0", "1"] if place["num_workers"] else ["main"]
+    wait_until(lambda: all((tmp_path / f"begun {name}").exists() for name in names))
+    if how == "again":
+        del iterator
+        assert sorted(flat(loader)) == SQUARES
+    loader.close()
+    assert all(dataset.notes().get(f"done {name}", 0) == 1 + (how == "again") for name in names)
 
 
 class NotedSquares(Noted):

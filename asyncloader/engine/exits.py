@@ -20,8 +20,7 @@ from typing import Any, TypeVar, cast
 from asyncloader.errors import LoaderClosedError
 
 try:
-    import concurrent.futures.process as _process  # the exit hooks of both must be registered before ours
-    import concurrent.futures.thread as _thread
+    from asyncloader.workers.parent import executors  # whose exit hooks must be registered before ours
 
     cast(Any, threading)._register_atexit(lambda: _end())
 except RuntimeError as error:
@@ -43,7 +42,6 @@ _users: set[threading.Thread] = set()
 _closers: list[Callable[[], None]] = []
 _ending = threading.RLock()  # held while everything ends, and by a thread that comes to be waited for
 _began_at = 0.0
-_processes, _threads = cast(Any, _process), cast(Any, _thread)
 
 
 def at_exit(close: Callable[[], None]) -> None:
@@ -80,7 +78,7 @@ def _begin_anew() -> None:
             "loader can begin. Have the main thread wait (thread.join()), or use a later version."
         ) from error
     is_exiting = False
-    _open_executors(True)
+    executors.open_again()
 
 
 def _end_anew() -> None:
@@ -89,18 +87,7 @@ def _end_anew() -> None:
     _end()
     with _ending:
         if is_exiting:  # otherwise it has begun once more, and somebody else waits
-            _open_executors(False)
-
-
-def _open_executors(is_open: bool) -> None:
-    """Have executors take tasks, as before the end, or end what is left of them without waiting for it."""
-    with _threads._global_shutdown_lock:
-        _processes._global_shutdown = _threads._shutdown = not is_open
-        queues = [] if is_open else list(_threads._threads_queues.values())
-    for tasks in queues:
-        tasks.put(None)
-    for wakeup in [] if is_open else list(_processes._threads_wakeups.values()):
-        wakeup.wakeup()
+            executors.end()
 
 
 def grace_left_s() -> float:
@@ -134,8 +121,8 @@ def wait_for_users() -> None:
     would be too late: it is told now.
     """
     while waiting := _waiting():
-        if any(thread in _threads._threads_queues for thread in waiting):
-            _threads._python_exit()
+        if any(map(executors.has, waiting)):
+            executors.end_threads()
         for thread in waiting:
             thread.join()
 

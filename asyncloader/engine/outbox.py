@@ -32,9 +32,9 @@ class Outbox:
         """Have the worker sent a ticket by the next `flush`."""
         self._tickets.setdefault(worker, []).append((seq, keys))
 
-    def drop(self, worker: int) -> None:
-        """Forget what was not sent to this worker."""
-        self._tickets.pop(worker, None)
+    def drop(self, worker: int) -> list[int]:
+        """Forget what was not sent to this worker; return the numbers of these tickets."""
+        return [seq for seq, _ in self._tickets.pop(worker, ())]
 
     def clear(self) -> None:
         """Forget what was not sent."""

@@ -41,9 +41,10 @@ class Roster:
         self._turn = turn % max(1, num_workers)
         self._newcomers: deque[int] = deque()
         self.loads: dict[int, int] = {}
-        # Entries are (tickets, worker) in one integer. One that has fewer adds an entry; those that are out of date
-        # are put right when they come up, or when there are too many of them.
+        # Entries are (tickets, worker) in one integer. The one that counts of each worker says no more tickets than it
+        # has, and is put right when it comes up; the others are dropped then, or when there are too many of them.
         self._heap: list[int] = []
+        self._entered: dict[int, int] = {}  # how many tickets that one says
         for worker in self._takers:
             self._note(worker)
 
@@ -94,12 +95,12 @@ class Roster:
         self._turn -= place < self._turn
         if self._turn >= len(self._takers):
             self._turn = 0
-        self.loads.pop(worker, None)
+        self._pass_over(worker)
 
     def hold(self, worker: int) -> None:
         """Have nothing given to the worker until `release`."""
         self._held.add(worker)
-        self.loads.pop(worker, None)
+        self._pass_over(worker)
 
     def release(self, worker: int) -> None:
         """The worker can be given tickets again."""
@@ -134,27 +135,34 @@ class Roster:
             self._count(worker)
 
     def _count(self, worker: int) -> None:
-        load = len(self.in_flight[worker])
-        self.loads[worker] = load
-        heapq.heappush(self._heap, load << _WORKER_BITS | worker)
-        if len(self._heap) > 64 + 4 * len(self.loads):
-            self._heap = [load << _WORKER_BITS | worker for worker, load in self.loads.items()]
-            heapq.heapify(self._heap)
+        self.loads[worker] = load = len(self.in_flight[worker])
+        if (entered := self._entered.get(worker)) is None or load < entered:
+            self._entered[worker] = load
+            heapq.heappush(self._heap, load << _WORKER_BITS | worker)
+            if len(self._heap) > 64 + 2 * len(self.loads):
+                self._entered = self.loads.copy()
+                self._heap = [load << _WORKER_BITS | worker for worker, load in self.loads.items()]
+                heapq.heapify(self._heap)
+
+    def _pass_over(self, worker: int) -> None:
+        """Give the worker nothing for the moment, or no more."""
+        self.loads.pop(worker, None)
+        self._entered.pop(worker, None)
 
     # -------------------------------------------------------------------------------------------------- choices
 
     def least(self) -> tuple[int, int] | None:
         """Return who has the fewest tickets of those that can be given some, and how many: the lowest of the ids."""
-        heap, loads = self._heap, self.loads
+        heap, loads, entered = self._heap, self.loads, self._entered
         while heap:
             entry = heap[0]
-            worker = entry & _WORKER
-            load = loads.get(worker, -1)
-            if load == entry >> _WORKER_BITS:
-                return worker, load
-            if load < 0:
+            worker, said = entry & _WORKER, entry >> _WORKER_BITS
+            if entered.get(worker) != said:
                 heapq.heappop(heap)
-            else:  # it has more by now, or there is another entry
+            elif (load := loads[worker]) == said:
+                return worker, load
+            else:  # it has more by now
+                entered[worker] = load
                 heapq.heapreplace(heap, load << _WORKER_BITS | worker)
         return None
 
@@ -178,5 +186,7 @@ class Roster:
         assert self._takers == sorted(takers)
         assert self.leaving | self._held <= self.active
         assert self.loads == {worker: len(self.in_flight[worker]) for worker in takers - self._held}
+        assert all(self._entered[worker] <= load for worker, load in self.loads.items())
+        assert self._entered.keys() == self.loads.keys()
         by_load = sorted(self.loads.items(), key=lambda item: (item[1], item[0]))
         assert self.least() == next(iter(by_load), None)

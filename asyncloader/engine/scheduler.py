@@ -95,22 +95,18 @@ class Scheduler:
         self._on_timeout = on_timeout
         self._max_retries = max_retries
         self._overlapping = overlapping
-
         self.roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
         self.resting: set[int] = set()
         self._unsent: list[tuple[int, Ticket]] = []  # a heap by sequence number
-        # By worker, what was in work at once when its process died: done again one by one, to find out which is to
-        # blame. Until the last of them has returned the worker gets nothing else.
+        # By worker, what was in work at once when its process died: to be done one by one, before anything else.
         self._suspects: dict[int, deque[Ticket]] = {}
         self._parked: dict[int, Any] = {}
-
         self.planned_count = first
         self.gone_count = first
         self.void_count = 0
         self._plan_ended = False
         self._finished = False
-
         self._read_until = first + self.window
         self._parked_bytes = 0
         self._run_ahead = RunAhead(max_buffered_bytes if in_order else 0, overlapping)
@@ -195,33 +191,31 @@ class Scheduler:
         replaceable: bool = True,
         was_ready: bool = True,
         rests: bool = False,
+        unsent: Iterable[int] = (),
     ) -> list[Action]:
         """The worker's process ended. What it was at is tried again, given up or left out, as ``on_crash`` says.
 
         A worker that cannot be replaced (it held the state of an iterable dataset) takes no more tickets, and what it
-        had in flight is named in one error. One that was not ready had not begun with any ticket. One that rests gets
-        its new process later: `rested` tells. One that had come to the end of its data is not needed any more.
+        had in flight is named in one error. One that was not ready had begun with nothing, and with what is unsent no
+        worker has. One that rests gets its process later (`rested`), one at the end of its data none.
         """
         if worker not in self.active:
             return []
-        is_leaving = worker in self.roster.leaving  # then nobody takes its place
-        if rests and replaceable and not is_leaving:
-            self.resting.add(worker)
-            self.roster.hold(worker)
+        self._vacate(worker, rests and replaceable, unsent)
         if self._on_crash == "raise" or not replaceable:
             return self._give_up(worker, replaceable, cause)
         if self._overlapping and was_ready and len(self.in_flight[worker]) > 1:
-            was_ready = not is_leaving  # if it is, whoever gets these tickets finds out which is to blame
-            if not is_leaving:
+            was_ready = worker not in self.roster.leaving  # otherwise whoever gets these finds out which is to blame
+            if was_ready:
                 self._suspects[worker] = deque(sorted(self.roster.take_all(worker), key=lambda ticket: ticket.seq))
                 self.roster.hold(worker)
         return self._replace(worker, self._on_crash, was_ready, cause)
 
-    def hung(self, worker: int, cause: Cause | None = None, *, rests: bool = False) -> list[Action]:
+    def hung(
+        self, worker: int, cause: Cause | None = None, *, rests: bool = False, unsent: Iterable[int] = ()
+    ) -> list[Action]:
         """The worker was killed, for a batch did not come in time: what it was at fares as ``on_timeout`` says."""
-        if rests and worker not in self.roster.leaving:
-            self.resting.add(worker)
-            self.roster.hold(worker)
+        self._vacate(worker, rests, unsent)
         return self._replace(worker, self._on_timeout, True, cause)
 
     def rested(self, worker: int) -> list[Action]:
@@ -297,7 +291,7 @@ class Scheduler:
             for seq, _ in sorted(unsent):
                 actions += self.ready(seq, VOID)
             return actions + self._maybe_finish()
-        for worker in tuple(self._suspects):
+        for worker in tuple(self._suspects) if self._suspects else ():
             actions += self._assign_suspect(worker)
         while self._unsent:
             ticket = self._unsent[0][1]
@@ -337,9 +331,8 @@ class Scheduler:
     def _maybe_run_ahead(self) -> list[Action]:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
 
-        One round of tickets, or for batches of microseconds as many as hide the latency of asking. Asked for at most
-        once until the consumer has read that far. A consumer that does not wait does not read: then the training is
-        what is slow, and the window is enough.
+        One round of tickets, or for batches of microseconds as many as hide the latency of asking, and no more until
+        the consumer has read that far. One that does not wait does not read: then training is what is slow.
         """
         run_ahead = self._run_ahead
         if self.planned_count < self._read_until or self._unsent or self._plan_ended or not run_ahead.is_possible:
@@ -360,6 +353,14 @@ class Scheduler:
         self.num_workers += change
         self.window = self._run_ahead.window(self.num_workers, self._prefetch_factor, self._first_window)
         return Window(self.window)
+
+    def _vacate(self, worker: int, rests: bool, unsent: Iterable[int]) -> None:
+        """Note that the worker has no process, and take back tickets that were not sent to it."""
+        tickets = [ticket for seq in sorted(unsent) if (ticket := self.roster.take_back(worker, seq)) is not None]
+        self._put_back(worker, tickets)
+        if rests and worker not in self.roster.leaving:  # then nobody takes its place
+            self.resting.add(worker)
+            self.roster.hold(worker)
 
     def _forget(self, worker: int) -> list[Ticket]:
         """Let go of the worker; return what it had, and what it was to be given again one by one."""
@@ -409,7 +410,7 @@ class Scheduler:
         actions = self._successor(worker)
         if lost and was_ready:
             # Tickets are taken in order, so blame the first. Overlapping tickets of a worker that died are suspects and
-            # never get here; after a hang the first is the awaited one.
+            # never get here; after a hang the first is the awaited one, or holds up the successor that has it.
             actions += self._blame(lost.pop(0), policy, cause)
         self._put_back(worker, lost)
         return actions + self._assign()

@@ -374,9 +374,9 @@ class Session:
         """Give workers their tickets; what is for one that is not started yet waits."""
         self._outbox.flush(self._refuse)
 
-    def drop(self, worker: int) -> None:
-        """Forget the tickets of a worker that is not started: others get them."""
-        self._outbox.drop(worker)
+    def drop(self, worker: int) -> list[int]:
+        """Forget the tickets of a worker that were not sent, and return their numbers: others get them."""
+        return self._outbox.drop(worker)
 
     def _refuse(self, worker: int, seq: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""

@@ -36,7 +36,8 @@ class _Mean:
 
     def add(self, seconds: float, count: int) -> None:
         if count:
-            self._count = min(self._count + 1, _SPAN)
+            if self._count < _SPAN:
+                self._count += 1
             each = seconds / count
             self.value = each if self.value is None else self.value + (each - self.value) / self._count
 
@@ -114,7 +115,9 @@ class Slicer:
         making = self._making.value
         if making is None:
             return 1
-        least = math.ceil(_LEAST_SLICE_S / making) if making * count > _LEAST_SLICE_S else count
+        if making * count < 2 * _LEAST_SLICE_S:
+            return count
+        least = math.ceil(_LEAST_SLICE_S / making)
         if 2 * least > count:
             return count
         if self.layout is None and self._carrying_s * self._patience > _MOST_CARRYING * making:

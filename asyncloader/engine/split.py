@@ -19,6 +19,7 @@ Tickets have numbers of their own here. What consumers see is counted in batches
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -159,7 +160,8 @@ class SplitScheduler(Scheduler):
                 continue
             bounds = self._cut(keys)
             if len(bounds) == 2:
-                self._queue([Ticket(self._next_seq(), keys, part=number)])
+                seq = self._next_seq()
+                heapq.heappush(self._unsent, (seq, Ticket(seq, keys, part=number)))
             else:
                 self._divide(number, keys, bounds)
         if (window := self._batch_window()) != self.window:
@@ -198,7 +200,7 @@ class SplitScheduler(Scheduler):
         Whoever has returned the last slice of a batch gets nothing yet: it may be that the batch is to be put together,
         which would otherwise wait behind a slice of a later one. What follows is decided in `ready`.
         """
-        part = self._parts.get(seq)
+        part = self._parts.get(seq) if self._parts else None
         self._is_concluding = part is not None and part.is_slice and part.batch.missing == 1
         return super().returned(worker, seq, busy_s, wait_s)
 
@@ -208,7 +210,7 @@ class SplitScheduler(Scheduler):
     def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
         """The outcome of a returned ticket is here; see `Scheduler.ready`."""
         self._is_concluding = False
-        part = self._parts.pop(seq, None)
+        part = self._parts.pop(seq, None) if self._parts else None
         if outcome is not VOID and not self._slicer.is_whole:
             self._learn(part, outcome.outcome)
         if part is None:
@@ -225,19 +227,16 @@ class SplitScheduler(Scheduler):
 
     def _learn(self, part: Part | None, outcome: Any) -> None:
         """Note what samples cost."""
-        record, slicer = outcome.record, self._slicer
-        if type(outcome) is Samples:
-            slicer.made(record.samples, record.fetch_s)
-            slicer.sent(record.samples, record.encode_s)
-            if not outcome.bad and part is not None:
-                slicer.told(outcome.snapshot, missed=part.batch.room is not None)
-        elif type(outcome) is Written:
-            slicer.made(record.samples, record.fetch_s)
-            slicer.sent(record.samples, record.encode_s)
-        elif type(outcome) is Batch and part is None:
+        kind, record, slicer = type(outcome), outcome.record, self._slicer
+        if kind is Batch and part is None:
             slicer.made(record.samples, record.busy_s)
-        elif type(outcome) is Batch and part is not None:
+        elif kind is Batch and part is not None:
             slicer.opened(len(part.batch.keys), record.fetch_s)
+        elif kind is Samples or kind is Written:
+            slicer.made(record.samples, record.fetch_s)
+            slicer.sent(record.samples, record.encode_s)
+            if kind is Samples and not outcome.bad and part is not None:
+                slicer.told(outcome.snapshot, missed=part.batch.room is not None)
 
     # ---------------------------------------------------------------------------------------------- decisions
 

@@ -70,8 +70,8 @@ class Session(Protocol):
     def flush(self) -> None:
         """Give workers their tickets."""
 
-    def drop(self, worker: int) -> None:
-        """Forget the tickets of a worker that is not started."""
+    def drop(self, worker: int) -> list[int]:
+        """Forget the tickets of a worker that were not sent, and return their numbers."""
 
 
 class Staff:
@@ -238,16 +238,18 @@ class Staff:
         run, worker = session.run, action.worker
         rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
         run.lost(worker)
+        unsent = session.drop(worker)  # what was for its successor
         if self.turnover is not None:
-            self.turnover.lost(session, worker)
+            self.turnover.lost(worker)
         if rests:
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, session, worker)
+        facts: dict[str, Any] = {"rests": rests, "unsent": unsent}
         if action.hung:
             run.faults.timeouts += 1
-            session.apply(run.scheduler.hung(worker, action.cause, rests=rests))
+            session.apply(run.scheduler.hung(worker, action.cause, **facts))
         else:
-            facts = {"replaceable": action.replaceable, "was_ready": action.was_ready}
-            session.apply(run.scheduler.died(worker, action.cause, rests=rests, **facts))
+            facts |= {"replaceable": action.replaceable, "was_ready": action.was_ready}
+            session.apply(run.scheduler.died(worker, action.cause, **facts))
 
     def _end_rest(self, session: Session, worker: int) -> None:
         del self._rests[worker]

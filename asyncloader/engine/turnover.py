@@ -39,9 +39,6 @@ class Session(Protocol):
     def flush(self) -> None:
         """Give workers their tickets."""
 
-    def drop(self, worker: int) -> None:
-        """Forget the tickets of a worker that were not sent."""
-
 
 class Turnover:
     """Owner of what is between a worker and its successor. On the loop thread.
@@ -78,12 +75,10 @@ class Turnover:
         """A worker has another process."""
         self._renewal.born(worker)
 
-    def lost(self, session: Session, worker: int) -> None:
+    def lost(self, worker: int) -> None:
         """A worker's process is gone. What it had is given anew; what was not sent yet as well."""
         self._renewal.lost(worker)
-        if worker in self.held:
-            self.held.discard(worker)
-            session.drop(worker)
+        self.held.discard(worker)
 
     def leaves(self, session: Session, worker: int) -> None:
         """A worker is to leave."""

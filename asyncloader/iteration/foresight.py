@@ -205,6 +205,8 @@ def _seen_by_workers(spec: EpochSpec) -> EpochSpec:
 
 def _same(one: Settings, other: Settings) -> bool:
     """Whether batches are made alike; how many workers make them does not matter."""
+    if one is other:
+        return True
     names = [each.name for each in dataclasses.fields(Settings) if each.name != "num_workers"]
     pairs = ((getattr(one, name), getattr(other, name)) for name in names)
     plain = (bool, int, float, str)

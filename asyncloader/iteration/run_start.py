@@ -116,7 +116,6 @@ def begin(
     key = (drawn.base_seed, epoch, drawn.rank)
     starts = _starts(settings, None if is_dataset_loaded else state, news)
     progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
-    progress.num_workers = int(settings.num_workers) if settings.is_auto else None
     plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)
     epochs = [each.number for each in told(settings.dataset, runs.told)]
     checkpointer = Checkpointer(
@@ -205,7 +204,7 @@ def _progress(
     sample = position * (settings.batch_size or 1)
     if state is not None:
         sample = state.get("sample") or sample  # a run that did not seed by sample has not counted them
-    return Progress(
+    progress = Progress(
         position,
         set(state["ahead"]) if state is not None else None,
         in_order=settings.in_order,
@@ -217,6 +216,8 @@ def _progress(
         sample=sample if settings.knows_places else 0,
         knows_places=settings.knows_places,
     )
+    progress.num_workers = int(settings.num_workers) if settings.is_auto else None
+    return progress
 
 
 def _draw_base_seed(settings: Settings) -> None:

@@ -14,7 +14,9 @@ dtype and shape. Whatever else samples are, `layout_of` is None, and they are co
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -91,14 +93,34 @@ def _tree(thing: Any, leaves: list[Leaf]) -> Tree:
             return None
         members = [_tree(member, leaves) for member in thing.values()]
         return None if None in members else ("dict", tuple(thing), tuple(members))
-    if kind is tuple or kind is list:
+    if kind is tuple or kind is list or (issubclass(kind, tuple) and _is_named(kind)):
         members = [_tree(member, leaves) for member in thing]
-        return None if None in members or not members else (kind.__name__, (), tuple(members))
+        if None in members or not members:
+            return None
+        return (kind.__name__, (), tuple(members)) if kind in (tuple, list) else ("named", kind, tuple(members))
     leaf = _leaf(thing, kind)
     if leaf is None:
         return None
     leaves.append(leaf)
     return ("leaf",)
+
+
+@lru_cache(64)
+def _is_named(kind: type) -> bool:
+    """Whether this is a namedtuple that is made of its entries and nothing else, and that other processes know.
+
+    Not one with a constructor of its own, which may refuse a batch: that is to be raised in a worker.
+    """
+    made = next(base for base in kind.__mro__ if tuple in base.__bases__)
+    others = kind.__mro__[: kind.__mro__.index(made)]
+    has_own = any({"__new__", "__init__"} & vars(base).keys() for base in others)
+    if has_own or not hasattr(made, "_fields") or not hasattr(made, "_field_defaults"):
+        return False
+    try:
+        pickle.dumps(kind)
+    except Exception:
+        return False
+    return True
 
 
 def _leaf(thing: Any, kind: type) -> Leaf | None:
@@ -135,7 +157,7 @@ def leaves_of(thing: Any, tree: Tree) -> list[Any]:
 
 
 def rebuilt(tree: Tree, leaves: list[Any], *, as_batch: bool) -> Any:
-    """Return the containers with these leaves, which are taken from the list; in a batch tuples are lists."""
+    """Return the containers with these leaves, which are taken from the list; in a batch plain tuples are lists."""
     if tree[0] == "leaf":
         return leaves.pop(0)
     members = [rebuilt(part, leaves, as_batch=as_batch) for part in tree[2]]
@@ -143,8 +165,10 @@ def rebuilt(tree: Tree, leaves: list[Any], *, as_batch: bool) -> Any:
         return dict(zip(tree[1], members, strict=True))
     if as_batch:  # torch transposes tuples and lists with `zip`, and leaves texts as they are then
         are_texts = (part[0] == "leaf" and type(member) is list for part, member in zip(tree[2], members, strict=True))
-        return [tuple(member) if is_text else member for member, is_text in zip(members, are_texts, strict=True)]
-    return tuple(members) if tree[0] == "tuple" else members
+        members = [tuple(member) if is_text else member for member, is_text in zip(members, are_texts, strict=True)]
+    if tree[0] == "named":
+        return tree[1](*members)
+    return members if as_batch or tree[0] == "list" else tuple(members)
 
 
 class Column(NamedTuple):

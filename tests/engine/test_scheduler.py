@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -48,7 +50,8 @@ class Model(RuleBasedStateMachine):
     Workers of a map-style dataset join, leave and are lost at any time, and may come back under the same number.
 
     They are renewed without a word to the scheduler: what is for a worker waits until it has finished what it has in
-    hand, and then another process has it. If it dies before, all of that is lost together.
+    hand, and then another process has it. If it dies before, all of that is lost together, but nothing of what has
+    waited is to blame.
     """
 
     @initialize(
@@ -213,11 +216,13 @@ class Model(RuleBasedStateMachine):
             return
         is_leaving = worker in self.leaving
         rests = rests and self.is_replaceable
-        lost = self._lose(worker, rests and not is_leaving)
+        lost, unsent = self._lose(worker, rests and not is_leaving)
         if not self.is_replaceable:
             self.lost_workers.add(worker)
         was_ready = ready or not lost
-        self._apply(self.scheduler.died(worker, replaceable=self.is_replaceable, rests=rests, was_ready=was_ready))
+        facts = {"replaceable": self.is_replaceable, "rests": rests, "was_ready": was_ready, "unsent": unsent}
+        with self._not_blamed(unsent):
+            self._apply(self.scheduler.died(worker, **facts))
         if not was_ready and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed although it had not begun"
             return
@@ -228,15 +233,24 @@ class Model(RuleBasedStateMachine):
             if not is_leaving:
                 assert len(self.at_work[worker]) == (not rests), "suspects are done one by one"
 
-    def _lose(self, worker: int, rests: bool) -> list[int]:
-        lost = [*self.at_work[worker], *self.waiting.pop(worker, ())]
+    def _lose(self, worker: int, rests: bool) -> tuple[list[int], list[int]]:
+        """Take what a worker has, and what has waited for its successor."""
+        lost, unsent = [*self.at_work[worker]], self.waiting.pop(worker, [])
         self.at_work[worker].clear()
         self.tracks[worker].lost()
         if self.is_replaceable:
-            self.owed[worker] |= set(lost)
+            self.owed[worker] |= {*lost, *unsent}
         if rests:
             self.resting.add(worker)
-        return lost
+        return lost, unsent
+
+    @contextlib.contextmanager
+    def _not_blamed(self, seqs: list[int]) -> Iterator[None]:
+        """See that nothing is thought of these, whatever is decided."""
+        tries = {seq: self.tries[seq] for seq in seqs}
+        yield
+        assert not self.fates.keys() & tries.keys(), "blamed although it was not sent"
+        assert tries == {seq: self.tries[seq] for seq in seqs}, "counted although it was not sent"
 
     @precondition(lambda self: self.is_replaceable)
     @rule(rests=st.booleans())
@@ -244,10 +258,11 @@ class Model(RuleBasedStateMachine):
         """Give up the worker that has the awaited batch."""
         if (ticket := self.scheduler.awaited()) is None:
             return
-        lost = self._lose(ticket.worker, rests and ticket.worker not in self.leaving)
+        lost, unsent = self._lose(ticket.worker, rests and ticket.worker not in self.leaving)
         at_work = min(lost) if self.overlapping else lost[0]
         self.has_hung = True
-        self._apply(self.scheduler.hung(ticket.worker, rests=rests))
+        with self._not_blamed(unsent):
+            self._apply(self.scheduler.hung(ticket.worker, rests=rests, unsent=unsent))
         assert self.on_timeout != "skip" or at_work in self.fates
 
     @rule(data=st.data())
@@ -289,7 +304,8 @@ class Model(RuleBasedStateMachine):
     def lose(self, worker: int) -> None:
         """Have a worker vanish, perhaps the last one: it is not to blame, nor is any batch."""
         if worker in self.takers | self.leaving and not self.lost_workers:
-            lost = self._lose(worker, False)
+            lost, unsent = self._lose(worker, False)
+            lost += unsent
             fates, tries = dict(self.fates), {seq: self.tries[seq] for seq in lost}
             self.takers.discard(worker)
             self.leaving.discard(worker)
@@ -809,6 +825,33 @@ def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None
     assert sent(actions) == [(0, 3)]
     assert sent(scheduler.returned(0, 3)) == [(0, 4)]
     scheduler.validate()
+
+
+@pytest.mark.parametrize("scheduling", ["static", "dynamic"])
+def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
+    """A batch that comes back after a crash is awaited, but waits itself for the worker that hangs at a later one."""
+    scheduler = make(scheduling=scheduling, overlapping=1, on_timeout="skip", max_retries=0)
+    assert sent(scheduler.planned(range(4))) == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    scheduler.returned(0, 0, 1.0)
+    scheduler.left(1)
+    assert [ticket.seq for ticket in scheduler.in_flight[0].values()] == [2]
+    assert sent(scheduler.died(1, was_ready=False)) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
+    assert scheduler.awaited() is scheduler.in_flight[0][1]
+    waiting = [seq for seq in scheduler.in_flight[0] if seq != 2]  # for the successor of worker 0
+    actions = scheduler.hung(0, unsent=waiting)
+    assert [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [2]
+    assert {seq for _, seq in sent(actions)} >= set(waiting)
+    scheduler.validate()
+
+
+@pytest.mark.parametrize("on_crash", ["raise", "skip"])
+def test_what_was_not_sent_is_not_blamed_for_a_death(on_crash: Any) -> None:
+    """Not even where the worker had nothing else."""
+    scheduler = make(num_workers=1, on_crash=on_crash)
+    scheduler.planned(range(2))
+    actions = scheduler.died(0, unsent=[0, 1])
+    assert kinds(actions) == ["Replace", "Send", "Send"]
+    assert [ticket.tries for ticket in scheduler.in_flight[0].values()] == [0, 0]
 
 
 def test_what_is_done_again_keeps_its_order() -> None:

@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from asyncloader.engine.actions import Lose, Replace
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
@@ -27,15 +29,18 @@ class Session:
 
     takes_outcomes = True
 
-    def __init__(self) -> None:
+    def __init__(self, unsent: list[int] | None = None) -> None:
+        self.unsent = unsent or []
         scheduler = Scheduler(num_workers=2, prefetch_factor=2)
-        self.run: Any = SimpleNamespace(
-            scheduler=scheduler, lost=lambda worker: None, faults=SimpleNamespace(replacements=0), epoch=None
-        )
+        faults = SimpleNamespace(replacements=0, timeouts=0)
+        self.run: Any = SimpleNamespace(scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None)
         self.applied: list[Any] = []
 
     def apply(self, actions: Any) -> None:
         self.applied += actions
+
+    def drop(self, worker: int) -> list[int]:
+        return self.unsent
 
 
 async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
@@ -51,3 +56,14 @@ async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
     assert staff.crew.members == {0}
     assert session.run.scheduler.resting == set()
     session.run.scheduler.validate()
+
+
+@pytest.mark.parametrize("hung", [False, True])
+async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end(hung: bool) -> None:
+    """It has waited for the successor."""
+    pool, session = Pool(), Session(unsent=[1])
+    staff = Staff(asyncio.get_running_loop(), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
+    scheduler = session.run.scheduler
+    scheduler.planned(range(4))
+    staff.lose(session, Lose(1, lambda tickets: RuntimeError(), hung=hung))  # type: ignore[arg-type]
+    assert {seq: ticket.tries for seq, ticket in scheduler.in_flight[1].items()} == {1: 0, 3: 1}

@@ -136,7 +136,7 @@ def test_a_worker_that_has_not_come_up_yet_is_left_alone(start_method: str) -> N
             timeouts.append(error)
     assert all(error.stack or "has not come up yet" in str(error) for error in timeouts)
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert timeouts or start_method == "fork"
+    assert timeouts or start_method != "spawn"  # a fork server that has imported torch is as quick as a fork
     assert [worker.pid for worker in iterator._workers] == [pid]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,6 +19,33 @@ from asyncloader.transport.room import Room, make_room
 from asyncloader.transport.rows import RowsOf, layout_of
 from asyncloader.transport.slab import SlabPool
 from tests.transport.wire import make_pool
+
+Point = namedtuple("Point", ["x", "label"])
+Other = namedtuple("Other", ["x", "label"])
+
+
+class Named(NamedTuple):
+    """A namedtuple with a method, and a default."""
+
+    point: Any
+    weight: float = 1.0
+
+    def half(self) -> float:
+        return self.weight / 2
+
+
+class Checked(namedtuple("_Checked", ["x", "label"])):
+    """A namedtuple that refuses batches."""
+
+    def __new__(cls, x: Any, label: Any) -> Checked:
+        """Make one of two numbers."""
+        assert type(x) is int
+        return super().__new__(cls, x, label)
+
+
+class Counted(tuple):  # type: ignore[type-arg]
+    """A tuple with a class of its own, of which torch makes another one."""
+
 
 ROWS = [
     lambda i: torch.full((100, 100), float(i)),
@@ -35,6 +63,8 @@ ROWS = [
     lambda i: f"sample {i}",
     lambda i: bytes([i]),
     lambda i: (torch.full((200, 100), float(i)), i, f"{i}.jpg"),
+    lambda i: Point(torch.full((100, 200), float(i)), f"{i}.jpg"),
+    lambda i: {"both": [Named(Point(i, (i, "text"))), Named(Point(1.5, (i, "more")))]},
     lambda i: {"image": torch.full((100, 200), i), "meta": {"box": [1.5, i], "name": str(i)}, "pair": (i, (i, [i]))},
 ]
 
@@ -56,6 +86,11 @@ NO_ROWS = [
     lambda i: {"a": i} if i % 2 else {"b": i},
     lambda i: {"a": i, "b": i} if i % 2 else {"b": i, "a": i},
     lambda i: (i, i) if i % 2 else [i, i],
+    lambda i: Point(i, i) if i % 2 else (i, i),
+    lambda i: Point(i, i) if i % 2 else Other(i, i),
+    lambda i: Checked(i, i),
+    lambda i: Counted((i, i)),
+    lambda i: namedtuple("Unknown", "x label")(i, i),  # no other process would find it
 ]
 
 

@@ -10,7 +10,8 @@ The contract, whatever gets the samples (coroutines here, threads in
 - success: `finished` is called once for each job, with its samples in the order of its keys.
 - failure: what a sample raises ends its own job, whose other samples are cancelled, and touches no other; where bad
   samples are tolerated the others are waited for.
-- cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped.
+- cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped. `leave` does so too,
+  but lets a stream come to its next sample, or to its end.
 
 All of it belongs to one loop thread.
 """
@@ -73,8 +74,11 @@ class Overlap(Protocol):
     def drop(self) -> None:
         """Forget all jobs, and cancel what is in flight."""
 
+    def leave(self) -> None:
+        """Forget all jobs; what is in flight is cancelled, or comes to its end by itself."""
+
     async def aclose(self) -> None:
-        """Drop everything, and wait until nothing runs any more."""
+        """Leave everything, and wait until nothing runs any more."""
 
     def where(self, seq: int) -> str:
         """Tell at which await the samples of a job are; "" if there is nothing to tell."""
@@ -142,9 +146,13 @@ class Base:
         for job in jobs.values():
             self._cancel(job)
 
-    async def aclose(self) -> None:
-        """Drop everything, and wait until nothing runs any more."""
+    def leave(self) -> None:
+        """Forget all jobs."""
         self.drop()
+
+    async def aclose(self) -> None:
+        """Leave everything, and wait until nothing runs any more."""
+        self.leave()
         while self._cancelled:
             await asyncio.wait(tuple(self._cancelled))
 

@@ -142,7 +142,7 @@ class OverlapLoop:
         spec, keeper = self._maker.spec, self._maker.keeper
         closing: asyncio.Task[None] | None = None
         if self._overlap is not None:
-            self._overlap.drop()  # nothing of it may be finished from now on
+            self._overlap.leave()  # nothing of it may be finished from now on
             closing = self._loop.create_task(self._overlap.aclose())
         for task in self._collating:
             task.cancel()
@@ -274,7 +274,7 @@ class OverlapLoop:
     # --------------------------------------------------------------------------------------------------- ending
 
     async def _drop(self) -> None:
-        """Cancel what is in flight, and wait until it has ended."""
+        """Leave what is in flight, and wait until it has ended."""
         self._is_open = False
         for task in tuple(self._collating):
             task.cancel()

@@ -26,6 +26,11 @@ _MOST_ERRORS = 1000
 """One after the other, while a run is relived."""
 
 
+_PATIENCE_S = 1.0
+"""A stream that is left has so long to come to its next sample, or to its end, before that is cancelled: what it awaits
+may be its own cleanup, as `async with` in a generator does it after the last sample. From outside both look alike."""
+
+
 class _End(Exception):
     """There are no more samples."""
 
@@ -68,6 +73,7 @@ class Stream(Base):
         self._too_late: list[int] = []  # tickets after the end of the data
         self._work = asyncio.Event()
         self._reading: Job | None = None
+        self._is_awaited = False  # the iterator, by the reader
         self._reader = self._loop.create_task(self._read(after))
 
     def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
@@ -84,9 +90,20 @@ class Stream(Base):
         self._too_late.clear()
         self._reader.cancel()
 
+    def leave(self) -> None:
+        """Forget all jobs, and read nothing more. What the iterator is at is not cancelled yet."""
+        super().drop()
+        self._too_late.clear()
+        if not self._is_awaited:
+            self._reader.cancel()
+
     async def aclose(self) -> None:
-        """Drop everything, and let the iterator end in its own way."""
-        self.drop()
+        """Leave everything, and let the iterator end in its own way."""
+        self.leave()
+        try:
+            await asyncio.wait({self._reader}, timeout=_PATIENCE_S)
+        finally:
+            self._reader.cancel()
         await asyncio.wait({self._reader})
         if not self._reader.cancelled():
             self._reader.result()
@@ -171,6 +188,7 @@ class Stream(Base):
             _End: at the end of the data.
         """
         try:
+            self._is_awaited = self._is_async
             sample = await anext(self._iterator) if self._is_async else next(self._iterator)
         except BaseException as error:
             if job.is_over:
@@ -178,6 +196,8 @@ class Stream(Base):
             if isinstance(error, self._ends_with):
                 raise _End from None
             raise
+        finally:
+            self._is_awaited = False
         if job.is_over:
             _discard(sample)
             raise asyncio.CancelledError

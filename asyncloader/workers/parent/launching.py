@@ -5,16 +5,16 @@ with handlers_wait(), masked(SIG_BLOCK, all): fork
 
 from __future__ import annotations
 
-import concurrent.futures.process
 import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 from asyncloader.workers.backend import Launch
+from asyncloader.workers.parent import executors
 
 T = TypeVar("T")
 
@@ -62,10 +62,9 @@ def start_process(executor: ProcessPoolExecutor) -> None:
     try:
         executor.submit(int)
     except RuntimeError:
-        executors = cast(Any, concurrent.futures.process)
-        if not executors._global_shutdown:
+        if executors.are_open():
             raise
-        executors._global_shutdown = False
+        executors.open_again()
         executor.submit(int)
 
 
