@@ -53,6 +53,8 @@ def style(name: str) -> tuple[str, str]:
         "async": "D",
         "processes": "o",
     }
+    if not family and "alone" in name:  # no loader: the bound
+        return "#64748b", "*"
     return COLORS.get(family, "#15803d"), marker.get(name.partition(", ")[2], "o")
 
 
