@@ -24,7 +24,7 @@ from tests.test_num_workers import Stream
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = f"{ROOT / 'examples' / 'digits.py'}:make_loader"
-LIMITS = ("unknown", "training", "fetch", "collate", "transfer", "pin", "order", "overhead")
+LIMITS = ("unknown", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead")
 
 
 def call(*arguments: str | Path) -> Result:
@@ -37,6 +37,13 @@ def called_json(*arguments: str | Path) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray may have been started on this machine."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +107,7 @@ def test_doctor_looks_at_this_machine() -> None:
     findings = {row["what"]: row for row in json.loads(done.stdout)["findings"]}
     assert list(findings) == [
         *("versions", "cores", "torch threads", "memory", "/dev/shm", "descriptors", "processes", "start method"),
-        *("pinned memory", "workers"),
+        *("pinned memory", "workers", "Ray"),
     ]
     assert findings["workers"]["found"].startswith("2 started and delivered")
     assert done.exit_code == any(row[""] == "bad" for row in findings.values())
@@ -236,7 +243,7 @@ def test_doctor_finds_what_workers_will_copy(tmp_path: Path, package: str, how: 
     report = json.loads(done.stdout)
     assert "args ['fast', '--size=3']" in done.stderr
     assert "not to be seen" not in done.stderr
-    findings = {row["what"]: row["found"] for row in report["findings"][10:]}
+    findings = {row["what"]: row["found"] for row in report["findings"][11:]}
     assert sorted(findings) == ["Photos.names", "Photos.rows"]
     rows = re.fullmatch(r"list of 60,000, (\d+) MB; (\d+) MB more with 4 workers \((\w+)\)", findings["Photos.rows"])
     assert rows is not None

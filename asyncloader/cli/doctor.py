@@ -11,28 +11,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.data
 
+from asyncloader.cli import cluster
+from asyncloader.cli.finding import Finding
 from asyncloader.cli.large import find_large
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
 from asyncloader.machine import available_bytes, private_bytes, rooms, usable_cores
+from asyncloader.ray import RayWorkers
 from asyncloader.settings import AutoWorkers
 
 _FEW_DESCRIPTORS = 1024
 _FEW_BYTES = 1 << 30
-
-
-class Finding(NamedTuple):
-    """Something that was looked at. ``advice`` is empty where all is well."""
-
-    what: str
-    found: str
-    advice: str = ""
-    is_bad: bool = False
 
 
 class Probe(torch.utils.data.Dataset[torch.Tensor]):
@@ -211,7 +205,8 @@ def copies(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
 
 def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = None) -> bool:
     """Look at everything, and at what a loader's dataset holds; print it; whether nothing is bad."""
-    findings = list(_look(report))
+    remote = loader._settings().remote if isinstance(loader, DataLoader) else None
+    findings = list(_look(report, remote if isinstance(remote, RayWorkers) else None))
     if loader is not None:
         findings += crew(loader)
         findings += list(copies(loader)) or [Finding("dataset", "holds no large list or dict")]
@@ -226,8 +221,10 @@ def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = No
     return not any(one.is_bad for one in findings)
 
 
-def _look(report: Report) -> Iterator[Finding]:
-    with report.progress("looking", len(CHECKS)) as advance:
+def _look(report: Report, elsewhere: RayWorkers | None) -> Iterator[Finding]:
+    with report.progress("looking", len(CHECKS) + 1) as advance:
         for check in CHECKS:
             advance(check.__name__.replace("_", " "))
             yield check()
+        advance("Ray")
+        yield from cluster.look(elsewhere)

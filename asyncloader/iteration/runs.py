@@ -14,6 +14,7 @@ from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state,
 from asyncloader.iteration.plan import set_epochs
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace
+from asyncloader.observe.traffic import Traffic
 from asyncloader.settings import Settings
 
 
@@ -35,6 +36,7 @@ class Runs:
         told: Of an epoch by `set_epoch` of the loader, at last.
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
         slicer: Knows what samples cost, where batches are made in slices.
+        traffic: Counts what comes from other machines.
         told_when_loaded: What `set_epoch` of the dataset had been called with then.
     """
 
@@ -48,10 +50,12 @@ class Runs:
         self.epochs_when_loaded: list[int | None] = []
         self.told_when_loaded: tuple[Told, ...] = ()
         self.slicer = Slicer()
+        self.traffic = Traffic()
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "latest": None, "meter": None, "yielded": None, "slicer": Slicer(), "_trace": None}
+        forgotten = {"latest": None, "meter": None, "yielded": None, "_trace": None}
+        return {**vars(self), **forgotten, "slicer": Slicer(), "traffic": Traffic()}
 
     def state_dict(self, settings: Callable[[], Settings]) -> dict[str, Any]:
         """Return a state to go on from: in the middle of the newest run, or before the next one.

@@ -183,6 +183,7 @@ class WorkerIterator(BaseIterator[T_co]):
             window,
             faults,
             self._runs.open_trace(settings),
+            self._runs.traffic,
             is_iterable=settings.is_iterable,
             scheduling=settings.scheduling,
             could_split=settings.could_split,
@@ -190,6 +191,7 @@ class WorkerIterator(BaseIterator[T_co]):
             persistent_workers=settings.persistent_workers,
             concurrency=settings.samples_at_once,
             in_process=settings.is_in_process,
+            elsewhere=settings.remote is not None,
             auto=settings.is_auto,
             renews=settings.renews,
             can_renew=not (settings.is_in_process or settings.why_workers_stay),
@@ -203,7 +205,8 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_session(self, run: Run) -> Session:
         portal = get_portal()
         settings = self._settings
-        pool, pinner = make_pool(settings, self._worker_spec(), portal.loop), self._make_pinner(portal)
+        pool = make_pool(settings, self._worker_spec(), portal.loop, self._runs.traffic)
+        pinner = self._make_pinner(portal)
         auto = make_auto(settings, partial(_note_number, weakref.ref(self)))
         turnover = make_turnover(settings, pool, portal.loop)
         staff = Staff(portal.loop, pool, policy_of(settings), settings.num_places, auto, turnover)

@@ -20,6 +20,7 @@ from asyncloader.engine.turnover import Turnover
 from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
+from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import has_samples, is_collated, is_stateful, probe
 from asyncloader.settings import Settings
 from asyncloader.transport.room import make_room
@@ -32,7 +33,7 @@ from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.pickled_spec import pickle_for_elsewhere
 
 
-def make_pool(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> Backend:
+def make_pool(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop, traffic: Traffic) -> Backend:
     """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes, on other machines.
 
     Raises:
@@ -49,7 +50,7 @@ def make_pool(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventL
     launcher = settings.remote.launcher()
     launcher.open(pickle_for_elsewhere(replace(spec, origin=None)))
     local = _make_local(settings, spec, loop) if spec.num_workers else None
-    remote = RemotePool(loop, spec, settings.remote, launcher, spec.num_workers)
+    remote = RemotePool(loop, spec, settings.remote, launcher, spec.num_workers, traffic)
     return remote if local is None else Together(local, remote, spec.num_workers)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from asyncloader.observe.tally import Timing
+from asyncloader.observe.traffic import Received
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class Figures:
     workers: tuple[WorkerStats, ...]
     worker_cpu_s: float
     worker_stalled_s: float
+    remote_cpu_s: float
+    received: Received
     main_cpu_s: float
     window: int
     window_used: float
@@ -145,6 +148,12 @@ class Figures:
         """Share of the workers' time in which they worked."""
         busy_s, idle_s = (sum(getattr(worker, name) for worker in self.workers) for name in ("busy_s", "idle_s"))
         return min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
+
+    @property
+    def receiving_share(self) -> float:
+        """Share of the time since the first batch in which one of other machines was on its way."""
+        elapsed_s = self.elapsed_s - self.first_batch_s
+        return min(1.0, self.received.seconds / elapsed_s) if elapsed_s > 0 else 0.0
 
     @property
     def waited_share(self) -> float:

@@ -24,6 +24,7 @@ from asyncloader.observe.record import Record
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.observe.tally import Tally, Timing
 from asyncloader.observe.trace import Trace
+from asyncloader.observe.traffic import Traffic
 
 log = logging.getLogger("asyncloader")
 
@@ -84,6 +85,7 @@ class Meter:
         window: Batches being made or waiting at a time.
         faults: What was mended in this run.
         trace: Where a timeline is written.
+        traffic: Counts what comes from other machines.
         options: What the verdict wants to know of the loader's options.
     """
 
@@ -94,6 +96,7 @@ class Meter:
         window: int,
         faults: Faults | None = None,
         trace: Trace | None = None,
+        traffic: Traffic | None = None,
         **options: Any,
     ) -> None:
         self.faults = faults
@@ -102,6 +105,8 @@ class Meter:
         self._window = window
         self._options = options
         self._trace = trace
+        self._traffic = traffic or Traffic()
+        self._received_before = self._traffic.received
         if trace is not None:
             trace.epoch(epoch)
         self._began = perf_counter()
@@ -113,7 +118,7 @@ class Meter:
         self._left: list[tuple[int, _Own]] = []  # whose ids are others' by now
         self._changes: list[Change] = []
         self._renewals = 0
-        self._cpu_s = 0.0
+        self._cpu_s = self._remote_cpu_s = 0.0
         self._stalled_s = 0.0
         self._samples = 0
         self._bytes = 0
@@ -200,10 +205,12 @@ class Meter:
                 self._trace.memory(now, worker, private)
         self._cpu_s += record.cpu_s
         self._stalled_s += record.stalled_s
+        if own.node:
+            self._remote_cpu_s += record.cpu_s + record.stalled_s
         self._samples += record.samples
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
-            self._trace.batch(number, worker, sent_at, began, stages, arrived_at)
+            self._trace.batch(number, worker, sent_at, began, stages, arrived_at, own.node)
         return (max(0.0, began - sent_at), fetch, collate, encode, transfer, now - arrived_at, work), now
 
     def made_here(self, record: Record) -> BatchTimes:
@@ -258,7 +265,7 @@ class Meter:
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
         made, taken = self._made.take().all, self._taken.take().all
-        worker_cpu_s = self._cpu_s + self._stalled_s
+        worker_cpu_s = self._cpu_s + self._stalled_s - self._remote_cpu_s
         main_cpu_s = self._last_cpu_s - self._first_cpu_s
         if self._options.get("in_process"):
             main_cpu_s = max(0.0, main_cpu_s - self._cpu_s)
@@ -321,6 +328,7 @@ class Meter:
     def restart_clock(self) -> None:
         """Have the run begin now: what was made of it before was made while the run before it was used."""
         self._began = self._last_at = perf_counter()
+        self._received_before = self._traffic.received
 
     # -------------------------------------------------------------------------------------------- any thread
 
@@ -352,6 +360,8 @@ class Meter:
             workers=tuple(own.figures(worker) for worker, own in workers),
             worker_cpu_s=self._cpu_s,
             worker_stalled_s=self._stalled_s,
+            remote_cpu_s=self._remote_cpu_s,
+            received=self._traffic.received.since(self._received_before),
             main_cpu_s=self._last_cpu_s - self._first_cpu_s,
             window=self._window,
             window_used=self._used_sum / count if count else 0.0,

@@ -42,6 +42,9 @@ class LoaderStats(Figures):
         workers: What each worker did, those that have left included.
         worker_cpu_s: CPU seconds of the workers.
         worker_stalled_s: Seconds that workers were ready to run while others had the cores.
+        remote_cpu_s: What these two come to for workers on other machines.
+        received: Of batches from other machines, those in one piece left aside: bytes, how long at least one was on
+            its way, CPU seconds of the thread that receives meanwhile.
         main_cpu_s: CPU seconds of this process since the first batch, those of workers that are threads included.
         window: Batches that are being made or waiting at a time: ``prefetch_factor * num_workers``.
         window_used: Batches that were being made or waiting when the consumer came, on average; more than `window`
@@ -85,6 +88,8 @@ class LoaderStats(Figures):
                 value = {name: timing.as_dict() for name, timing in value}
             elif field.name == "workers":
                 value = [{**asdict(worker), "busy_share": worker.busy_share} for worker in self.workers]
+            elif field.name == "received":
+                value = self.received._asdict()
             elif field.name == "changes":
                 value = [change._asdict() for change in self.changes]
             elif isinstance(value, tuple):
@@ -135,4 +140,10 @@ class LoaderStats(Figures):
             share = min(1.0, busy_s / (busy_s + idle_s)) if busy_s + idle_s else 0.0
             batches = sum(worker.batches for worker in there)
             lines.append(f"node {node}: {batches} batches by {len(there)} workers, busy {share:.0%}")
+        if (received := self.received).seconds:
+            rate, thread = received.nbytes / received.seconds, min(1.0, received.cpu_s / received.seconds)
+            lines.append(
+                f"from other machines: {received.nbytes / 1e6:.1f} MB at {rate / 1e9:.2g} GB/s, a batch on its way "
+                f"{self.receiving_share:.0%} of the time (the thread that receives was busy {thread:.0%} of that)"
+            )
         return lines

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from asyncloader.observe.figures import Figures
 from asyncloader.observe.memory_watch import show_bytes
 
-Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer", "pin", "order", "overhead"]
+Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead"]
 
 _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
 _BUSY = 0.8  # workers busy for more than this share of their time are what limits
@@ -26,6 +26,7 @@ _TRAINS = 0.8  # a trainer that is busy for more than this share of a batch's ti
 _LATE = 0.2  # a first batch that takes a larger share of the time than this is worth a word
 _FULL = 0.85  # cores in use for more than this share of their time are full
 _MOST_WORKERS = 64
+_MOST_ELSEWHERE = 4096
 _MOST_CONCURRENCY = 4096
 _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
@@ -45,8 +46,8 @@ class Verdict:
 
     Attributes:
         limit: "training" (nothing to gain here), "fetch", "collate", "transfer", "pin" (that stage of the batches),
-            "order" (workers stood idle behind a slow batch), "overhead" (batches too small), or "unknown" (too few
-            batches to tell).
+            "network" (the way from other machines), "order" (workers stood idle behind a slow batch), "overhead"
+            (batches too small), or "unknown" (too few batches to tell).
         text: The sentence.
         advice: Options of the loader to change, and to what.
         gain: How many times as fast the whole would become by the advice, roughly; 1.0 if there is nothing to gain.
@@ -73,14 +74,16 @@ class _Costs:
     train: float
     work: float
     worker_cpu: float  # that it used, or was ready to use while others had the cores
+    remote_cpu: float  # the part of it that was on other machines
     stalled: float  # the latter
     main_cpu: float
     cores: int
     workers: int
+    elsewhere: bool  # there are workers on other machines, or may be
 
     @property
     def cpu_floor(self) -> float:
-        return (self.worker_cpu + self.main_cpu) / self.cores
+        return max(0.0, self.worker_cpu - self.remote_cpu + self.main_cpu) / self.cores
 
     def at_best(self, workers: int, *, saved: float = 0.0, saved_here: float = 0.0) -> float:
         """Return the seconds a batch with so many workers, if so much less work was to be done there and here."""
@@ -92,6 +95,8 @@ class _Costs:
         """Return with how many workers something else limits."""
         other = max(self.train, self.cpu_floor, _LEAST_BATCH_S)
         most = max(self.workers, self.cores) if self.computes else _MOST_WORKERS
+        if self.elsewhere:
+            most = _MOST_ELSEWHERE
         return max(1, min(most, math.ceil(self.work / other - 0.05)))
 
     @property
@@ -112,12 +117,17 @@ def judge(stats: Figures) -> Verdict:
         # Where a worker fetches several batches at once each of them takes longer than it occupies the worker.
         work=min(stats.work.mean_s, (waited + train) * (stats.num_workers or math.inf)),
         worker_cpu=(stats.worker_cpu_s + stats.worker_stalled_s) / stats.work.count,
+        remote_cpu=stats.remote_cpu_s / stats.work.count,
         stalled=stats.worker_stalled_s / stats.work.count,
         main_cpu=max(0.0, stats.main_cpu_s - stats.worker_cpu_s * bool(stats.options.get("in_process"))) / count,
         cores=stats.cores,
         workers=stats.num_workers,
+        elsewhere=bool(stats.options.get("elsewhere")),
     )
     verdict = _judge(stats, costs)
+    if costs.elsewhere:  # num_workers is that of this machine alone
+        advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
+        verdict = Verdict(verdict.limit, verdict.text, advice, verdict.gain)
     if stats.options.get("auto"):
         advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
         text = (
@@ -183,6 +193,8 @@ def _judge(stats: Figures, costs: _Costs) -> Verdict:
     told += f"; workers were busy {stats.busy_share:.0%} of theirs"
     if stats.stages.pin.mean_s > _FULL * costs.batch:
         return _pin(stats, costs, told)
+    if stats.receiving_share > _FULL and stats.busy_share <= _BUSY:
+        return _network(stats, costs, told)
     packing = stats.stages.encode.mean_s + stats.stages.decode.mean_s
     if packing > max(_SMALL_BATCH_S, stats.stages.fetch.mean_s + stats.stages.collate.mean_s):
         return _transfer(stats, costs, told)
@@ -233,7 +245,8 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
         if not costs.computes:
             text += "; they mostly wait, so concurrency would help as well"
         return Verdict(stage, text, {"num_workers": enough}, gain)
-    if costs.computes and (costs.workers >= costs.cores or costs.cpu_floor > _FULL * costs.batch):
+    has_no_core = costs.workers >= costs.cores and not costs.elsewhere
+    if costs.computes and (has_no_core or costs.cpu_floor > _FULL * costs.batch):
         return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
     return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")
 
@@ -259,6 +272,20 @@ def _transfer(stats: Figures, costs: _Costs, told: str) -> Verdict:
         f"{_times(gain)}"
     )
     return Verdict("transfer", text, {}, gain)
+
+
+def _network(stats: Figures, costs: _Costs, told: str) -> Verdict:
+    """Batches of other machines are on their way all the time, and workers wait until theirs has been sent."""
+    received = stats.received
+    is_thread = received.cpu_s > _FULL * received.seconds
+    gain = costs.batch / costs.at_best(costs.workers)
+    text = (
+        f"{told}, but batches of other machines were on their way {stats.receiving_share:.0%} of it, at "
+        f"{received.nbytes / received.seconds / 1e9:.2g} GB/s: "
+        f"{'the thread that receives them' if is_thread else 'the network'} is full, so more workers there would not "
+        f"help; smaller batches (bytes in place of floats, say) could make it {_times(gain)}"
+    )
+    return Verdict("network", text, {}, gain)
 
 
 def _pin(stats: Figures, costs: _Costs, told: str) -> Verdict:
@@ -299,7 +326,7 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
 
 
 def _worker_words(enough: int, now: int) -> str:
-    if enough >= _MOST_WORKERS:
+    if enough in (_MOST_WORKERS, _MOST_ELSEWHERE):
         return f"{enough} or more"
     if now:
         return f"up to about {enough}" if enough > now + 1 else f"{enough}"

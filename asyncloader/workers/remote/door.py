@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncloader.errors import WorkerStartError
+from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import MakeContext
 from asyncloader.workers.remote.handshake import Refused, Send, Steps, new_secret, trainer_side
 from asyncloader.workers.remote.link import Link, Owner
@@ -34,6 +35,7 @@ class Door:
         owner: Of the links.
         is_expected: Says whether an agent of a number that has proven itself may come in by a link.
         allocate: Gives memory for large buffers.
+        traffic: Counts what agents send, or None.
 
     Attributes:
         secret: Of the session.
@@ -46,6 +48,7 @@ class Door:
         owner: Owner,
         is_expected: Callable[[Link, int], bool],
         allocate: Callable[[int], memoryview],
+        traffic: Traffic | None = None,
     ) -> None:
         self.secret = new_secret()
         self.refused: Counter[str] = Counter()
@@ -53,6 +56,7 @@ class Door:
         self._owner = owner
         self._is_expected = is_expected
         self._allocate = allocate
+        self._traffic = traffic
         self._strangers: set[Link] = set()
         self._sock: socket.socket | None = None
         self._serving: asyncio.Task[asyncio.Server] | None = None
@@ -90,7 +94,7 @@ class Door:
         return host, port
 
     def _make_link(self) -> Link:
-        link = Link(self._owner, self._loop, self._prove, self._allocate)
+        link = Link(self._owner, self._loop, self._prove, self._allocate, self._traffic)
         self._strangers.add(link)
         return link
 

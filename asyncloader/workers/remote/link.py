@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from asyncloader.observe.traffic import Traffic
 from asyncloader.workers.protocol.frames import BadFrame, Buffer
 from asyncloader.workers.remote.handshake import Refused, Send, Steps
 from asyncloader.workers.remote.wire import Frame, FrameReader, frame
@@ -48,6 +49,7 @@ class Link(asyncio.BufferedProtocol):
         loop: Of the connection.
         handshake: Makes the proofs, given what sends.
         allocate: Gives memory for large buffers.
+        traffic: Counts what comes in many pieces, or None.
 
     Attributes:
         is_open: Frames come and go.
@@ -61,6 +63,7 @@ class Link(asyncio.BufferedProtocol):
         loop: asyncio.AbstractEventLoop,
         handshake: Callable[[Link, Send], Steps],
         allocate: Callable[[int], memoryview],
+        traffic: Traffic | None = None,
     ) -> None:
         self.is_open = False
         self.has_heard = False
@@ -69,6 +72,8 @@ class Link(asyncio.BufferedProtocol):
         self._loop = loop
         self._handshake = handshake
         self._reader = FrameReader(allocate)
+        self._traffic = traffic
+        self._amid_bytes = 0  # of frames that come in several pieces, since the first of these
         self._steps: Steps | None = None
         self._wanted = memoryview(b"")
         self._got = 0
@@ -129,6 +134,20 @@ class Link(asyncio.BufferedProtocol):
                 self._take(whole)
         except (BadFrame, MemoryError) as error:
             self.drop(f"it sent what is no frame ({error!r})")
+        if self._traffic is not None and (self._amid_bytes or self._reader.is_amid):
+            self._count(self._traffic, nbytes)
+
+    def _count(self, traffic: Traffic, nbytes: int) -> None:
+        """Note a piece of a frame that comes in several."""
+        if not self._amid_bytes:
+            traffic.begin()
+        self._amid_bytes += nbytes
+        if not self._reader.is_amid:
+            self._end_amid(traffic)
+
+    def _end_amid(self, traffic: Traffic) -> None:
+        nbytes, self._amid_bytes = self._amid_bytes, 0
+        traffic.end(nbytes)
 
     def _take(self, whole: Frame) -> None:
         try:
@@ -170,6 +189,8 @@ class Link(asyncio.BufferedProtocol):
         self._rest()
         if self._steps is not None:
             self._steps.close()
+        if self._traffic is not None and self._amid_bytes:
+            self._end_amid(self._traffic)
         owner, why = self._owner, self._why or (f"its connection broke ({exc})" if exc else "its connection ended")
         self._handshake, self._owner = _ended, _Nobody()  # no cycle with the owner is left
         self.is_open = False

@@ -31,6 +31,7 @@ from typing import Any
 import cloudpickle
 
 from asyncloader.errors import WorkerStartError, describe_death
+from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import RemoteWorkers
 from asyncloader.transport.slab import slab_pool
 from asyncloader.workers.backend import Launch, Listener
@@ -42,7 +43,7 @@ from asyncloader.workers.remote.door import Door
 from asyncloader.workers.remote.facts import differences, facts
 from asyncloader.workers.remote.launcher import Launcher, Order
 from asyncloader.workers.remote.link import Link
-from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word
+from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word, decode
 from asyncloader.workers.remote.worker import AgentState, RemoteAgent, RemoteWorker
 
 log = logging.getLogger("asyncloader")
@@ -74,13 +75,20 @@ class RemotePool:
         options: Of the user.
         launcher: Launches agents; it is open.
         first: The least id that workers of agents may have: below it are local ones.
+        traffic: Counts what comes, or None.
     """
 
     has_processes = False
     takes_long = False
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, spec: WorkerSpec, options: RemoteWorkers, launcher: Launcher, first: int
+        self,
+        loop: asyncio.AbstractEventLoop,
+        spec: WorkerSpec,
+        options: RemoteWorkers,
+        launcher: Launcher,
+        first: int,
+        traffic: Traffic | None = None,
     ) -> None:
         self.processes: dict[int, RemoteWorker] = {}
         self.listener: Listener | None = None
@@ -95,7 +103,7 @@ class RemotePool:
         self._lives: dict[int, RemoteWorker] = {}
         self._num_agents = self._num_lives = 0
         self._failed_starts = 0
-        self._door = Door(loop, self, self._is_expected, self._allocate)
+        self._door = Door(loop, self, self._is_expected, self._allocate, traffic)
         self._slabs = slab_pool()
         self._slabs.live_on(loop)
         self._slabs.handle()
@@ -417,13 +425,6 @@ class RemotePool:
             if worker in self.processes and self.listener is not None:
                 self.listener.on_left(worker)
         self._maybe_end(agent, _LAST_S)
-
-
-def decode(buffers: list[memoryview], payload: memoryview) -> tuple[Any, int]:
-    """Make a batch of what has come; a large pickle is the last of the buffers."""
-    nbytes = len(payload) + sum(map(len, buffers))
-    stream = payload if len(payload) else buffers.pop()
-    return pickle.loads(stream, buffers=buffers), nbytes
 
 
 def _as_seen_here(outcome: Outcome, agent: RemoteAgent) -> Outcome:

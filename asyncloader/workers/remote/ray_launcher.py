@@ -76,6 +76,30 @@ def find_rooms(
     return rooms
 
 
+def packed(runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """Have Ray pack and store what a runtime_env names of this machine's files, which it does for whole jobs only.
+
+    Raises:
+        ConfigurationError: they are not there, or are too large for it.
+    """
+    if not runtime_env.get("working_dir") and not runtime_env.get("py_modules"):
+        return runtime_env
+    from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+
+    made = dict(runtime_env)
+    try:
+        for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
+            made = upload(made, include_gitignore=True, logger=log)
+    except Exception as error:
+        raise ConfigurationError(
+            f"Ray cannot pack what RayWorkers(runtime_env=...) names for the nodes: {error} (leave out what they have "
+            'or do not need by "excludes", or install it there)'
+        ) from error
+    made.pop("excludes", None)
+    return made
+
+
 class RayLauncher:
     """Launches agents as Ray's actors; see :class:`asyncloader.workers.remote.launcher.Launcher`.
 
@@ -106,7 +130,8 @@ class RayLauncher:
         """Connect to Ray, and leave there what workers work with: from there it goes once to each node.
 
         Raises:
-            ConfigurationError: Ray is not installed, or is connected to as a client.
+            ConfigurationError: Ray is not installed, or is connected to as a client, or what is to be packed for nodes
+                is too large for it.
         """
         try:
             import ray
@@ -122,6 +147,7 @@ class RayLauncher:
             ray.init()
         self._here = ray.get_runtime_context().get_node_id()
         self.address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._here)
+        self._runtime_env = packed(self._runtime_env)
         self._spec = ray.put([np.frombuffer(part, np.uint8) for part in parts])
 
     # ---------------------------------------------------------------------------------------------- the loop thread
@@ -200,15 +226,19 @@ class RayLauncher:
         amounts = {name: amount * room.size for name, amount in self._need.items()}
         # Not the default: that would put it into the placement group of whoever calls, as Ray Train's workers have one.
         where = NodeAffinitySchedulingStrategy(room.node, soft=False) if room.node else "SPREAD"
-        host = ray.remote(AgentHost).options(
-            num_cpus=amounts.pop("CPU"),
-            num_gpus=amounts.pop("GPU", 0),
-            resources=amounts,
-            max_restarts=0,
-            runtime_env=self._runtime_env or None,
-            scheduling_strategy=where,
-        )
-        handle = host.remote()
+        options: dict[str, Any] = {
+            "num_cpus": amounts.pop("CPU"),
+            "num_gpus": amounts.pop("GPU", 0),
+            "resources": amounts,
+            "max_restarts": 0,
+            "runtime_env": self._runtime_env or None,
+            "scheduling_strategy": where,
+        }
+        try:
+            handle = ray.remote(AgentHost).options(**options).remote()
+        except Exception as error:  # Ray does not take the runtime_env, say: it would not next time either
+            self._loop.call_soon_threadsafe(self._yard.on_gone, order.number, f"Ray refuses it: {error}")
+            return
         self._actors[order.number] = _Actor(handle, room, time.monotonic())
         handle.load.remote(self._spec)
         ended: Future[str] = handle.run.remote(order).future()

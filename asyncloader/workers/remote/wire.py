@@ -12,9 +12,10 @@ the connection. Nothing in here does I/O, and nothing is read before both sides 
 from __future__ import annotations
 
 import enum
+import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncloader.workers.protocol.frames import BadFrame, Buffer
 
@@ -81,6 +82,13 @@ def frame(kind: int, life: int = 0, parts: Sequence[Buffer] = (), buffers: Seque
     return [b"".join((head, *sizes, *parts)), *buffers]
 
 
+def decode(buffers: list[memoryview], payload: memoryview) -> tuple[Any, int]:
+    """Make a batch of what has come; a large pickle is the last of the buffers."""
+    nbytes = len(payload) + sum(map(len, buffers))
+    stream = payload if len(payload) else buffers.pop()
+    return pickle.loads(stream, buffers=buffers), nbytes
+
+
 class _Partial:
     """A frame of which something large is on its way."""
 
@@ -113,6 +121,11 @@ class FrameReader:
         self._partial: _Partial | None = None
         self._target: memoryview | None = None
         self._filled = 0
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether a frame with something large has begun, and not all of it is here."""
+        return self._partial is not None
 
     def get_buffer(self) -> memoryview:
         """Return where the next bytes go."""

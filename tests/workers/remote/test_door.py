@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from asyncloader import WorkerStartError
+from asyncloader.observe.traffic import Traffic
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.remote import door as module
 from asyncloader.workers.remote import link as link_module
 from asyncloader.workers.remote.door import Door
 from asyncloader.workers.remote.handshake import agent_side, new_secret
 from asyncloader.workers.remote.link import Link
-from asyncloader.workers.remote.wire import _HEAD, Frame
+from asyncloader.workers.remote.wire import _HEAD, Frame, frame
 from tests.patience import until
 
 
@@ -174,6 +175,30 @@ async def test_an_agent_that_sends_what_is_no_frame_is_dropped(trainer: Heard, s
     agent.open[0]._transport.write(sent)
     await until(lambda: trainer.lost)
     assert why in trainer.lost[0]
+
+
+async def test_large_frames_are_counted_while_they_are_on_their_way(trainer: Heard) -> None:
+    """Not small ones, which come in one piece; and one whose connection breaks ends with it."""
+    assert trainer.door is not None
+    traffic = trainer.door._traffic = Traffic()
+    agent = await dial(trainer)
+    await until(lambda: agent.open and trainer.open)
+    agent.open[0].send(8, 2, b"small")
+    await until(lambda: len(trainer.frames) == 1)
+    assert traffic.received.nbytes == 0
+    large = memoryview(bytes(5 << 20))
+    agent.open[0].send_large(7, 1, [b"body"], [large])
+    await until(lambda: len(trainer.frames) == 2)
+    received = traffic.received
+    assert len(large) <= received.nbytes <= len(large) + 100
+    assert received.seconds >= received.cpu_s >= 0
+    head, _ = frame(7, 1, [b"body"], [large])
+    agent.open[0]._transport.write(head + large[:1000])
+    await until(lambda: traffic._open)
+    agent.open[0].drop("enough")
+    await until(lambda: trainer.lost)
+    assert traffic._open == 0
+    assert traffic.received.nbytes == received.nbytes + len(head) + 1000
 
 
 async def test_an_error_over_one_frame_costs_none_behind_it(trainer: Heard) -> None:

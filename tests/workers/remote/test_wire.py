@@ -15,8 +15,7 @@ from asyncloader.transport.codec import Encoder, open_payload
 from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.remote import wire
-from asyncloader.workers.remote.pool import decode
-from asyncloader.workers.remote.wire import FrameReader, frame
+from asyncloader.workers.remote.wire import FrameReader, decode, frame
 from tests.transport.wire import make_pool
 
 LARGE = 300 << 10  # more than is read at once

@@ -1,0 +1,14 @@
+"""What was looked at, and what is to be done about it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Finding(NamedTuple):
+    """Something that was looked at. ``advice`` is empty where all is well."""
+
+    what: str
+    found: str
+    advice: str = ""
+    is_bad: bool = False
