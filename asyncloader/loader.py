@@ -203,46 +203,48 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if "__init__" in vars(cls):
             name_options(cls.__dict__["__init__"], OPTIONS)
 
-    def _settings(self) -> Settings:
-        """Check and freeze what this loader is to do, as it is now."""
+    def _settings(self, last: Settings | None = None) -> Settings:
+        """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
         place, remote = elsewhere.places(self.worker_backend)
-        settings = Settings(
-            dataset=self.dataset,
-            sampler=self.sampler,
-            batch_sampler=self.batch_sampler,
-            index_sampler=self._index_sampler,
-            batch_size=self.batch_size,
-            auto_collation=self._auto_collation,
-            num_workers=self.num_workers,
-            collate_fn=self.collate_fn,
-            drop_last=self.drop_last,
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context,
-            generator=self.generator,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            in_order=self.in_order,
-            concurrency=self.concurrency,
-            scheduling=self.scheduling,
-            seeding=self.seeding,
-            max_buffered_bytes=self.max_buffered_bytes,
-            on_error=self.on_error,
-            max_errors=self.max_errors,
-            on_timeout=self.on_timeout,
-            on_crash=self.on_crash,
-            max_retries=self.max_retries,
-            worker_backend=place,
-            remote=remote,
-            trace=self.trace,
-            snapshot_every_n_steps=self.snapshot_every_n_steps,
-            equal_steps=self.equal_steps,
-            prefetch_epochs=self.prefetch_epochs,
-            max_workers=self.max_workers,
-            max_tasks_per_child=self.max_tasks_per_child,
-            max_worker_memory=self.max_worker_memory,
-        )
-        return elsewhere.checked(settings)
+        options: dict[str, Any] = {
+            "dataset": self.dataset,
+            "sampler": self.sampler,
+            "batch_sampler": self.batch_sampler,
+            "index_sampler": self._index_sampler,
+            "batch_size": self.batch_size,
+            "auto_collation": self._auto_collation,
+            "num_workers": self.num_workers,
+            "collate_fn": self.collate_fn,
+            "drop_last": self.drop_last,
+            "timeout": self.timeout,
+            "worker_init_fn": self.worker_init_fn,
+            "multiprocessing_context": self.multiprocessing_context,
+            "generator": self.generator,
+            "prefetch_factor": self.prefetch_factor,
+            "persistent_workers": self.persistent_workers,
+            "in_order": self.in_order,
+            "concurrency": self.concurrency,
+            "scheduling": self.scheduling,
+            "seeding": self.seeding,
+            "max_buffered_bytes": self.max_buffered_bytes,
+            "on_error": self.on_error,
+            "max_errors": self.max_errors,
+            "on_timeout": self.on_timeout,
+            "on_crash": self.on_crash,
+            "max_retries": self.max_retries,
+            "worker_backend": place,
+            "remote": remote,
+            "trace": self.trace,
+            "snapshot_every_n_steps": self.snapshot_every_n_steps,
+            "equal_steps": self.equal_steps,
+            "prefetch_epochs": self.prefetch_epochs,
+            "max_workers": self.max_workers,
+            "max_tasks_per_child": self.max_tasks_per_child,
+            "max_worker_memory": self.max_worker_memory,
+        }
+        if last is not None and all(getattr(last, name) is option for name, option in options.items()):
+            return last
+        return elsewhere.checked(Settings(**options))
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""
@@ -286,7 +288,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not iterator.is_usable:
             self._iterator = None
             return None
-        if not (settings := self._settings()).has_workers:
+        if not (settings := self._settings(iterator.asked)).has_workers:
             return None
         iterator.begin_next(self, settings)
         return cast("WorkerIterator[T_co]", iterator)

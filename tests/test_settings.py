@@ -191,3 +191,13 @@ def test_what_is_for_a_timeout_wants_one(on_timeout: Any) -> None:
         DataLoader([1], num_workers=1, on_timeout=on_timeout)
     DataLoader([1], num_workers=1, timeout=1, on_timeout=on_timeout)
     DataLoader([1], on_timeout=on_timeout)
+
+
+def test_settings_are_made_anew_where_something_was_set() -> None:
+    """And only there: with persistent workers that is most of what the beginning of an epoch takes."""
+    loader = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
+    first = loader._settings()
+    assert loader._settings(first) is first
+    loader.timeout = 3
+    second = loader._settings(first)
+    assert (first.timeout, second.timeout) == (0, 3)

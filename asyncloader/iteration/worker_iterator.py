@@ -64,6 +64,9 @@ class WorkerIterator(BaseIterator[T_co]):
         runs: Of the loader.
         wait_for_start: Return when the workers have been started (``iter``); otherwise the first ``anext`` waits.
         state: To begin from.
+
+    Attributes:
+        asked: The settings that the loader gave last; workers keep what they were started with.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class WorkerIterator(BaseIterator[T_co]):
         if settings.num_workers and not settings.is_in_process and settings.start_context.get_start_method() != "fork":
             refuse_in_main()
         super().__init__(loader, settings, runs)
+        self.asked = settings
         self._start(loader, state, wait=wait_for_start)
 
     def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None, *, wait: bool) -> None:
@@ -129,7 +133,8 @@ class WorkerIterator(BaseIterator[T_co]):
         first = self._settings
         if first.is_auto:
             first = replace(first, num_workers=AutoWorkers(self._session.num_workers))
-        self._settings = settings.with_workers_of(first)
+        if first is not self._settings or settings is not self.asked:
+            self._settings, self.asked = settings.with_workers_of(first), settings
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
         progress, spec = start.checkpointer.progress, self._spec_of(start)
         run, plan = None, iter(start.plan)
