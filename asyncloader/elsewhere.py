@@ -34,14 +34,16 @@ def checked(settings: Settings) -> Settings:
         raise ConfigurationError("workers on other machines go together with local processes, not with threads")
     if (factor := settings.prefetch_factor) is not None and factor < 1:
         raise ConfigurationError(f"prefetch_factor should be an integer of at least 1, but got {factor!r}")
-    if settings.is_auto:
+    if settings.is_auto and settings.remote.num_workers is not None:
         raise ConfigurationError(
-            'num_workers="auto" does not decide about workers on other machines: say how many there are to be here '
-            "(0 for none), and there: RayWorkers(num_workers=...)"
+            'with num_workers="auto" the number of workers on other machines looks after itself too: give '
+            "RayWorkers(max_workers=...) for the most, or how many there are to be on this machine (0 for none)"
         )
-    if settings.scheduling == "split" or settings.renews:
-        what = 'scheduling="split"' if settings.scheduling == "split" else "max_tasks_per_child or max_worker_memory"
-        raise ConfigurationError(f"{what} is for workers of this machine alone, not beside those on others")
-    if why := settings.why_workers_stay:
-        raise ConfigurationError(f"workers on other machines come and go, which cannot be: {why}")
+    if settings.scheduling == "split":
+        raise ConfigurationError('scheduling="split" is for workers of this machine alone, not beside those on others')
+    if (why := settings.why_workers_stay) and settings.remote.num_workers is None:
+        raise ConfigurationError(
+            f"say how many workers there are to be on other machines, RayWorkers(num_workers=...): they cannot come "
+            f"and go as there is room for them, since {why}"
+        )
     return settings

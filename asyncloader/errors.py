@@ -159,9 +159,11 @@ def describe_death(pid: int, exitcode: int | None) -> str:
     )
 
 
-def died(pid: int, exitcode: int | None, keys: Sequence[Hashable], tries: int, output: str) -> WorkerDiedError:
-    """Build the error for a worker that died with work in hand."""
-    parts = [describe_death(pid, exitcode)]
+def died(
+    pid: int, exitcode: int | None, keys: Sequence[Hashable], tries: int, output: str, node: str = ""
+) -> WorkerDiedError:
+    """Build the error for a worker that died with work in hand, or was lost with this node."""
+    parts = [f"DataLoader worker (pid {pid}) is lost with node {node}." if node else describe_death(pid, exitcode)]
     if keys:
         parts.append(f"It was working on the indices {describe_keys(keys[0])}.")
     if len(keys) > 1:

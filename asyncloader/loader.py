@@ -113,9 +113,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             there is no gap between epochs where training is slower than loading. Nothing else changes: where the next
             epoch turns out to be another one (by `set_epoch`, or by what was drawn from a generator meanwhile), what
             was made is dropped. For samplers of torch's and ElasticSampler.
-        max_workers: How many ``num_workers="auto"`` may come to. By default as many as there are cores for this process
-            (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many there are); four
-            times that while workers mostly wait.
+        max_workers: How many ``num_workers="auto"`` may come to on this machine. By default as many as there are cores
+            for this process (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many
+            there are); four times that while workers mostly wait.
         max_tasks_per_child: Have another worker take the place of each that has made so many batches, for libraries
             that leak. It is started first and takes over between two batches, so nothing waits, nothing is lost, and
             nothing else changes; one after the other, so some batches may be made beyond that number. For worker
@@ -348,17 +348,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Order and content of the batches do not change by it. Who comes takes part when it has opened its copy of the
         dataset; who goes finishes the batches that it has. For map-style datasets without a state of their own, and
         ``seeding="batch"`` or "sample". To be called by the thread that iterates. Does not wait, and ends
-        ``num_workers="auto"``.
+        ``num_workers="auto"``. Of workers on other machines there are as many as ``worker_backend`` says.
 
         Args:
-            num_workers: At least 1.
+            num_workers: On this machine; at least 1.
 
         Raises:
             ConfigurationError: if the number cannot change; it says why.
         """
-        if (settings := self._settings()).remote is not None:
-            raise ConfigurationError("with workers on other machines the number of those on this one stays as it is")
-        settings.with_num_workers(num_workers)
+        self._settings().check_num_workers(num_workers)
         self.num_workers, self.max_workers = num_workers, None
         if (iterator := self._newest()) is not None:
             iterator.set_num_workers(num_workers)

@@ -193,6 +193,14 @@ class RemoteWorkers(Protocol):
     """Workers on other machines, and how they are to be had: :class:`asyncloader.ray.RayWorkers`."""
 
     @property
+    def num_workers(self) -> int | None:
+        """How many there are to be; None for as many as there is room for."""
+
+    @property
+    def max_workers(self) -> int | None:
+        """The most there may be, where `num_workers` does not say; None for any number."""
+
+    @property
     def port(self) -> int:
         """Where the trainer listens; 0 for any that is free."""
 

@@ -35,7 +35,9 @@ class RayWorkers:
 
     Args:
         num_workers: How many there are to be on other machines, as far as there is room; more come as that does. None
-            for as many as there is room for, on all nodes but this one if there are others.
+            for as many as there is room for, on all nodes but this one if there are others; with
+            ``DataLoader(num_workers="auto")`` for as many of these as are worth it.
+        max_workers: The most there may be, where ``num_workers`` is None; None for any number.
         cpus_per_worker: What each takes of a node's CPUs, as Ray counts them.
         resources: What each takes of other resources, by name; so they can be kept to certain nodes.
         runtime_env: What Ray sets up on nodes before workers start: packages, files, environment variables.
@@ -50,6 +52,7 @@ class RayWorkers:
     """
 
     num_workers: int | None = None
+    max_workers: int | None = None
     cpus_per_worker: float = 1.0
     resources: Mapping[str, float] | None = None
     runtime_env: Mapping[str, Any] | None = None
@@ -58,9 +61,11 @@ class RayWorkers:
     make_context: MakeContext | None = None
 
     def __post_init__(self) -> None:
-        count = self.num_workers
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigurationError(f"RayWorkers: num_workers should be at least 1, or None, but got {count!r}")
+        for name, count in (("num_workers", self.num_workers), ("max_workers", self.max_workers)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise ConfigurationError(f"RayWorkers: {name} should be at least 1, or None, but got {count!r}")
+        if self.num_workers is not None and self.max_workers is not None:
+            raise ConfigurationError("RayWorkers: max_workers bounds what num_workers does not say: give one of them")
         for name, amount in self.need.items():
             if not amount > 0:
                 raise ConfigurationError(f"RayWorkers: a worker should take more than 0 of {name}, but got {amount!r}")
@@ -78,4 +83,4 @@ class RayWorkers:
         """Return what launches agents, for one pool of workers."""
         from asyncloader.workers.remote.ray_launcher import RayLauncher
 
-        return RayLauncher(self.need, self.num_workers, dict(self.runtime_env or {}))
+        return RayLauncher(self.need, dict(self.runtime_env or {}))

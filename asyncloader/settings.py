@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
 
+from asyncloader.checks import at_least, one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import RemoteWorkers, is_async, is_stateful, probe
@@ -64,7 +65,7 @@ def first_workers(num_workers: Any, max_workers: int | None) -> Any:
     """
     is_auto = num_workers == "auto" or isinstance(num_workers, AutoWorkers)
     if max_workers is not None:
-        _count("max_workers", max_workers, least=1)
+        at_least("max_workers", max_workers, least=1)
         if not is_auto:
             raise ConfigurationError('max_workers is for num_workers="auto"; otherwise there are num_workers')
     if not is_auto:
@@ -225,9 +226,22 @@ class Settings:
         return self.num_workers > 0 or self.remote is not None
 
     @property
+    def first_elsewhere(self) -> int:
+        """From this id on workers are on other machines. Below it there is room for those who may come here."""
+        if self.remote is None:
+            return sys.maxsize
+        may_come = self.num_workers and not self.num_slots
+        return max(self.num_workers, self.most_waiting, 16) if may_come else self.num_workers
+
+    @property
     def num_places(self) -> int:
         """Where batches are made at the beginning: in so many workers, or in one place on the portal's loop."""
-        return self.num_workers if self.remote is not None else max(1, self.num_workers)
+        return max(1, self.num_workers) if self.remote is None else self.num_workers + self.num_slots
+
+    @property
+    def num_slots(self) -> int:
+        """Places on other machines that there are from the beginning on: where workers cannot come and go; or 0."""
+        return (self.remote.num_workers or 0) if self.remote is not None and self.why_workers_stay else 0
 
     @property
     def prefetch(self) -> int:
@@ -254,19 +268,18 @@ class Settings:
         """Whether the next run has the same copies of the dataset: those of persistent workers, or of this process."""
         return self.persistent_workers or not self.has_workers
 
-    def with_num_workers(self, num_workers: int) -> Settings:
-        """Return the same with another number of workers, in the middle of a run or between two.
-
-        Raises:
-            ConfigurationError: if that cannot be changed then.
-        """
-        _count("num_workers", num_workers, least=1)
+    def check_num_workers(self, num_workers: int) -> None:
+        """Raise a ConfigurationError if there cannot be so many workers, in the middle of a run or between two."""
+        at_least("num_workers", num_workers, least=1)
         if not self.num_workers:
-            raise ConfigurationError("this loader has no workers: make one with num_workers=1, or more")
+            here = " on this machine" * (self.remote is not None)
+            raise ConfigurationError(f"this loader has no workers{here}: make one with num_workers=1, or more")
+        if num_workers > self.first_elsewhere:
+            most = f"at most {self.first_elsewhere} workers here, not {num_workers}"
+            raise ConfigurationError(f"while there are some on other machines too there can be {most}")
         if why := self.why_workers_stay:
             hint = " (set loader.num_workers between runs)" * self.is_iterable
             raise ConfigurationError(f"the number of workers cannot change while they are at work: {why}{hint}")
-        return replace(self, num_workers=num_workers)
 
     @property
     def why_workers_stay(self) -> str:
@@ -350,21 +363,21 @@ class Settings:
         return size if isinstance(size, int) and size > 0 else _UNKNOWN_BATCH_SIZE
 
     def _check_options(self) -> None:
-        _one_of("scheduling", self.scheduling, Scheduling)
-        _one_of("seeding", self.seeding, Seeding)
-        _one_of("on_error", self.on_error, OnError)
-        _one_of("on_timeout", self.on_timeout, OnTimeout)
-        _one_of("on_crash", self.on_crash, OnCrash)
-        _one_of("worker_backend", self.worker_backend, WorkerBackend)
+        one_of("scheduling", self.scheduling, Scheduling)
+        one_of("seeding", self.seeding, Seeding)
+        one_of("on_error", self.on_error, OnError)
+        one_of("on_timeout", self.on_timeout, OnTimeout)
+        one_of("on_crash", self.on_crash, OnCrash)
+        one_of("worker_backend", self.worker_backend, WorkerBackend)
         if self.concurrency is not None:
-            _count("concurrency", self.concurrency, least=1)
-        _count("max_buffered_bytes", self.max_buffered_bytes, least=0)
-        _count("max_retries", self.max_retries, least=0)
+            at_least("concurrency", self.concurrency, least=1)
+        at_least("max_buffered_bytes", self.max_buffered_bytes, least=0)
+        at_least("max_retries", self.max_retries, least=0)
         if self.snapshot_every_n_steps is not None:
-            _count("snapshot_every_n_steps", self.snapshot_every_n_steps, least=0)
+            at_least("snapshot_every_n_steps", self.snapshot_every_n_steps, least=0)
         self._check_max_errors()
         if self.equal_steps is not None:
-            _one_of("equal_steps", self.equal_steps, EqualSteps)
+            one_of("equal_steps", self.equal_steps, EqualSteps)
             if not isinstance(self.dataset, IterableDataset):
                 raise ConfigurationError(
                     "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
@@ -399,9 +412,9 @@ class Settings:
 
     def _check_renewal(self) -> None:
         if self.max_tasks_per_child is not None:
-            _count("max_tasks_per_child", self.max_tasks_per_child, least=1)
+            at_least("max_tasks_per_child", self.max_tasks_per_child, least=1)
         if self.max_worker_memory is not None:
-            _count("max_worker_memory", self.max_worker_memory, least=_LEAST_WORKER_MEMORY, unit=" (bytes)")
+            at_least("max_worker_memory", self.max_worker_memory, least=_LEAST_WORKER_MEMORY, unit=" (bytes)")
         if not self.renews:
             return
         name = "max_worker_memory" if self.max_tasks_per_child is None else "max_tasks_per_child"
@@ -435,16 +448,3 @@ def makes_processes(context: BaseContext | None) -> bool:
     """Whether what a context calls processes are some: MONAI has one of threads. Their pids are nobody's to signal."""
     kind: Any = getattr(context, "Process", BaseProcess)
     return isinstance(kind, type) and issubclass(kind, BaseProcess)
-
-
-def _one_of(name: str, value: object, kind: object) -> None:
-    allowed = get_args(kind)
-    if value not in allowed:
-        close = get_close_matches(str(value), allowed, 1)
-        meant = f". Did you mean {close[0]!r}?" if close else ""
-        raise ConfigurationError(f"{name} should be one of {', '.join(map(repr, allowed))}, but got {value!r}{meant}")
-
-
-def _count(name: str, value: object, *, least: int, unit: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} should be an integer of at least {least}{unit}, but got {value!r}")

@@ -50,7 +50,7 @@ class Whims:
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
-        self.num_workers = 2
+        self.here, self.elsewhere = 2, 0
         self.due = 0.0
         self.reason = "a whim"
 
@@ -59,12 +59,12 @@ class Whims:
 
     def observe(self, load: Any) -> int:
         """Want the next number."""
-        self.num_workers = self.numbers[load.made % len(self.numbers)]
-        return self.num_workers
+        self.here = self.numbers[load.made % len(self.numbers)]
+        return self.here
 
     def limit(self, count: int) -> None:
         """There cannot be so many."""
-        self.num_workers = count
+        self.here = count
 
 
 @pytest.mark.parametrize("backend", ["process", "thread"])

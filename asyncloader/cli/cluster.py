@@ -69,7 +69,7 @@ def _of_cluster(version: str, told: dict[str, Any] | str, workers: RayWorkers | 
     yield _of_address(host, len(free))
     if workers is None:
         return
-    rooms = find_rooms(free, workers.need, workers.num_workers, here)
+    rooms = find_rooms(free, workers.need, workers.num_workers or workers.max_workers, here)
     count, wanted = sum(room.size for room in rooms), workers.num_workers
     of = "" if wanted is None else f" of {wanted}"
     lacks = not count if wanted is None else count < wanted

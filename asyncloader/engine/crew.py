@@ -11,6 +11,8 @@ it is wanted again before that, it stays.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Mapping
 
 from asyncloader.engine.actions import Action, Dismiss, Join, Part, Start
@@ -23,26 +25,31 @@ class Crew:
 
     Args:
         num_workers: How many there are at the beginning, numbered from 0.
+        first_elsewhere: From this id on workers are on other machines, and come and go by themselves.
 
     Attributes:
         members: Who is to be there. Not all of them need be ready.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, first_elsewhere: int = sys.maxsize) -> None:
         self.members = set(range(num_workers))
+        self._first_elsewhere = first_elsewhere
         self._coming: set[int] = set()  # started, or to be, and not ready
 
     def __repr__(self) -> str:
         return f"<Crew {sorted(self.members)} coming={sorted(self._coming)}>"
 
+    @property
+    def here(self) -> list[int]:
+        """Who of these is on this machine. In any thread."""
+        return sorted(worker for worker in tuple(self.members) if worker < self._first_elsewhere)
+
     def resize(self, num_workers: int) -> None:
-        """Have so many members from now on: the last go first, and new ones get the lowest ids that are free."""
-        while len(self.members) > num_workers:
-            self.members.remove(max(self.members))
-        worker = 0
-        while len(self.members) < num_workers:
-            self.members.add(worker)
-            worker += 1
+        """Have so many members here from now on: the last go first, and new ones get the lowest ids that are free."""
+        here = self.here
+        self.members.difference_update(here[num_workers:])
+        free = (worker for worker in itertools.count() if worker not in self.members)
+        self.members.update(list(itertools.islice(free, max(0, num_workers - len(here)))))
 
     def settle(self, roster: Roster, places: Mapping[int, Worker]) -> list[Action]:
         """Decide who comes and who goes, now that there are to be others, or another run has begun.
@@ -70,10 +77,15 @@ class Crew:
         return actions
 
     def ready(self, worker: int, roster: Roster) -> list[Action]:
-        """A worker has opened the dataset; perhaps one that nobody had asked for."""
+        """A worker has opened the dataset; perhaps one of another machine, which nobody had asked for.
+
+        One of this machine that is no member is not wanted any more: it was just being started then.
+        """
         self._coming.discard(worker)
         if worker in roster.active:
             return []
+        if worker < self._first_elsewhere and worker not in self.members:
+            return [Dismiss(worker)]
         self.members.add(worker)
         return [Join(worker)]
 

@@ -58,6 +58,7 @@ class Policy(NamedTuple):
         replaceable: Whether another process can always take the place of a worker that died: not so with iterable
             datasets, whose workers hold a position in the data, unless they can be read again.
         is_stream: The dataset is iterable.
+        stays: Workers cannot come and go: it matters who makes a batch.
         tells_place: A worker of a stream can be replaced as soon as it has told a state.
         has_initial_state: The dataset provides a state, and the parent still holds the one that the first run's workers
             started from: so another worker can be taken through what they had been through.
@@ -66,6 +67,7 @@ class Policy(NamedTuple):
 
     replaceable: bool
     is_stream: bool = False
+    stays: bool = False
     tells_place: bool = False
     has_initial_state: bool = False
     on_timeout: OnTimeout = "raise"
@@ -139,9 +141,10 @@ class Recovery:
             start: Where another one would begin, if it held a place in the data.
             is_active: It had not come to the end of its data.
         """
-        if process.was_set_up:
+        if process.was_set_up and not process.is_lost:
             log.warning("%s", describe_death(process.pid, process.exitcode))
-        self._failed_starts += not process.is_ready
+        is_blamed = process.is_ready and not process.is_lost  # for what it was at
+        self._failed_starts += not (process.is_ready or process.is_lost)
         if not is_active:  # only a later run needs another
             self._vacant.add(process.worker_id)
             self.has_lost |= not (self._policy.replaceable or self._policy.has_initial_state)
@@ -152,7 +155,16 @@ class Recovery:
             return [GiveUp(_failed_starts(process, self._failed_starts))]
         if not self._can_replace(start):
             return self._lose_for_good(process)
-        return [Lose(process.worker_id, partial(_death, process), was_ready=process.is_ready, rest_s=self._rest_s())]
+        return [Lose(process.worker_id, partial(_death, process), was_ready=is_blamed, rest_s=self._rest_s())]
+
+    def leaves(self, process: Worker, start: Start | None) -> Sequence[Discard | Lose]:
+        """The worker's machine is about to go: have another one begin where it is, if somebody knows where that is."""
+        if not self._can_replace(start):
+            words = "Worker %d on node %s is to leave, and stays as long as it can. %s"
+            log.warning(words, process.worker_id, process.node, _NOT_REPLACED)
+            return []
+        worker = process.worker_id
+        return [Discard(worker), Lose(worker, partial(_death, process), was_ready=False)]
 
     def fill(self, process: Worker, start: Start | None) -> Sequence[Lose | Replace]:
         """Another run has begun, and this worker, which was lost before, has no process."""
@@ -224,7 +236,8 @@ def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Except
     """Make the error for tickets that are given up because their worker died."""
     keys = [ticket.keys for ticket in tickets]
     tries = tickets[0].tries if tickets else 1
-    error = died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"))
+    node = process.node if process.is_lost else ""
+    error = died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"), node)
     if note:
         error.add_note(note)
     return error

@@ -334,8 +334,7 @@ class Session:
         return len(self.staff.crew.members)
 
     def resize(self, num_workers: int) -> None:
-        """Have so many workers from now on. Who comes joins when it is ready; who goes finishes what it has."""
-        self.staff.auto = None
+        """Have so many workers here from now on. Who comes joins when it is ready; who goes finishes what it has."""
         self.staff.resize(self, num_workers)
 
     def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:

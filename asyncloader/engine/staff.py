@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -27,7 +28,7 @@ from asyncloader.engine.turnover import Turnover
 from asyncloader.errors import describe_death
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
-from asyncloader.workers.backend import Backend, Worker
+from asyncloader.workers.backend import Backend, Elastic, Worker
 
 log = logging.getLogger("asyncloader")
 
@@ -44,11 +45,13 @@ class Auto(NamedTuple):
 
     Attributes:
         controller: Decides.
-        tell: Is told of it.
+        tell: Is told of it: how many there are to be on this machine, and on others.
+        elastic: The workers, if there may be some on other machines; or None.
     """
 
     controller: Controller
-    tell: Callable[[int], None]
+    tell: Callable[[int, int], None]
+    elastic: Elastic | None = None
 
 
 class Session(Protocol):
@@ -86,6 +89,7 @@ class Staff:
         num_workers: How many there are at the beginning.
         auto: Looks after their number, or None.
         turnover: Renews them, or None.
+        first_elsewhere: From this id on workers are on other machines.
 
     Attributes:
         due: When `look` is worth calling again; on the clock of outcomes.
@@ -100,13 +104,15 @@ class Staff:
         num_workers: int,
         auto: Auto | None = None,
         turnover: Turnover | None = None,
+        first_elsewhere: int = sys.maxsize,
     ) -> None:
         self.auto = auto
         self.turnover = turnover
         self.due = 0.0
         self.is_stream = policy.is_stream
+        self._stays = policy.stays
         self.recovery = Recovery(policy, num_workers)
-        self.crew = Crew(num_workers)
+        self.crew = Crew(num_workers, first_elsewhere)
         self._loop = loop
         self._pool = pool
         self._to_start: deque[int] = deque()
@@ -122,9 +128,11 @@ class Staff:
     def begin(self, session: Session) -> None:
         """A run has begun with workers that are there: fill places, and have those go that are not wanted."""
         unmoved, self._unmoved = self._unmoved, set()
-        for worker in unmoved:
+        for worker in unmoved & self._pool.processes.keys():
             self._pool.discard(worker)
-        for worker in self.stop() | unmoved:
+        for worker in self._pool.processes:
+            self._note_node(session, worker)
+        for worker in (self.stop() | unmoved) & self._pool.processes.keys():
             session.apply(self.recovery.fill(self._pool.processes[worker], session.run.start_of(worker)))
         if self.auto is not None:
             self.auto.controller.begin()
@@ -153,6 +161,9 @@ class Staff:
     def ready(self, session: Session, worker: int) -> None:
         """A worker has opened the dataset."""
         self.recovery.ready()
+        self._note_node(session, worker)
+        if self.turnover is not None and worker not in session.run.scheduler.active:
+            self.turnover.born(worker)  # its id may have been another's
         if session.takes_outcomes:
             session.apply(self.crew.ready(worker, session.run.scheduler.roster))
 
@@ -167,6 +178,10 @@ class Staff:
 
     def left(self, session: Session, worker: int) -> None:
         """A worker wants to go."""
+        if self._stays:
+            if session.takes_outcomes and worker in session.run.scheduler.active:
+                session.apply(self.recovery.leaves(self._pool.processes[worker], session.run.start_of(worker)))
+            return
         self.crew.gone(worker)
         self.settle(session)
 
@@ -176,13 +191,25 @@ class Staff:
         self.crew.gone(worker)
         if (timer := self._rests.pop(worker, None)) is not None:
             timer.cancel()
+        session.drop(worker)
         if session.takes_outcomes:
             session.apply(session.run.scheduler.lost(worker))
 
-    def resize(self, session: Session, num_workers: int) -> None:
-        """Have so many workers from now on."""
+    def resize(self, session: Session, num_workers: int, elsewhere: int | None = None) -> None:
+        """Have so many workers on this machine from now on, and on others.
+
+        Args:
+            session: Theirs.
+            num_workers: Here.
+            elsewhere: On other machines; None for as many as the user says.
+        """
+        auto = self.auto
+        if elsewhere is None:
+            self.auto = None  # from now on nobody looks after it
+        if auto is not None and auto.elastic is not None:
+            auto.elastic.want(elsewhere)
         self.crew.resize(num_workers)
-        self.recovery.num_workers = num_workers
+        self.recovery.num_workers = num_workers + (elsewhere or 0)
         self.settle(session)
 
     def look(self, session: Session, now: float) -> None:
@@ -199,18 +226,18 @@ class Staff:
 
     def _look_how_many(self, session: Session, auto: Auto, now: float) -> None:
         controller, roster = auto.controller, session.run.scheduler.roster
-        before = controller.num_workers
+        here, elsewhere = controller.here, controller.elsewhere
         meter = session.run.meter
-        wanted = controller.observe(meter.load(now, roster.num_takers))
-        if wanted > before:
+        controller.observe(meter.load(now, roster.num_takers))
+        if (more := controller.here - here) > 0:
             each, room = max([_WORKER_BYTES, *meter.private_bytes().values()]), available_bytes() - total_bytes() // 20
-            if room < (wanted - before) * each:
-                wanted = before + max(0, room // each)
-                controller.limit(wanted)
-        if wanted != before:
-            log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
-            self.resize(session, wanted)
-            auto.tell(wanted)
+            if room < more * each:
+                controller.limit(here + max(0, room // each))
+        wanted = controller.here, controller.elsewhere
+        if wanted != (here, elsewhere):
+            log.info('num_workers="auto": %d in place of %d: %s', sum(wanted), here + elsewhere, controller.reason)
+            self.resize(session, *wanted)
+            auto.tell(*wanted)
 
     def settle(self, session: Session) -> None:
         """Have those come and go who should."""
@@ -286,9 +313,13 @@ class Staff:
 
     def join(self, session: Session, action: Join) -> None:
         """Have a worker take tickets."""
-        process = self._pool.processes.get(action.worker)
-        session.run.meter.joined(action.worker, "" if process is None else process.node)
+        self._note_node(session, action.worker)
         session.apply(session.run.scheduler.joined(action.worker))
+
+    def _note_node(self, session: Session, worker: int) -> None:
+        """Note for the statistics on which machine a worker is."""
+        process = self._pool.processes.get(worker)
+        session.run.meter.joined(worker, "" if process is None else process.node)
 
     def part(self, session: Session, action: Part) -> None:
         """Have a worker leave; one that was not started yet leaves what it was to get."""

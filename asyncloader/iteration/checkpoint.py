@@ -224,7 +224,7 @@ def initial_state(settings: Settings, epoch: int) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
     rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
     samplers = own_state(settings.index_sampler)
-    here = Start() if settings.num_workers else dataset_here(settings.dataset, settings.snapshot_every)
+    here = Start() if settings.has_workers else dataset_here(settings.dataset, settings.snapshot_every)
     return _state(
         _kind(settings),
         epoch,

@@ -299,6 +299,6 @@ def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, 
 def _known(settings: Settings, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:
     """Return where datasets are before the first batch, as far as this process knows."""
     known = (last and last.carried()) or starts
-    if starts is not None and not settings.num_workers and starts[0] == Start():
+    if starts is not None and not settings.has_workers and starts[0] == Start():
         return {0: dataset_here(settings.dataset, settings.snapshot_every)}
     return known and dict(known)

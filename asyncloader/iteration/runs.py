@@ -37,6 +37,7 @@ class Runs:
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
         slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
+        elsewhere: Workers that there are to be on other machines, where their number looks after itself.
         told_when_loaded: What `set_epoch` of the dataset had been called with then.
     """
 
@@ -51,6 +52,7 @@ class Runs:
         self.told_when_loaded: tuple[Told, ...] = ()
         self.slicer = Slicer()
         self.traffic = Traffic()
+        self.elsewhere = 0
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class WorkerIterator(BaseIterator[T_co]):
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
         first = self._settings
         if first.is_auto:
-            first = replace(first, num_workers=AutoWorkers(self._session.num_workers))
+            first = replace(first, num_workers=AutoWorkers(len(self._session.staff.crew.here)))
         if first is not self._settings or settings is not self.asked:
             self._settings, self.asked = settings.with_workers_of(first), settings
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
@@ -175,7 +175,8 @@ class WorkerIterator(BaseIterator[T_co]):
     def _spec_of(self, start: RunStart) -> EpochSpec:
         """Return a run as workers are to know it."""
         number, shared_seed = next(self._run_numbers), start.checkpointer.shared_seed
-        return EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
+        spec = EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
+        return spec._replace(num_workers=self._settings.num_places) if self._settings.num_slots else spec
 
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         settings = self._settings
@@ -209,17 +210,17 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_session(self, run: Run) -> Session:
         portal = get_portal()
-        settings = self._settings
-        pool = make_pool(settings, self._worker_spec(), portal.loop, self._runs.traffic)
+        settings, runs = self._settings, self._runs
+        pool = make_pool(settings, self._worker_spec(), portal.loop, runs.traffic, runs.elsewhere)
         pinner = self._make_pinner(portal)
-        auto = make_auto(settings, partial(_note_number, weakref.ref(self)))
-        turnover = make_turnover(settings, pool, portal.loop)
-        staff = Staff(portal.loop, pool, policy_of(settings), settings.num_places, auto, turnover)
+        auto = make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
+        turnover, first = make_turnover(settings, pool, portal.loop), settings.first_elsewhere
+        staff = Staff(portal.loop, pool, policy_of(settings), settings.num_places, auto, turnover, first)
         return Session(portal, pool, run, staff, pinner)
 
-    def note_number(self, num_workers: int) -> None:
+    def note_number(self, num_workers: int, elsewhere: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
-        number = AutoWorkers(num_workers)
+        number, self._runs.elsewhere = AutoWorkers(num_workers), elsewhere
         self._checkpointer.progress.num_workers = num_workers
         loader = self._loader()
         if loader is not None and isinstance(loader.num_workers, AutoWorkers):
@@ -435,6 +436,6 @@ class WorkerIterator(BaseIterator[T_co]):
         return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"
 
 
-def _note_number(iterator: weakref.ref[WorkerIterator[Any]], num_workers: int) -> None:
+def _note_number(iterator: weakref.ref[WorkerIterator[Any]], num_workers: int, elsewhere: int) -> None:
     if (alive := iterator()) is not None:
-        alive.note_number(num_workers)
+        alive.note_number(num_workers, elsewhere)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.progress import Progress
@@ -25,7 +26,7 @@ from asyncloader.protocols import has_samples, is_collated, is_stateful, probe
 from asyncloader.settings import Settings
 from asyncloader.transport.room import make_room
 from asyncloader.transport.slab import slab_pool
-from asyncloader.workers.backend import Backend
+from asyncloader.workers.backend import Backend, Elastic, Renewable
 from asyncloader.workers.child.gather import gathers
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.pool import Pool
@@ -33,8 +34,17 @@ from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.pickled_spec import pickle_for_elsewhere
 
 
-def make_pool(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop, traffic: Traffic) -> Backend:
+def make_pool(
+    settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop, traffic: Traffic, elsewhere: int
+) -> Backend:
     """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes, on other machines.
+
+    Args:
+        settings: Of the loader.
+        spec: What the workers work with.
+        loop: The portal's.
+        traffic: Counts what comes from other machines.
+        elsewhere: How many there are to be on other machines at the beginning, where that looks after itself.
 
     Raises:
         Exception: as the pickling of the dataset or a function raises it, or who launches workers elsewhere.
@@ -49,9 +59,11 @@ def make_pool(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventL
 
     launcher = settings.remote.launcher()
     launcher.open(pickle_for_elsewhere(replace(spec, origin=None)))
+    first = settings.first_elsewhere
     local = _make_local(settings, spec, loop) if spec.num_workers else None
-    remote = RemotePool(loop, spec, settings.remote, launcher, spec.num_workers, traffic)
-    return remote if local is None else Together(local, remote, spec.num_workers)
+    slots, wanted = settings.num_slots, elsewhere if settings.is_auto else None
+    remote = RemotePool(loop, spec, settings.remote, launcher, first, traffic, wanted=wanted, slots=slots)
+    return remote if local is None else Together(local, remote, first)
 
 
 def _make_local(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> Pool:
@@ -94,31 +106,36 @@ def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, fault
     )
 
 
-def make_auto(settings: Settings, tell: Callable[[int], None]) -> Auto | None:
+def make_auto(settings: Settings, pool: Backend, tell: Callable[[int, int], None], elsewhere: int) -> Auto | None:
     """Return what looks after the number of workers, or None if nothing does.
 
     Args:
         settings: Of the loader.
+        pool: The workers.
         tell: Is told of each change, on the loop thread.
+        elsewhere: How many there are to be on other machines at the beginning.
     """
     if not settings.is_auto:
         return None
+    remote, elastic = settings.remote, cast(Elastic, pool)
     controller = Controller(
         settings.num_workers,
         max_computing=settings.most_computing,
         max_waiting=settings.most_waiting,
         cores=usable_cores(),
         overlaps=settings.overlaps,
+        elsewhere=elsewhere,
+        max_elsewhere=0 if remote is None else remote.max_workers or sys.maxsize,
     )
-    return Auto(controller, tell)
+    return Auto(controller, tell, None if remote is None else elastic)
 
 
 def make_turnover(settings: Settings, pool: Backend, loop: asyncio.AbstractEventLoop) -> Turnover | None:
     """Return what renews workers, or None if nothing does."""
-    if not settings.renews or not isinstance(pool, Pool):
+    if not settings.renews:
         return None
     renewal = Renewal(settings.max_tasks_per_child, settings.max_worker_memory)
-    return Turnover(loop, pool, renewal, grace_s=END_GRACE_S)
+    return Turnover(loop, cast(Renewable, pool), renewal, grace_s=END_GRACE_S)
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -128,13 +145,15 @@ def policy_of(settings: Settings) -> Policy:
     state, what this process has of it is what workers began with, but only in their first run, and only if they have
     processes or threads of their own.
     """
+    stays = bool(settings.why_workers_stay)
     if not settings.is_iterable:
-        return Policy(replaceable=True, on_timeout=settings.on_timeout)
+        return Policy(replaceable=True, stays=stays, on_timeout=settings.on_timeout)
     tells_place = settings.on_crash != "skip"
     return Policy(
         replaceable=tells_place and probe(settings.dataset, "deterministic") is True,
         is_stream=True,
+        stays=stays,
         tells_place=tells_place,
-        has_initial_state=is_stateful(settings.dataset) and settings.num_workers > 0,
+        has_initial_state=is_stateful(settings.dataset) and settings.has_workers,
         on_timeout=settings.on_timeout,
     )

@@ -122,6 +122,7 @@ class Meter:
         self._stalled_s = 0.0
         self._samples = 0
         self._bytes = 0
+        self._received_bytes = 0  # of these, from other machines
         self._errors = 0
         # Written by consumers, one at a time.
         self._taken = Tally(len(_TAKEN))
@@ -159,6 +160,8 @@ class Meter:
         row, now = self._count(worker, record, sent_at, arrived_at, number)
         self._made.add(_summed(row, times) if times else row)
         self._bytes += nbytes
+        if self._own[worker].node:
+            self._received_bytes += nbytes
         return BatchTimes(number, now)
 
     def came_in_rows(self, number: int, slices: Sequence[Times], nbytes: int) -> BatchTimes:
@@ -257,7 +260,8 @@ class Meter:
     def joined(self, worker: int, node: str) -> None:
         """Note on which machine a worker is that has come: "" for this one. Its id may have been another's."""
         if (own := self._own.get(worker)) is not None and own.node != node:
-            self._left.append((worker, own))
+            if own.batches:
+                self._left.append((worker, own))
             self._own[worker] = _Own(node)
         elif own is None and node:
             self._own[worker] = _Own(node)
@@ -265,14 +269,15 @@ class Meter:
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
         made, taken = self._made.take().all, self._taken.take().all
-        worker_cpu_s = self._cpu_s + self._stalled_s - self._remote_cpu_s
+        worker_cpu_s = self._cpu_s + self._stalled_s
         main_cpu_s = self._last_cpu_s - self._first_cpu_s
         if self._options.get("in_process"):
             main_cpu_s = max(0.0, main_cpu_s - self._cpu_s)
         waited_s, work_s = float(taken.sums[0]), float(made.sums[-1])
         return Load(
-            now, num_workers, taken.rows, waited_s, self._training_s, made.rows, work_s, worker_cpu_s, main_cpu_s
-        )
+            now, num_workers, taken.rows, waited_s, self._training_s, made.rows, work_s, worker_cpu_s, main_cpu_s,
+            self._remote_cpu_s, self._received_bytes,
+        )  # fmt: skip
 
     def failed(self) -> None:
         """Count an exception that is handed over in place of a batch."""

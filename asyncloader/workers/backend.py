@@ -43,6 +43,7 @@ class Worker(Protocol):
         is_telling: It can be asked where it is.
         started_at: On :func:`time.monotonic`'s clock, seconds.
         node: The machine that it is on; "" for this one.
+        is_lost: It went with its machine, and nothing that it was at is to blame.
     """
 
     worker_id: int
@@ -50,6 +51,7 @@ class Worker(Protocol):
     exitcode: int | None
     output: bytearray
     is_ready: bool
+    is_lost: bool
     started_at: float
 
     @property
@@ -168,6 +170,17 @@ class Backend(Protocol):
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all workers are gone. In any thread but the loop's."""
+
+
+class Elastic(Backend, Protocol):
+    """A backend that can be asked for more workers on other machines, or for fewer."""
+
+    def want(self, num_workers: int | None) -> None:
+        """Have so many of them, as far as there is room. `Listener.on_ready` and `on_left` tell who comes and goes.
+
+        Args:
+            num_workers: On other machines; None for as many as the user says.
+        """
 
 
 class Renewable(Backend, Protocol):

@@ -120,6 +120,7 @@ def test_one_that_is_not_wanted_before_it_is_ready_goes_at_once() -> None:
 def test_one_that_nobody_has_asked_for_is_welcome() -> None:
     """So workers come that start elsewhere; one that is gone is not asked for again."""
     world = World(1)
+    world.crew = Crew(1, first_elsewhere=7)
     world.places[7] = Place()
     world.carry_out(world.crew.ready(7, world.roster))
     assert world.roster.takes(7)
@@ -163,3 +164,20 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
     world.get_ready()
     world.finish()
     assert {worker for worker in world.roster.active if world.roster.takes(worker)} == world.crew.members
+
+
+def test_those_of_other_machines_come_and_go_by_themselves() -> None:
+    """The number is that of this machine; ids of new ones stay below theirs."""
+    crew = Crew(2, first_elsewhere=5)
+    roster = Roster(2, 0)
+    assert crew.ready(5, roster) == [Join(5)]
+    roster.join(5)
+    crew.resize(4)
+    assert crew.members == {0, 1, 2, 3, 5}
+    assert crew.here == [0, 1, 2, 3]
+    crew.resize(1)
+    assert crew.members == {0, 5}
+    assert crew.ready(2, roster) == [Dismiss(2)]  # it was being started when it was wanted no more
+    assert crew.members == {0, 5}
+    crew.gone(5)
+    assert crew.settle(roster, {0: Place(), 1: Place(), 5: Place()}) == [Part(5), Part(1)]  # type: ignore[dict-item]

@@ -30,6 +30,7 @@ class Gone:
     exitcode: int | None = -9
     output: bytearray = field(default_factory=bytearray)
     is_ready: bool = True
+    is_lost: bool = False
     is_telling: bool = True
     was_set_up: bool = True
     is_alive: bool = False

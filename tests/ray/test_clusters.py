@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -87,6 +88,68 @@ def test_a_cluster_that_grows_and_loses_a_node(add_node: Any, tmp_path: Path, ca
     assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
     assert loader.stats().retries == 0
     assert "is lost" in caplog.text
+    wait_until(lambda: not agents())
+
+
+class Wishes:
+    """A controller that wants what the test says."""
+
+    reason, due = "the test wants it", 0.0
+    here, elsewhere = 1, 0
+
+    def __init__(self) -> None:
+        self.wish = (1, 0)
+
+    def begin(self) -> None: ...
+
+    def observe(self, load: Any) -> None:
+        self.here, self.elsewhere = self.wish
+
+
+def test_a_number_that_looks_after_itself(add_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More are had of the cluster, and given back, their CPUs too."""
+    import ray
+
+    wishes = Wishes()
+    monkeypatch.setattr("asyncloader.iteration.workplace.Controller", lambda *args, **kwargs: wishes)
+    for _ in range(2):
+        add_node()
+    loader = DataLoader(Drawing(), 1, sampler=itertools.cycle([1]), num_workers="auto", worker_backend="ray")
+    iterator = iter(loader)
+    for elsewhere, on_nodes in ((3, 3), (2, 2), (0, 0)):
+        wishes.wish = (1, elsewhere)
+        wait_until(lambda: next(iterator) and loader.stats().num_workers == 1 + wishes.wish[1])
+        if not elsewhere:
+            wait_until(lambda: next(iterator) and ray.available_resources().get("CPU") == 4)
+        nodes = [process for process in agents() if process.children()]
+        assert len([child for process in nodes for child in process.children()]) >= on_nodes
+    loader.close()
+    wait_until(lambda: not agents())
+
+
+def test_a_node_that_is_drained(add_node: Any, tmp_path: Path) -> None:
+    """Its workers finish what they have, and leave before it is taken away; others take their place."""
+    import ray
+    from ray._raylet import GcsClient
+
+    gate = tmp_path / "open"
+    loader = DataLoader(Drawing(gate), 1, worker_backend=RayWorkers(num_workers=2), max_buffered_bytes=0)
+    first = add_node()
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    wait_until(lambda: loader.stats().num_workers == 2)
+    (agent,) = [process for process in agents() if process.children()]
+    add_node()
+    client, preemption = GcsClient(address=ray.get_runtime_context().gcs_address), 2
+    is_accepted, _ = client.drain_node(first.node_id, preemption, "the test wants it", 0)
+    assert is_accepted
+    wait_until(lambda: loader.stats().num_workers == 0 or len([each for each in agents() if each.children()]) == 2)
+    gate.touch()
+    wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+    seen += iterator
+    assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
+    assert loader.stats().retries == 0
+    loader.close()
     wait_until(lambda: not agents())
 
 

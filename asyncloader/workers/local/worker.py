@@ -86,6 +86,7 @@ class LocalWorker:
         self.exitcode: int | None = None
         self.output = bytearray()
         self.is_ready = False
+        self.is_lost = False
         self.started_at = 0.0
         self._loop = loop
         self._owner = owner

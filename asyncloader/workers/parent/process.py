@@ -79,6 +79,7 @@ class WorkerProcess:
         self.output = bytearray()
         self.is_telling = False  # it can be asked for its stack
         self.is_ready = False  # it has opened the dataset
+        self.is_lost = False
         self.started_at = 0.0  # by time.monotonic()
         self._loop = loop
         self._owner = owner

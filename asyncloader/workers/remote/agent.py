@@ -38,6 +38,7 @@ from asyncloader.workers.protocol.frames import BadFrame, Buffer
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, with_loans
 from asyncloader.workers.protocol.outcome import OUTCOMES, split
 from asyncloader.workers.protocol.parts import Opener
+from asyncloader.workers.protocol.snapshot import Start
 from asyncloader.workers.remote.facts import facts
 from asyncloader.workers.remote.handshake import agent_side
 from asyncloader.workers.remote.host import Call
@@ -79,9 +80,42 @@ class AgentPool(Pool):
         self._epoch = epoch
         self._pass_on = pass_on
 
+    def begin_at(self, worker: int, start: Start | None) -> None:
+        """Note where the next worker of this id begins, if that matters."""
+        if self._epoch.starts is not None and start is not None:
+            self._epoch.starts[worker] = start
+
     def give(self, process: WorkerProcess, body: memoryview) -> None:
         """Give a worker tickets, as the trainer packed them, and slabs to do them in."""
         process.channel.send(Kind.TICKETS, *with_loans(body, functools.partial(self._lend, process)))
+
+    def start_one(self, worker: int, num_workers: int, *, beside: bool) -> WorkerProcess:
+        """Start a worker under an id; or one beside it, which is to take its place."""
+        if beside:
+            self.renew(worker, num_workers)
+            return self._successors[worker]
+        self.add(worker, num_workers)
+        return self.processes[worker]
+
+    def has(self, process: WorkerProcess) -> bool:
+        """Whether it is there, and has a place or waits for one."""
+        worker = process.worker_id
+        return process.is_alive and process in (self.processes.get(worker), self._successors.get(worker))
+
+    def take_place(self, successor: WorkerProcess, grace_s: float) -> None:
+        """Put one that was started beside a worker in its place."""
+        if self._successors.get(successor.worker_id) is successor:
+            self.succeed(successor.worker_id, grace_s)
+
+    def let_go(self, process: WorkerProcess, grace_s: float | None) -> None:
+        """Let it finish, or have it killed at once (None)."""
+        worker = process.worker_id
+        if self.processes.get(worker) is not process:
+            self.abandon(worker, grace_s or 0.0)
+        elif grace_s is None:
+            self.discard(worker)
+        else:
+            self.dismiss(worker, grace_s)
 
     def _lend(self, process: WorkerProcess, count: int) -> list[Any]:
         self._outstanding[process.worker_id] += count
@@ -193,26 +227,26 @@ class Agent:
             raise BadFrame(f"a frame of kind {kind} before the welcome")
         elif kind == Kind.EPOCH:
             self._pool.begin_epoch(pickle.loads(body))
-        elif kind == Word.ADD:
-            self._add(self._pool, life, *pickle.loads(body))
+        elif kind in (Word.ADD, Word.RENEW):
+            self._add(self._pool, kind, life, *pickle.loads(body))
         else:
             self._for_worker(self._pool, kind, life, body)
 
-    def _add(self, pool: AgentPool, life: int, worker: int, num_workers: int) -> None:
+    def _add(self, pool: AgentPool, kind: int, life: int, worker: int, num_workers: int, start: Start | None) -> None:
         if self._is_ending:
             return
+        pool.begin_at(worker, start)
         try:
-            pool.add(worker, num_workers)
+            process = pool.start_one(worker, num_workers, beside=kind == Word.RENEW)
         except Exception as error:
             self._link.send(Word.DIED, life, pickle.dumps(Death(None, str(error).encode(), was_set_up=False)))
             return
-        process = pool.processes[worker]
         self._workers[life], self._lives[process] = process, life
 
     def _for_worker(self, pool: AgentPool, kind: int, life: int, body: memoryview) -> None:
         """Do what is said of a worker; if that has ended meanwhile the trainer hears of it."""
         process = self._workers.get(life)
-        if process is None or pool.processes.get(process.worker_id) is not process or not process.is_alive:
+        if process is None or not pool.has(process):
             return
         if kind == Kind.TICKETS:
             pool.give(process, body)
@@ -222,13 +256,18 @@ class Agent:
             (seq,) = NUMBER.unpack(body)
             process.ask_stack(seq, lambda text: self._link.send(Word.STACK, life, text.encode(errors="replace")))
         elif kind in (Word.DISMISS, Word.DISCARD):
-            if kind == Word.DISCARD:
-                pool.discard(process.worker_id)
-            else:
-                pool.dismiss(process.worker_id, *SECONDS.unpack(body))
-            del self._workers[life], self._lives[process]  # nothing is told of it any more
+            pool.let_go(process, None if kind == Word.DISCARD else SECONDS.unpack(body)[0])
+            self._tell_no_more(process)
+        elif kind == Word.SUCCEED:
+            if (before := pool.processes.get(process.worker_id)) is not process and before is not None:
+                self._tell_no_more(before)
+            pool.take_place(process, *SECONDS.unpack(body))
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of the trainer's")
+
+    def _tell_no_more(self, process: WorkerProcess) -> None:
+        if (life := self._lives.pop(process, None)) is not None:
+            del self._workers[life]
 
     def _watch(self) -> None:
         """See whether the trainer is there. Counted in turns of this loop, so that its own pauses do not count."""
@@ -253,6 +292,13 @@ class Agent:
         assert self._pool is not None
         process = self._pool.processes[worker]
         self._link.send(Kind.READY, self._lives[process], NUMBER.pack(process.pid))
+
+    def on_successor(self, worker: int, successor: WorkerProcess) -> None:
+        """One that is to take a worker's place has opened the dataset, or ended."""
+        if successor.is_alive:
+            self._link.send(Kind.READY, self._lives[successor], NUMBER.pack(successor.pid))
+        else:
+            self.on_died(worker, successor)
 
     def on_died(self, worker: int, process: Any) -> None:
         """A worker has ended on its own."""

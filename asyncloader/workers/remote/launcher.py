@@ -1,7 +1,7 @@
 """Who launches agents on other machines, as the trainer's pool sees it: an interface.
 
-    RemotePool ── begin, kill, close ──> Launcher     Ray's is :mod:`asyncloader.ray`; the tests launch processes here
-               <── admit, on_gone ─────
+    RemotePool ── begin, want, kill, close ──> Launcher     Ray's is `ray_launcher`; the tests launch processes here
+               <── admit, on_draining, on_gone ─────
 
 The pool says who an agent is (`admit`); the launcher sees that a process somewhere becomes it, and tells when that is
 gone. What the agent then does it does over its connection to the trainer.
@@ -38,6 +38,9 @@ class Yard(Protocol):
     def admit(self, num_workers: int) -> Order | None:
         """One more agent is about to be launched, for so many workers: say who it is. None: it is too late."""
 
+    def on_draining(self, number: int) -> None:
+        """This agent's machine is about to be taken away: it is to finish what it has, and to leave."""
+
     def on_gone(self, number: int, why: str) -> None:
         """The process that was launched for this agent has gone, or never came to be."""
 
@@ -60,6 +63,14 @@ class Launcher(Protocol):
 
     def begin(self, yard: Yard) -> None:
         """Launch what there is room for; go on with what comes."""
+
+    def want(self, num_workers: int | None, *, ask: bool) -> None:
+        """Have so many workers launched in all, by agents that are there or are to come.
+
+        Args:
+            num_workers: None for as many as there is room for.
+            ask: For those that there is no room for, have whoever gives machines out know of it.
+        """
 
     def kill(self, number: int) -> None:
         """See that this agent is gone. Does not wait, and may be called again."""

@@ -1,10 +1,7 @@
 """The workers on other machines, as one of the engine's backends: agents come and go, and their workers with them.
 
-    launcher ── admit, on_gone ──> RemotePool ── on_ready, on_lost, on_left ──> session
-                                     │   ^
-                                 order, tickets, welcome
-                                     v   │ proofs, batches, deaths
-                                   Link (one an agent) <── TCP ──> agents
+    Fleet: agents ── here, leaving, forgotten ──> RemotePool ── on_ready, on_outcome, on_lost, on_left ──> session
+                  <── start, dismiss, tickets ───            <── want, send, add, discard, dismiss ───────
 
 A worker has a place (its id) from the moment it is ready. Each process that takes a place is a life of its own, and
 what comes over the wire says of which life it is: so a batch of one that was given up counts for nothing.
@@ -16,58 +13,41 @@ and what may be run ahead, allow. So the other side needs no other leave to send
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
 import logging
 import pickle
-import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
-
-import cloudpickle
 
 from asyncloader.errors import WorkerStartError, describe_death
 from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import RemoteWorkers
 from asyncloader.transport.slab import slab_pool
 from asyncloader.workers.backend import Launch, Listener
-from asyncloader.workers.protocol.failure import RemoteError
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, pack_tickets
-from asyncloader.workers.protocol.outcome import OUTCOMES, Failure, Outcome, unpack
-from asyncloader.workers.remote.door import Door
-from asyncloader.workers.remote.facts import differences, facts
-from asyncloader.workers.remote.launcher import Launcher, Order
+from asyncloader.workers.protocol.outcome import OUTCOMES
+from asyncloader.workers.remote.fleet import Fleet
+from asyncloader.workers.remote.launcher import Launcher
 from asyncloader.workers.remote.link import Link
-from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word, decode
+from asyncloader.workers.remote.outcomes import by_value, outcome_of
+from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word
 from asyncloader.workers.remote.worker import AgentState, RemoteAgent, RemoteWorker
 
 log = logging.getLogger("asyncloader")
 
-_PONG = struct.Struct("<dd")
-_BEAT_S = 1.0
-_SILENT_BEATS = 5
-"""An agent from which nothing has come for so many turns of a second is given up."""
-
 _LAST_S = 2.0
-"""An agent that was told to end is given up so long after the grace of its workers. Seconds."""
+"""What is left of its workers when an agent goes is given so long. Seconds."""
 
 _FAILED_STARTS = 3
 """Where there are no local workers, so many ends in a row before any worker was ready are the end of the run."""
 
-_MISSING = frozenset({"FileNotFoundError", "ModuleNotFoundError", "ImportError", "NotADirectoryError"})
-_ELSEWHERE = (
-    " (if that is only on the trainer's machine: files belong on storage that all nodes have, modules into the "
-    "runtime_env of RayWorkers)"
-)
-
 
 class RemotePool:
-    """Owner of the connections to agents, and of the places of their workers. On the loop, but for `wait_dead`.
+    """Owner of the places of workers at agents. On the loop, but for `wait_dead`.
 
     Args:
         loop: The portal's.
@@ -76,6 +56,10 @@ class RemotePool:
         launcher: Launches agents; it is open.
         first: The least id that workers of agents may have: below it are local ones.
         traffic: Counts what comes, or None.
+        wanted: How many there are to be at the beginning; None for as many as the options say.
+        slots: Where it matters who makes a batch, there are so many workers from the beginning on: what is for one that
+            has not come waits, and one that is lost has a successor when there is an agent for it. 0 for workers that
+            come and go.
     """
 
     has_processes = False
@@ -89,32 +73,36 @@ class RemotePool:
         launcher: Launcher,
         first: int,
         traffic: Traffic | None = None,
+        *,
+        wanted: int | None = None,
+        slots: int = 0,
     ) -> None:
         self.processes: dict[int, RemoteWorker] = {}
         self.listener: Listener | None = None
+        self.fleet = Fleet(loop, self, spec, options, launcher, first, slots, self._allocate, traffic)
         self._loop = loop
-        self._spec = replace(spec, dataset=None, collate_fn=None, worker_init_fn=None, origin=None)
-        self._options = options
         self._launcher = launcher
-        self._first = first
-        self._epoch: EpochSpec
-        self._agents: dict[int, RemoteAgent] = {}
-        self._homes: dict[int, RemoteAgent] = {}  # by worker id
+        self._has_others = first > 0
+        self._most = options.num_workers or options.max_workers
+        self._wanted = self._most if wanted is None else wanted
+        self._asks = wanted is not None
         self._lives: dict[int, RemoteWorker] = {}
-        self._num_agents = self._num_lives = 0
+        self._num_lives = 0
+        self._successors: dict[int, RemoteWorker] = {}  # that wait for the place of this worker
+        self._leaving: set[int] = set()  # of those that have a place, who is not wanted any more
+        self._is_open = False
+        self._has_slots = slots > 0
+        self._started: Callable[[], None] = _nothing
+        self._vacant = set(range(first, first + slots))  # slots that wait for an agent
         self._failed_starts = 0
-        self._door = Door(loop, self, self._is_expected, self._allocate, traffic)
         self._slabs = slab_pool()
         self._slabs.live_on(loop)
         self._slabs.handle()
         self._slabs.enlist(self)
-        self._beating: asyncio.TimerHandle | None = None
-        self._last: asyncio.TimerHandle | None = None
-        self._closing = False
         self._dead = threading.Event()
 
     def __repr__(self) -> str:
-        return f"<RemotePool {list(self._agents.values())!r} refused={dict(self._door.refused)}>"
+        return f"<RemotePool {self.fleet!r}>"
 
     # ---------------------------------------------------------------------------------------------- lifecycle
 
@@ -124,24 +112,152 @@ class RemotePool:
         Raises:
             WorkerStartError: if this machine cannot listen where agents are to reach it.
         """
-        self._epoch = epoch
-        self._door.open(self._launcher.address, self._options.port, self._options.make_context)
-        self._beating = self._loop.call_later(_BEAT_S, self._beat)
-        self._launcher.begin(self)
+        self._started = started  # has what is for workers sent
+        self.fleet.open(epoch)
+        self._is_open = True
+        self._launcher.want(self._wanted, ask=self._asks)
         started()
         yield from ()
 
-    def add(self, worker: int, num_workers: int) -> None:
-        """Have a worker started in the place of one that has died or was discarded, by the same agent."""
-        agent = self._homes[worker]
-        self.processes[worker] = self._begin_life(agent, worker, num_workers)
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data; tickets of the last one are forgotten."""
+        for process in self._lives.values():
+            process.outstanding = 0
+        self.fleet.begin_epoch(epoch)
 
-    def _begin_life(self, agent: RemoteAgent, worker: int, num_workers: int) -> RemoteWorker:
+    def end(self, grace_s: float) -> None:
+        """Tell all agents to go, with their workers; give up who is left after the grace and a moment."""
+        self.fleet.end(grace_s)
+
+    def on_empty(self) -> None:
+        """All agents are gone."""
+        self._slabs.retire(self)
+        self._dead.set()
+        listener, self.listener, self._started = self.listener, None, _nothing
+        if listener is not None:
+            listener.on_closed()
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all agents are gone, and who launched them has let go. In any thread but the loop's."""
+        deadline = time.monotonic() + timeout_s
+        return self._dead.wait(timeout_s) and self._launcher.wait_closed(max(0.0, deadline - time.monotonic()))
+
+    # ---------------------------------------------------------------------------------------- workers come and go
+
+    def want(self, num_workers: int | None) -> None:
+        """Have so many workers from now on, as far as there is room; None for as many as the options say."""
+        self._asks = num_workers is not None
+        self._wanted = self._most if num_workers is None else num_workers
+        if self._is_open:  # local workers, which are started first, may have made batches by then
+            self._launcher.want(self._wanted, ask=self._asks)
+            self._fit()
+
+    def _fit(self) -> None:
+        """Let go of workers that are too many, or have free places of agents filled.
+
+        Where there are fewest they go first, for a node is given back with its last worker.
+        """
+        if self.fleet.is_closing:
+            return
+        if self._has_slots:
+            self._fill_slots()
+            return
+        taken = self.processes.keys() | {process.worker_id for process in self._lives.values()}
+        agents = tuple(self.fleet.agents.values())
+        here = [agent for agent in agents if agent.state is AgentState.HERE]
+        staying = {agent.number: [each for each in agent.workers if each in taken - self._leaving] for agent in here}
+        here.sort(key=lambda agent: len(staying[agent.number]))
+        lacking = (sys.maxsize if self._wanted is None else self._wanted) - sum(map(len, staying.values()))
+        for agent in here:
+            going = staying[agent.number][::-1][: max(0, -lacking)]
+            lacking += len(going)
+            for worker in going:
+                self._let_go(worker)
+        for agent in reversed(here):
+            free = [worker for worker in agent.workers if worker not in taken][: max(0, lacking)]
+            lacking -= len(free)
+            for worker in free:
+                self._begin_life(agent, worker)
+            self._maybe_send_home(agent, 0.0)
+        for agent in [agent for agent in agents if agent.state is AgentState.COMING]:
+            if lacking <= 0:
+                self.fleet.forget(agent)
+            lacking -= len(agent.workers)
+
+    def _fill_slots(self) -> None:
+        """Have workers started for slots that have an agent now."""
+        for worker in sorted(self._vacant):
+            agent = self.fleet.homes.get(worker)
+            if agent is not None and agent.state is AgentState.HERE:
+                self._vacant.discard(worker)
+                self.processes[worker] = self._begin_life(agent, worker)
+                agent.num_placed += 1
+        self._started()
+
+    def _let_go(self, worker: int) -> None:
+        """Have a worker leave: one that has a place finishes what it has first."""
+        if worker in self.processes:
+            self._leaving.add(worker)
+            if self.listener is not None:
+                self.listener.on_left(worker)
+            return
+        for process in [process for process in self._lives.values() if process.worker_id == worker]:
+            self._finish(process, 0.0)
+
+    def add(self, worker: int, num_workers: int) -> None:
+        """Have a worker started in the place of one that has died or was discarded, by the same agent.
+
+        A successor that is there already takes the place. A slot whose agent is gone, or about to go, waits for one.
+        """
+        if worker in self._successors:
+            self.succeed(worker, 0.0)
+            return
+        agent = self.fleet.homes.get(worker)
+        if not self._has_slots or (agent is not None and agent.state is AgentState.HERE):
+            self.processes[worker] = self._begin_life(self.fleet.homes[worker], worker)
+            return
+        self.processes.pop(worker, None)
+        self._vacant.add(worker)
+        if agent is not None:
+            agent.num_placed -= 1
+            self.fleet.take_place(worker)
+            self._maybe_send_home(agent, 0.0)
+        self._loop.call_soon(self._fit)
+
+    def renew(self, worker: int, num_workers: int) -> None:
+        """Have its agent start one that is to take the place of this worker."""
+        if worker not in self._successors:
+            self._successors[worker] = self._begin_life(self.fleet.homes[worker], worker, Word.RENEW)
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether this worker has answered all its tickets."""
+        return not self.processes[worker].outstanding
+
+    def succeed(self, worker: int, grace_s: float) -> None:
+        """Put its successor in the place of this worker, which has no tickets, and finishes, or is gone."""
+        before, successor = self.processes[worker], self._successors.pop(worker)
+        self.processes[worker] = successor
+        successor.agent.send(Word.SUCCEED, successor.life, SECONDS.pack(grace_s))
+        if self._lives.pop(before.life, None) is not None:
+            before.on_gone()
+
+    def abandon(self, worker: int, grace_s: float) -> None:
+        """Let the successor of this worker finish, if there is one."""
+        if (successor := self._successors.pop(worker, None)) is not None:
+            self._finish(successor, grace_s)
+
+    def _begin_life(self, agent: RemoteAgent, worker: int, word: Word = Word.ADD) -> RemoteWorker:
         self._num_lives += 1
         life = self._num_lives
         made = self._lives[life] = RemoteWorker(worker, life, agent, self._loop)
-        agent.send(Word.ADD, life, pickle.dumps((worker, num_workers)))
+        starts = self.fleet.epoch.starts
+        order = worker, self._count(), None if starts is None else starts[worker]
+        agent.send(word, life, pickle.dumps(order))
         return made
+
+    def _count(self) -> int:
+        """Return what datasets are told of how many workers there are: more than any id."""
+        return self.fleet.epoch.num_workers or 1 + max(self.fleet.homes)
 
     def discard(self, worker: int) -> None:
         """Have this worker killed: another will take its place, and nothing that it has sent counts."""
@@ -155,180 +271,72 @@ class RemotePool:
         process = self.processes.pop(worker, None)
         if process is None:
             return
+        process.agent.num_placed -= 1
+        self._leaving.discard(worker)
+        self._finish(process, grace_s)
+        self._maybe_send_home(process.agent, grace_s)
+        self._loop.call_soon(self._fit)  # by now others may be wanted
+
+    def _finish(self, process: RemoteWorker, grace_s: float) -> None:
         if self._lives.pop(process.life, None) is not None:
             process.agent.send(Word.DISMISS, process.life, SECONDS.pack(grace_s))
             process.on_gone()
-        self._maybe_end(process.agent, grace_s)
 
-    def begin_epoch(self, epoch: EpochSpec) -> None:
-        """Begin a new run over the data; tickets of the last one are forgotten."""
-        self._epoch = epoch
-        body = pickle.dumps(epoch)
-        for agent in self._agents.values():
-            if agent.state is not AgentState.COMING:  # otherwise its welcome says which run it is
-                agent.send(Kind.EPOCH, 0, body)
-
-    def end(self, grace_s: float) -> None:
-        """Tell all agents to go, with their workers; give up who is left after the grace and a moment."""
-        self._closing = True
-        for agent in tuple(self._agents.values()):
-            if agent.state is AgentState.COMING:
-                self._forget(agent)
-            else:
-                agent.send(Word.END, 0, SECONDS.pack(grace_s))
-        if self._last is not None:
-            self._last.cancel()
-        self._last = self._loop.call_later(grace_s + _LAST_S, self._give_up_all)
-        self._maybe_closed()
-
-    def _give_up_all(self) -> None:
-        for agent in tuple(self._agents.values()):
-            self._forget(agent)
-        self._maybe_closed()
-
-    def _maybe_closed(self) -> None:
-        if not self._closing or self._agents or self._dead.is_set():
+    def _maybe_send_home(self, agent: RemoteAgent, grace_s: float) -> None:
+        """Let an agent go that is leaving, or whose workers are not wanted any more, when it has none."""
+        if agent.num_placed or self.fleet.is_closing:
             return
-        for timer in (self._beating, self._last):
-            if timer is not None:
-                timer.cancel()
-        self._door.close()
-        self._launcher.close()
-        self._slabs.retire(self)
-        self._dead.set()
-        listener, self.listener = self.listener, None
-        if listener is not None:
-            listener.on_closed()
+        is_idle = not any(process.agent is agent for process in self._lives.values())
+        if agent.state is AgentState.LEAVING or (agent.state is AgentState.HERE and is_idle):
+            self.fleet.send_home(agent, grace_s)
 
-    def wait_dead(self, timeout_s: float) -> bool:
-        """Wait until all agents are gone, and who launched them has let go. In any thread but the loop's."""
-        deadline = time.monotonic() + timeout_s
-        return self._dead.wait(timeout_s) and self._launcher.wait_closed(max(0.0, deadline - time.monotonic()))
+    # -------------------------------------------------------------------------------------- agents come and go
 
-    # ------------------------------------------------------------------------------------------ agents come and go
+    def on_here(self, agent: RemoteAgent) -> None:
+        """An agent can be given workers."""
+        self._fit()
 
-    def admit(self, num_workers: int) -> Order | None:
-        """One more agent is about to be launched, for so many workers: say who it is. None: it is too late."""
-        if self._closing:
-            return None
-        self._num_agents += 1
-        number, free = self._num_agents, self._first
-        ids: list[int] = []
-        while len(ids) < num_workers:
-            if free not in self._homes:
-                ids.append(free)
-            free += 1
-        agent = self._agents[number] = RemoteAgent(number, ids)
-        self._homes.update(dict.fromkeys(ids, agent))
-        make_context = self._options.make_context
-        context = None if make_context is None else cloudpickle.dumps(make_context)
-        return Order(*self._door.address, number, self._door.secret, context)
+    def on_leaving(self, agent: RemoteAgent) -> None:
+        """An agent wants no more tickets: its workers finish what they have, and go."""
+        for worker in tuple(agent.workers):
+            if worker in self.processes and self.listener is not None:
+                self.listener.on_left(worker)
+        self._maybe_send_home(agent, _LAST_S)
 
-    def on_gone(self, number: int, why: str) -> None:
-        """The agent's process has gone. Of one that is connected the connection tells: it is read to its end first."""
-        agent = self._agents.get(number)
-        if agent is None or agent.state is not AgentState.COMING:
+    def on_forgotten(self, agent: RemoteAgent, why: str) -> None:
+        """An agent was given up: its workers are lost, and their places free."""
+        lost = [process for process in self._lives.values() if process.agent is agent]
+        for process in lost:
+            del self._lives[process.life]
+            process.on_lost(why)
+        agent.num_placed = 0
+        listener = None if self.fleet.is_closing else self.listener
+        if self._has_slots:  # there is to be another in each, and what it begins with has to be known
+            for process in lost:
+                if listener is not None:
+                    listener.on_died(process.worker_id, process)
             return
-        self._forget(agent)
-        self._not_started(f"An agent for {len(agent.workers)} workers did not come: {why}")
+        for worker in agent.workers:
+            self._leaving.discard(worker)
+            self._successors.pop(worker, None)
+            if self.processes.pop(worker, None) is not None and listener is not None:
+                listener.on_lost(worker)
+        self._loop.call_soon(self._fit)  # others may have places for as many
 
-    def _not_started(self, why: str) -> None:
+    def not_started(self, why: str) -> None:
         """An agent or a worker has ended before it was of any use."""
         log.warning("%s", why)
         self._failed_starts += 1
-        if not self._first and not self.processes and self._failed_starts >= _FAILED_STARTS:
-            self._fail(WorkerStartError(f"No worker can be had on another machine, and there are none here. {why}"))
+        if self._failed_starts < _FAILED_STARTS:
+            return
+        if self._has_slots or not (self._has_others or self.processes):
+            others = "these batches cannot be made by others" if self._has_slots else "there are none here"
+            self.fail(WorkerStartError(f"No worker can be had on another machine, and {others}. {why}"))
 
-    def _fail(self, error: Exception) -> None:
-        if self.listener is not None and not self._closing:
+    def fail(self, error: Exception) -> None:
+        """The run cannot go on."""
+        if self.listener is not None and not self.fleet.is_closing:
             self.listener.on_failed(error)
-
-    def _is_expected(self, link: Link, number: int) -> bool:
-        """Whether an agent of this number may come now. One that was given up may not come back."""
-        agent = self._agents.get(number)
-        if agent is None or agent.link is not None or self._closing:
-            return False
-        agent.link = link
-        return True
-
-    def on_open(self, link: Link) -> None:
-        """An agent has proven itself; it tells next what is there."""
-        self._door.came_in(link)
-
-    def _on_hello(self, agent: RemoteAgent, frame: Frame) -> None:
-        there = {str(name): str(value) for name, value in json.loads(bytes(frame.body)).items()}
-        agent.node = there.get("node", agent.link.peer if agent.link else "")
-        here = facts()
-        if differs := differences(here, there):
-            words = f"Batches of the agent on node {agent.node} may differ from those made here: {', '.join(differs)}."
-            is_other = here["asyncloader"] != there.get("asyncloader")
-            if is_other or self._options.on_mismatch == "raise":
-                allow = "" if is_other else ', or allow it: RayWorkers(on_mismatch="warn")'
-                self._forget(agent)
-                self._fail(WorkerStartError(f"{words} Have the same there, by runtime_env for example{allow}."))
-                return
-            log.warning("%s", words)
-        agent.state = AgentState.HERE
-        agent.send(Word.WELCOME, 0, pickle.dumps((self._spec, self._epoch)))
-        self._ping(agent)
-        count = self._first + len(self._homes)
-        for worker in agent.workers:
-            self._begin_life(agent, worker, count)
-
-    def on_lost(self, link: Link, why: str) -> None:
-        """A connection has ended: nothing more comes by it."""
-        self._door.went_away(link, why)
-        for agent in [agent for agent in self._agents.values() if agent.link is link]:
-            self._lose(agent, why)
-
-    def _lose(self, agent: RemoteAgent, why: str) -> None:
-        placed = [worker for worker in agent.workers if worker in self.processes]
-        is_due = self._closing or (agent.state is AgentState.LEAVING and not placed)
-        self._forget(agent)
-        if not is_due and agent.has_served:
-            words = "The agent on node %s is lost, with %d workers, whose batches others make: %s"
-            log.warning(words, agent.node, len(placed), why)
-        elif not is_due:
-            self._not_started(f"The agent on node {agent.node} ended before a worker of it was ready: {why}")
-        self._maybe_closed()
-
-    def _forget(self, agent: RemoteAgent) -> None:
-        """Give an agent up: nothing that it sends counts, and its number is good for nothing."""
-        agent.state = AgentState.GONE
-        self._agents.pop(agent.number, None)
-        link, agent.link = agent.link, None
-        self._launcher.kill(agent.number)
-        for life, process in tuple(self._lives.items()):
-            if process.agent is agent:
-                del self._lives[life]
-                process.on_gone()
-        for worker in agent.workers:
-            del self._homes[worker]
-            if self.processes.pop(worker, None) is not None and self.listener is not None and not self._closing:
-                self.listener.on_lost(worker)
-        if link is not None:
-            link.drop("it was given up")
-
-    def _maybe_end(self, agent: RemoteAgent, grace_s: float) -> None:
-        """Let an agent go that is leaving, and has nothing in hand."""
-        if agent.state is AgentState.LEAVING and not any(worker in self.processes for worker in agent.workers):
-            agent.send(Word.END, 0, SECONDS.pack(grace_s))
-
-    def _beat(self) -> None:
-        """Ask who is there. Silence is counted in turns of this loop, so that its own pauses do not count."""
-        self._beating = self._loop.call_later(_BEAT_S, self._beat)
-        for agent in tuple(self._agents.values()):
-            if agent.link is None:
-                continue
-            agent.silent_s = 0 if agent.link.has_heard else agent.silent_s + 1
-            agent.link.has_heard = False
-            if agent.silent_s >= _SILENT_BEATS:
-                self._lose(agent, f"nothing has come from it for {agent.silent_s} s")
-            elif agent.state is not AgentState.COMING:
-                self._ping(agent)
-
-    def _ping(self, agent: RemoteAgent) -> None:
-        agent.send(Word.PING, 0, SECONDS.pack(perf_counter()))
 
     # ------------------------------------------------------------------------------------------------- tickets
 
@@ -336,39 +344,29 @@ class RemotePool:
         """Give the worker tickets."""
         process = self.processes[worker]
         process.agent.send(Kind.TICKETS, process.life, *pack_tickets(tickets, ()))
+        process.outstanding += len(tickets)
 
     def _allocate(self, nbytes: int) -> memoryview:
         """Return memory for a buffer that is about to come: a slab, or beyond their budget any other."""
         return self._slabs.receive(nbytes) or memoryview(bytearray(nbytes))
 
-    def on_frame(self, link: Link, frame: Frame) -> None:
-        """Take a frame from an agent."""
-        if (process := self._lives.get(frame.life)) is not None and process.agent.link is link:
-            if frame.kind in OUTCOMES:
-                self._on_outcome(process, frame)
-            else:
-                self._on_told(process, frame)
+    def on_worker_frame(self, link: Link, frame: Frame) -> None:
+        """Take a frame about a worker; one that was given up meanwhile, or is another agent's, is nobody's."""
+        process = self._lives.get(frame.life)
+        if process is None or process.agent.link is not link:
             return
-        agent = next((agent for agent in self._agents.values() if agent.link is link), None)
-        if frame.life or agent is None:  # of a worker that was given up, or of an agent
+        if frame.kind not in OUTCOMES:
+            self._on_told(process, frame)
             return
-        if frame.kind == Word.PONG:
-            sent_at, there = _PONG.unpack(frame.body)
-            agent.clock.note(sent_at, there, perf_counter())
-        elif frame.kind == Word.HELLO and agent.state is AgentState.COMING:
-            self._on_hello(agent, frame)
-        elif frame.kind == Word.LEAVING:
-            self._on_leaving(agent)
-        elif frame.kind == Word.BYE:
-            self._lose(agent, "it has ended")
-        else:
-            raise BadFrame(f"a frame of kind {frame.kind}, which is none of an agent's")
-
-    def _on_outcome(self, process: RemoteWorker, frame: Frame) -> None:
         arrived_at = perf_counter()
-        outcome = unpack(frame.kind, frame.body, functools.partial(decode, frame.buffers))
-        if self.listener is not None and outcome.record.epoch == self._epoch.number:
-            self.listener.on_outcome(process.worker_id, _as_seen_here(outcome, process.agent), arrived_at)
+        outcome = outcome_of(frame, process.agent)
+        if self.listener is None or outcome.record.epoch != self.fleet.epoch.number:
+            return
+        process.outstanding -= 1
+        worker = process.worker_id
+        self.listener.on_outcome(worker, outcome, arrived_at)
+        if not process.outstanding and self.listener is not None and worker in self._successors:
+            self.listener.on_successor(worker, self._successors[worker])
 
     def _on_told(self, process: RemoteWorker, frame: Frame) -> None:
         kind, listener = frame.kind, self.listener
@@ -381,7 +379,7 @@ class RemotePool:
             process.on_stack(str(frame.body, "utf-8", "replace"))
         elif kind == Kind.UNREADABLE:
             wanted = [] if listener is None else listener.keys_of(process.worker_id, pickle.loads(frame.body))
-            process.agent.send(Kind.KEYS, process.life, pickle.dumps([(seq, _by_value(keys)) for seq, keys in wanted]))
+            process.agent.send(Kind.KEYS, process.life, pickle.dumps([(seq, by_value(keys)) for seq, keys in wanted]))
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
@@ -390,8 +388,14 @@ class RemotePool:
         agent, worker = process.agent, process.worker_id
         process.is_ready = agent.has_served = True
         self._failed_starts = 0
-        if agent.state is AgentState.LEAVING or self._closing:
+        if self._successors.get(worker) is process:
+            if self.listener is not None:
+                self.listener.on_successor(worker, process)
             return
+        if agent.state is AgentState.LEAVING or self.fleet.is_closing:
+            return
+        if self.processes.get(worker) is not process:
+            agent.num_placed += 1
         self.processes[worker] = process
         if self.listener is not None:
             self.listener.on_ready(worker)
@@ -401,44 +405,28 @@ class RemotePool:
         worker, agent = process.worker_id, process.agent
         del self._lives[process.life]
         process.on_died(death)
+        if self._successors.get(worker) is process:
+            del self._successors[worker]
+            if self.listener is not None:
+                self.listener.on_successor(worker, process)
+            return
         is_placed = self.processes.get(worker) is process
-        if is_placed and death.was_set_up:
+        if self._has_slots or (is_placed and death.was_set_up):
             if self.listener is not None:
                 self.listener.on_died(worker, process)
             return
         if is_placed:
             del self.processes[worker]
+            agent.num_placed -= 1
             if self.listener is not None:
                 self.listener.on_lost(worker)
         said = describe_death(process.pid, death.exitcode) if death.exitcode is not None else ""
         words = process.output.decode(errors="replace")
-        self._not_started(f"A worker on node {agent.node} ended before it was ready. {said} {words}")
+        self.not_started(f"A worker on node {agent.node} ended before it was ready. {said} {words}")
         agent.failed += 1
-        if agent.failed == len(agent.workers):
-            self._forget(agent)
-
-    def _on_leaving(self, agent: RemoteAgent) -> None:
-        """Who runs its machine wants that back: its workers finish what they have, and go."""
-        agent.state = AgentState.LEAVING
-        log.info("The agent on node %s leaves, with %d workers", agent.node, len(agent.workers))
-        for worker in agent.workers:
-            if worker in self.processes and self.listener is not None:
-                self.listener.on_left(worker)
-        self._maybe_end(agent, _LAST_S)
+        if agent.failed >= len(agent.workers):
+            self.fleet.forget(agent)
 
 
-def _as_seen_here(outcome: Outcome, agent: RemoteAgent) -> Outcome:
-    """Put times on this machine's clock, and say of an error on which machine it was raised."""
-    record = outcome.record._replace(began=outcome.record.began - agent.clock.ahead_s)
-    if type(outcome) is Failure and isinstance(error := outcome.error, RemoteError):
-        hint = _ELSEWHERE if error.type_name in _MISSING else ""
-        return outcome._replace(record=record, error=replace(error, where=f"{error.where} on node {agent.node}{hint}"))
-    return outcome._replace(record=record)
-
-
-def _by_value(keys: Any) -> bytes | RemoteError:
-    """Pickle keys that did not come out there as they were pickled first: their classes may be the main module's."""
-    try:
-        return bytes(cloudpickle.dumps(keys, 5))
-    except Exception as error:
-        return RemoteError.capture(error, "in the main process")
+def _nothing() -> None:
+    """Have nothing sent."""

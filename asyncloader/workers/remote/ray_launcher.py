@@ -1,10 +1,10 @@
 """Agents launched by Ray: actors, one where there is room for workers of ours.
 
-    loop thread ── begin, kill, close ──> queue ──> thread of Ray's calls ──> ray.put, actors, ray.kill
-                <── admit, on_gone ───────────────────┘  └ looks for room now and then
+    loop thread ── begin, want, kill, close ──> queue ──> thread of Ray's calls ──> ray.put, actors, ray.kill
+                <── admit, on_gone ─────────────────────────┘  └ looks for room now and then
 
-Calls of Ray block, so a thread makes them. Nobody tells a program that a cluster has grown: the thread looks every few
-seconds, as long as workers are wanting. Where there is room for none, one actor is left waiting for it: that is what
+Calls of Ray block, so a thread makes them. Nobody tells a program that a cluster has grown, or that a node is drained:
+the thread looks every few seconds. Where there is room for none, one actor is left waiting for it: that is what
 Ray's autoscaler grows a cluster for.
 
 An actor is never started again by Ray (``max_restarts=0``): an agent of the same number would not be let in.
@@ -44,6 +44,14 @@ class Room(NamedTuple):
 
     node: str  # Ray's id; "" for wherever there will be some
     size: int
+
+
+class _Host(AgentHost):
+    def where(self) -> str:
+        """Return Ray's id of the node that this is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
 
 class _Actor(NamedTuple):
@@ -105,18 +113,19 @@ class RayLauncher:
 
     Args:
         need: What each worker takes of a node.
-        num_workers: How many there are to be; None for as many as there is room for.
         runtime_env: For the actors.
     """
 
-    def __init__(self, need: Mapping[str, float], num_workers: int | None, runtime_env: dict[str, Any]) -> None:
+    def __init__(self, need: Mapping[str, float], runtime_env: dict[str, Any]) -> None:
         self.address = ""
         self._need = need
-        self._num_workers = num_workers
+        self._wanted: int | None = 0
+        self._asks = False
         self._runtime_env = runtime_env
         self._here = ""
         self._spec: Any = None
         self._actors: dict[int, _Actor] = {}  # of the thread's
+        self._draining: set[int] = set()  # of these, whose node is
         self._shunned: dict[str, float] = {}
         self._warned: set[int] = set()
         self._loop: asyncio.AbstractEventLoop
@@ -153,10 +162,13 @@ class RayLauncher:
     # ---------------------------------------------------------------------------------------------- the loop thread
 
     def begin(self, yard: Yard) -> None:
-        """Look for room, and go on looking."""
+        """Begin to look for room, as soon as workers are wanted."""
         self._yard, self._loop = yard, asyncio.get_running_loop()
-        self._steps.put(self._look)
         self._thread = threads.start(self._run, "asyncloader ray")
+
+    def want(self, num_workers: int | None, *, ask: bool) -> None:
+        """Look for room for so many workers, and go on looking; None for all the room there is."""
+        self._steps.put(partial(self._want, num_workers, ask))
 
     def kill(self, number: int) -> None:
         """See that this agent is gone."""
@@ -191,17 +203,29 @@ class RayLauncher:
             self._kill(number)
         self._spec = None
 
-    def _look(self) -> None:
-        """See whether there is room for workers that are wanting."""
-        import ray
-        from ray._private.state import available_resources_per_node
+    def _want(self, num_workers: int | None, ask: bool) -> None:
+        self._wanted, self._asks = num_workers, ask
+        self._look()
 
-        there = sum(actor.room.size for actor in self._actors.values())
-        wanted = None if self._num_workers is None else self._num_workers - there
-        if wanted == 0 or not ray.is_initialized():  # after ray.shutdown(): to ask would begin another Ray
+    def _look(self) -> None:
+        """See whether nodes are drained, and whether there is room for workers that are wanting."""
+        import ray
+        from ray._private.state import available_resources_per_node, state
+
+        if not ray.is_initialized():  # after ray.shutdown(): to ask would begin another Ray
+            return
+        drained = set(state.get_draining_nodes())
+        for number, actor in self._actors.items():
+            if actor.room.node in drained and number not in self._draining:
+                self._draining.add(number)
+                self._loop.call_soon_threadsafe(self._yard.on_draining, number)
+        self._draining &= self._actors.keys()
+        there = sum(actor.room.size for number, actor in self._actors.items() if number not in self._draining)
+        wanted = None if self._wanted is None else max(0, self._wanted - there)
+        if wanted == 0:
             return
         now = time.monotonic()
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained
         free = {
             node: has
             for node, has in available_resources_per_node().items()
@@ -209,7 +233,7 @@ class RayLauncher:
         }
         rooms = find_rooms(free, self._need, wanted, self._here)
         is_waiting = any(not actor.room.node for actor in self._actors.values())
-        if not rooms and not there and not is_waiting:
+        if not rooms and not is_waiting and (self._asks or not there):
             rooms = [Room("", 1)]
         for room in rooms:
             self._launch(room)
@@ -235,14 +259,26 @@ class RayLauncher:
             "scheduling_strategy": where,
         }
         try:
-            handle = ray.remote(AgentHost).options(**options).remote()
+            handle = ray.remote(_Host).options(**options).remote()
         except Exception as error:  # Ray does not take the runtime_env, say: it would not next time either
             self._loop.call_soon_threadsafe(self._yard.on_gone, order.number, f"Ray refuses it: {error}")
             return
         self._actors[order.number] = _Actor(handle, room, time.monotonic())
         handle.load.remote(self._spec)
+        if not room.node:
+            placed: Future[str] = handle.where.remote().future()
+            placed.add_done_callback(partial(self._on_placed, order.number))
         ended: Future[str] = handle.run.remote(order).future()
         ended.add_done_callback(partial(self._on_ended, order.number))
+
+    def _on_placed(self, number: int, placed: Future[str]) -> None:
+        """There is room now for an actor that waited for it. In a thread of Ray's."""
+        if placed.exception() is None:
+            self._steps.put(partial(self._note_node, number, placed.result()))
+
+    def _note_node(self, number: int, node: str) -> None:
+        if (actor := self._actors.get(number)) is not None:
+            self._actors[number] = actor._replace(room=Room(node, actor.room.size))
 
     def _on_ended(self, number: int, ended: Future[str]) -> None:
         """An actor has ended, or cannot be had. In a thread of Ray's."""

@@ -11,8 +11,9 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncloader.workers.backend import Backend, Launch, Listener, Worker
+from asyncloader.workers.backend import Launch, Listener, Renewable, Worker
 from asyncloader.workers.protocol.messages import EpochSpec
+from asyncloader.workers.remote.pool import RemotePool
 
 
 class Together:
@@ -24,7 +25,7 @@ class Together:
         first: The least id of a remote worker.
     """
 
-    def __init__(self, local: Backend, remote: Backend, first: int) -> None:
+    def __init__(self, local: Renewable, remote: RemotePool, first: int) -> None:
         self._local = local
         self._remote = remote
         self._first = first
@@ -68,7 +69,7 @@ class Together:
         """As the local ones."""
         return self._local.takes_long
 
-    def _of(self, worker: int) -> Backend:
+    def _of(self, worker: int) -> Renewable:
         return self._local if worker < self._first else self._remote
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
@@ -92,6 +93,26 @@ class Together:
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id."""
         self._of(worker).add(worker, num_workers)
+
+    def want(self, num_workers: int | None) -> None:
+        """Have so many workers on other machines."""
+        self._remote.want(num_workers)
+
+    def renew(self, worker: int, num_workers: int) -> None:
+        """Start a successor of this worker."""
+        self._of(worker).renew(worker, num_workers)
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether this worker has answered all its tickets."""
+        return self._of(worker).is_idle(worker)
+
+    def succeed(self, worker: int, grace_s: float) -> None:
+        """Put its successor in the place of this worker."""
+        self._of(worker).succeed(worker, grace_s)
+
+    def abandon(self, worker: int, grace_s: float) -> None:
+        """Let the successor of this worker finish."""
+        self._of(worker).abandon(worker, grace_s)
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let this worker finish."""

@@ -36,12 +36,14 @@ class Word(enum.IntEnum):
 
     # trainer -> agent
     WELCOME = 64  # (WorkerSpec without what is the user's, EpochSpec), pickled: the agent may begin
-    ADD = 65  # (worker id, num_workers), pickled: start a worker; the life in the head is its own from now on
+    ADD = 65  # (worker id, num_workers, where it begins), pickled: start a worker; the life in the head is its own
     DISMISS = 66  # seconds of grace (f64): let it finish
     DISCARD = 67  # kill it
     PING = 68  # the trainer's clock (f64)
     STACK = 69  # sequence number (u64): tell where it is; and the answer: text
     END = 70  # seconds of grace (f64): end everything, and go
+    RENEW = 71  # as ADD: start a successor, which has a life of its own, beside the worker that has the id
+    SUCCEED = 72  # seconds of grace (f64): this successor takes the place, and who had it finishes
     # Besides, with a life: TICKETS without loans, KEYS; and EPOCH, for all.
     # agent -> trainer
     HELLO = 80  # what is there, as JSON

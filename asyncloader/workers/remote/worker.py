@@ -45,6 +45,7 @@ class RemoteAgent:
         workers: The ids of the workers that it is for.
         node: Its machine, by name.
         silent_s: Since when nothing has come from it.
+        num_placed: How many of its workers have their place.
         has_served: One of its workers has been ready.
         failed: How many of its workers have ended before they were ready.
     """
@@ -57,6 +58,7 @@ class RemoteAgent:
         self.node = ""
         self.clock = Clock()
         self.silent_s = 0
+        self.num_placed = 0
         self.has_served = False
         self.failed = 0
 
@@ -88,6 +90,8 @@ class RemoteWorker:
         self.output = bytearray()
         self.is_ready = False
         self.is_alive = True
+        self.is_lost = False
+        self.outstanding = 0  # tickets that it has not answered
         self.was_set_up = True
         self.started_at = time.monotonic()
         self._loop = loop
@@ -130,6 +134,12 @@ class RemoteWorker:
         """It has ended."""
         self.exitcode, self.was_set_up = death.exitcode, death.was_set_up
         self.output += f"On node {self.agent.node}. ".encode() + death.output
+        self.on_gone()
+
+    def on_lost(self, why: str) -> None:
+        """It is gone with its agent."""
+        self.is_lost = True
+        self.output += why.encode()
         self.on_gone()
 
     def on_gone(self) -> None:

@@ -23,6 +23,9 @@ class LocalAgents:
 
     Args:
         sizes: Workers of each agent that is there from the beginning.
+        grows: There are none at the beginning, but nodes of these sizes: agents are launched there as they are wanted.
+        num_workers: As of `RayWorkers`.
+        max_workers: As of `RayWorkers`.
         by_host: Run them as Ray's actor does; otherwise they are made by the fork server, which is quick.
         corrupt: Changes the order of an agent before it gets it.
     """
@@ -33,12 +36,18 @@ class LocalAgents:
     def __init__(
         self,
         *sizes: int,
+        grows: bool = False,
+        num_workers: int | None = None,
+        max_workers: int | None = None,
         by_host: bool = False,
         corrupt: Callable[[Order], Order] | None = None,
         on_mismatch: Literal["raise", "warn"] = "raise",
         make_context: Any = None,
     ) -> None:
         self.sizes = sizes
+        self.grows = grows
+        self.num_workers = num_workers
+        self.max_workers = max_workers
         self.by_host = by_host
         self.corrupt = corrupt
         self.on_mismatch = on_mismatch
@@ -68,6 +77,8 @@ class LocalLauncher:
         self._lock = threading.Lock()
         self._users = 1  # of the descriptors
         self._is_closed = False
+        self._wanted = 0
+        self._nodes: dict[int, tuple[int, int]] = {}  # by agent: which, and how many workers there
 
     def open(self, parts: list[Any]) -> None:
         self._parts = parts
@@ -76,14 +87,41 @@ class LocalLauncher:
 
     def begin(self, yard: Yard) -> None:
         self._yard, self._loop = yard, asyncio.get_running_loop()
-        for size in self._options.sizes:
-            self.grow(size)
+        if not self._options.grows:
+            for size in self._options.sizes:
+                self.grow(size)
 
-    def grow(self, num_workers: int) -> None:
-        """Launch one more. On the loop."""
+    def want(self, num_workers: int | None, *, ask: bool) -> None:
+        if num_workers is not None and self._options.grows:
+            self._wanted = num_workers
+            self._fill()
+
+    def drain_soon(self, number: int) -> None:
+        """Say that the machine of this agent is about to be taken away. In any thread."""
+        self._loop.call_soon_threadsafe(self._yard.on_draining, number)
+
+    def _fill(self) -> None:
+        """Launch agents on nodes that have none, as far as workers are wanting. On the loop."""
+        used = {node for node, _ in self._nodes.values()}
+        for node, size in enumerate(self._options.sizes):
+            lacking = self._wanted - sum(taken for _, taken in self._nodes.values())
+            if self._is_closed or node in used or lacking <= 0:
+                continue
+            if number := self.grow(min(size, lacking)):
+                self._nodes[number] = node, min(size, lacking)
+            else:  # nobody has noticed yet whose place that was
+                self._loop.call_later(0.05, self._fill)
+                return
+
+    def _free(self, number: int) -> None:
+        if self._nodes.pop(number, None) is not None:
+            self._fill()
+
+    def grow(self, num_workers: int) -> int:
+        """Launch one more; return its number, or 0. On the loop."""
         order = self._yard.admit(num_workers)
         if order is None:
-            return
+            return 0
         if self._options.corrupt is not None:
             order = self._options.corrupt(order)
         self.orders.append(order)
@@ -93,6 +131,7 @@ class LocalLauncher:
         with self._lock:
             self._users += 1
         thread.start()
+        return number
 
     def grow_soon(self, num_workers: int) -> None:
         """The same, in any thread."""
@@ -117,6 +156,7 @@ class LocalLauncher:
         self._release()
         if not self._is_closed:
             self._loop.call_soon_threadsafe(partial(self._yard.on_gone, number, why))
+            self._loop.call_soon_threadsafe(self._free, number)
 
     def _release(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ import pytest
 
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, LeftOut, pack
-from asyncloader.workers.remote import pool as module
+from asyncloader.workers.remote import fleet as module
 from asyncloader.workers.remote.facts import facts
 from asyncloader.workers.remote.pool import RemotePool
 from asyncloader.workers.remote.wire import Death, Frame, Word
@@ -32,10 +32,14 @@ class Launcher:
 
     def __init__(self) -> None:
         self.killed: list[int] = []
+        self.wanted: Any = None
         self.is_closed = False
 
     def open(self, parts: list[Any]) -> None: ...
     def begin(self, yard: Any) -> None: ...
+
+    def want(self, num_workers: int | None, *, ask: bool) -> None:
+        self.wanted = num_workers, ask
 
     def kill(self, number: int) -> None:
         self.killed.append(number)
@@ -57,7 +61,7 @@ class Line:
         self.sent: list[tuple[int, int, Any]] = []
         self.has_heard = False
         self.dropped = ""
-        self.is_admitted = pool._is_expected(self, number)  # type: ignore[arg-type]
+        self.is_admitted = pool.fleet.is_expected(self, number)  # type: ignore[arg-type]
 
     def send(self, kind: int, life: int = 0, *parts: bytes) -> None:
         self.sent.append((kind, life, b"".join(parts)))
@@ -67,10 +71,10 @@ class Line:
 
     def say(self, kind: int, life: int = 0, body: bytes = b"") -> None:
         """Have a frame come."""
-        self.pool.on_frame(self, Frame(kind, life, memoryview(body), []))  # type: ignore[arg-type]
+        self.pool.fleet.on_frame(self, Frame(kind, life, memoryview(body), []))  # type: ignore[arg-type]
 
     def hello(self, **other: str) -> None:
-        self.pool.on_open(self)  # type: ignore[arg-type]
+        self.pool.fleet.on_open(self)  # type: ignore[arg-type]
         self.say(Word.HELLO, 0, json.dumps(facts() | other).encode())
 
     def ready(self, life: int) -> None:
@@ -114,6 +118,9 @@ class Heard:
     def on_lost(self, worker: int) -> None:
         self.told.append(("lost", worker))
 
+    def on_successor(self, worker: int, successor: Any) -> None:
+        self.told.append(("successor", worker, successor.is_alive))
+
     def on_failed(self, error: Exception) -> None:
         self.told.append(("failed", str(error)))
 
@@ -128,14 +135,18 @@ async def pool() -> AsyncIterator[RemotePool]:
     made.listener = Heard()
     assert list(made.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
     yield made
-    made.end(0.0)
-    made._give_up_all()
-    assert made.wait_dead(0.0)
+    await close(made)
+
+
+async def close(pool: RemotePool) -> None:
+    pool.end(0.0)
+    pool.fleet.give_up_all()
+    assert pool.wait_dead(0.0)
     await asyncio.sleep(0.01)  # the door is closed by a task
-    made._slabs.leave_loop()
+    pool._slabs.leave_loop()
     from asyncloader.engine.portal import get_portal
 
-    made._slabs.live_on(get_portal().loop)
+    pool._slabs.live_on(get_portal().loop)
 
 
 def told(pool: RemotePool) -> list[Any]:
@@ -147,7 +158,7 @@ def told(pool: RemotePool) -> list[Any]:
 
 def come(pool: RemotePool, num_workers: int) -> Line:
     """Have an agent come, all of whose workers are ready."""
-    order = pool.admit(num_workers)
+    order = pool.fleet.admit(num_workers)
     assert order is not None
     line = Line(pool, order.number)
     line.hello()
@@ -158,7 +169,7 @@ def come(pool: RemotePool, num_workers: int) -> Line:
 
 async def test_a_worker_has_a_place_from_when_it_is_ready(pool: RemotePool) -> None:
     """Not before: nobody may give it tickets, or dismiss it for being wanted by none."""
-    order = pool.admit(2)
+    order = pool.fleet.admit(2)
     assert order is not None
     line = Line(pool, order.number)
     line.hello()
@@ -176,7 +187,7 @@ async def test_a_number_is_good_for_one_agent_once(pool: RemotePool) -> None:
     line = come(pool, 1)
     assert not Line(pool, 1).is_admitted
     assert not Line(pool, 2).is_admitted
-    pool.on_lost(line, "broken")  # type: ignore[arg-type]
+    pool.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
     assert not Line(pool, 1).is_admitted
     assert told(pool) == [("ready", 2), ("lost", 2)]
     assert pool._launcher.killed == [1]  # type: ignore[attr-defined]
@@ -186,7 +197,7 @@ async def test_ids_are_free_again_when_their_agent_is_lost(pool: RemotePool) -> 
     """The lowest first; those of others stay."""
     first, second = come(pool, 2), come(pool, 1)
     assert set(second.added().values()) == {4}
-    pool.on_lost(first, "broken")  # type: ignore[arg-type]
+    pool.fleet.on_lost(first, "broken")  # type: ignore[arg-type]
     assert set(come(pool, 3).added().values()) == {2, 3, 5}
 
 
@@ -215,10 +226,10 @@ async def test_outcomes_of_another_run_are_dropped(pool: RemotePool) -> None:
 
 async def test_a_run_that_begins_while_an_agent_comes_is_in_its_welcome(pool: RemotePool) -> None:
     """It would not know what to do with another frame before that."""
-    order = pool.admit(1)
+    order = pool.fleet.admit(1)
     assert order is not None
     line = Line(pool, order.number)
-    pool.on_open(line)  # type: ignore[arg-type]
+    pool.fleet.on_open(line)  # type: ignore[arg-type]
     pool.begin_epoch(EpochSpec(1, (0, 1, 0)))
     assert line.sent == []
     line.hello()
@@ -256,7 +267,7 @@ async def test_a_replacement_that_cannot_be_started_is_a_worker_less(pool: Remot
 
 async def test_a_worker_that_dies_before_it_is_ready_is_none_of_the_runs(pool: RemotePool) -> None:
     """An agent all of whose workers do is let go."""
-    order = pool.admit(1)
+    order = pool.fleet.admit(1)
     assert order is not None
     line = Line(pool, order.number)
     line.hello()
@@ -267,7 +278,7 @@ async def test_a_worker_that_dies_before_it_is_ready_is_none_of_the_runs(pool: R
 
 async def test_an_agent_that_leaves_ends_when_its_last_worker_is_dismissed(pool: RemotePool) -> None:
     """Its workers that become ready meanwhile get no place."""
-    order = pool.admit(3)
+    order = pool.fleet.admit(3)
     assert order is not None
     line = Line(pool, order.number)
     line.hello()
@@ -285,22 +296,153 @@ async def test_an_agent_that_leaves_ends_when_its_last_worker_is_dismissed(pool:
     assert told(pool) == []
 
 
+async def test_so_many_are_there_as_are_wanted(pool: RemotePool) -> None:
+    """Those of the agent with the fewest go first, and it goes with the last; free places are filled again."""
+    pool.want(5)
+    assert pool._launcher.wanted == (5, True)  # type: ignore[attr-defined]
+    large, small = come(pool, 3), come(pool, 2)
+    assert told(pool) == [("ready", worker) for worker in (2, 3, 4, 5, 6)]
+    pool.want(2)
+    assert told(pool) == [("left", 6), ("left", 5), ("left", 4)]
+    for worker in (6, 5, 4):
+        assert worker in pool.processes  # until it has finished what it has
+        pool.dismiss(worker, 3.0)
+    assert small.kinds()[-1] == Word.END
+    assert Word.END not in large.kinds()
+    pool.want(4)
+    assert large.added()[max(large.added())] == 4  # of the agent that goes nothing is wanted any more
+    assert len(small.added()) == 2
+    assert pool._launcher.wanted == (4, True)  # type: ignore[attr-defined]
+
+
+async def test_what_is_wanted_before_the_start_is_had_then() -> None:
+    """Local workers are started first, and look after the number before agents are launched."""
+    launcher = Launcher()
+    pool = RemotePool(asyncio.get_running_loop(), SPEC, LocalAgents(), launcher, 2, wanted=0)
+    pool.want(3)
+    assert launcher.wanted is None
+    assert list(pool.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
+    assert launcher.wanted == (3, True)
+    await close(pool)
+
+
+async def test_more_may_be_wanted_before_those_who_were_not_have_gone(pool: RemotePool) -> None:
+    """Their places are filled when they are free."""
+    pool.want(2)
+    line = come(pool, 2)
+    pool.want(1)
+    pool.want(2)
+    assert len(line.added()) == 2
+    pool.dismiss(3, 3.0)
+    await asyncio.sleep(0)
+    assert list(line.added().values()) == [2, 3, 3]
+    assert Word.END not in line.kinds()
+
+
+async def test_who_has_not_come_is_not_waited_for_if_it_is_not_wanted(pool: RemotePool) -> None:
+    """An agent that is not there, one that is, but whose workers are not ready; of one that comes as many as needed."""
+    pool.want(3)
+    first, second = pool.fleet.admit(1), pool.fleet.admit(2)
+    assert first is not None
+    assert second is not None
+    line = Line(pool, first.number)
+    line.hello()
+    pool.want(0)
+    assert line.kinds() == [Word.WELCOME, Word.ADD, Word.DISMISS, Word.END]
+    assert pool._launcher.killed == [second.number]  # type: ignore[attr-defined]
+    pool.want(1)
+    assert len(come(pool, 3).added()) == 1
+    assert told(pool) == [("ready", 3)]
+
+
+async def test_an_agent_whose_worker_is_between_two_lives_is_not_given_back(pool: RemotePool) -> None:
+    """Nor is its place another's."""
+    pool.want(1)
+    line = come(pool, 1)
+    pool.discard(2)
+    pool.want(2)
+    assert len(line.added()) == 1
+    assert Word.END not in line.kinds()
+    pool.add(2, 3)
+    assert len(line.added()) == 2
+
+
+async def test_an_agent_whose_node_is_drained_leaves(pool: RemotePool) -> None:
+    """One that is there finishes what it has; one that has not come need not come."""
+    line, late = come(pool, 2), pool.fleet.admit(1)
+    assert late is not None
+    pool.fleet.on_draining(late.number)
+    assert pool._launcher.killed == [late.number]  # type: ignore[attr-defined]
+    pool.fleet.on_draining(1)
+    pool.fleet.on_draining(1)
+    assert told(pool) == [("ready", 2), ("ready", 3), ("left", 2), ("left", 3)]
+    pool.dismiss(2, 3.0)
+    pool.dismiss(3, 3.0)
+    assert line.kinds()[-1] == Word.END
+    pool.fleet.on_draining(99)
+
+
+async def test_a_worker_has_a_successor_beside_it(pool: RemotePool) -> None:
+    """Which has a place when it is put there; what the one before it sends then counts for nothing."""
+    line = come(pool, 1)
+    (life,) = line.added()
+    pool.send(2, [(0, [1]), (1, [2])])
+    pool.renew(2, 3)
+    pool.renew(2, 3)
+    (successor,) = (life for kind, life, _ in line.sent if kind == Word.RENEW)
+    line.ready(successor)
+    assert pool.processes[2].life == life
+    line.answer(life, 0)
+    assert not pool.is_idle(2)
+    line.answer(life, 1)
+    assert pool.is_idle(2)
+    assert told(pool) == [("ready", 2), ("successor", 2, True), (2, 0), (2, 1), ("successor", 2, True)]
+    pool.succeed(2, 3.0)
+    assert pool.processes[2].life == successor
+    line.answer(life, 2)
+    line.answer(successor, 3)
+    assert told(pool) == [(2, 3)]
+    assert line.kinds()[-1] == Word.SUCCEED
+
+
+async def test_a_successor_takes_the_place_of_one_that_dies(pool: RemotePool) -> None:
+    """Ready or not; one that dies itself is told of, and no loss."""
+    line = come(pool, 1)
+    (life,) = line.added()
+    pool.renew(2, 3)
+    line.say(Word.DIED, life, pickle.dumps(Death(-9, b"", was_set_up=True)))
+    pool.add(2, 3)
+    (successor,) = (life for kind, life, _ in line.sent if kind == Word.RENEW)
+    assert pool.processes[2].life == successor
+    line.ready(successor)
+    pool.renew(2, 3)
+    line.say(Word.DIED, max(life for kind, life, _ in line.sent), pickle.dumps(Death(-9, b"", was_set_up=True)))
+    assert told(pool) == [("ready", 2), ("died", 2, -9), ("ready", 2), ("successor", 2, False)]
+    pool.renew(2, 3)
+    pool.abandon(2, 3.0)
+    pool.abandon(2, 3.0)
+    assert line.kinds()[-2:] == [Word.RENEW, Word.DISMISS]
+    pool.renew(2, 3)
+    pool.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
+    assert told(pool) == [("lost", 2)]
+
+
 async def test_silence_is_counted_in_turns_of_the_loop(pool: RemotePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five in which nothing came; one frame of any kind begins anew."""
     monkeypatch.setattr(module, "_BEAT_S", 3600.0)
     line = come(pool, 1)
     for beat in range(4 + 4):
         line.has_heard = beat == 3
-        pool._beat()
+        pool.fleet.beat()
     assert told(pool) == [("ready", 2)]
-    pool._beat()
+    pool.fleet.beat()
     assert told(pool) == [("lost", 2)]
 
 
 async def test_another_version_of_ours_is_never_let_in(pool: RemotePool) -> None:
     """Even where other differences are allowed: frames may mean something else."""
-    pool._options = LocalAgents(on_mismatch="warn")
-    order = pool.admit(1)
+    pool.fleet._options = LocalAgents(on_mismatch="warn")
+    order = pool.fleet.admit(1)
     assert order is not None
     line = Line(pool, order.number)
     line.hello(asyncloader="0.0.1")
@@ -314,11 +456,11 @@ async def test_another_version_of_ours_is_never_let_in(pool: RemotePool) -> None
 async def test_the_end_waits_for_agents_that_are_there(pool: RemotePool) -> None:
     """Not for those that have not come: their numbers are good for nothing from then on."""
     line = come(pool, 1)
-    late = pool.admit(1)
+    late = pool.fleet.admit(1)
     assert late is not None
     pool.end(3.0)
     assert not pool.wait_dead(0.0)
-    assert pool.admit(1) is None
+    assert pool.fleet.admit(1) is None
     assert not Line(pool, late.number).is_admitted
     heard: Any = pool.listener
     line.say(Word.BYE)

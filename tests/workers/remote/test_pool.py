@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError, WorkerStartError
-from asyncloader.workers.remote import pool as module
+from asyncloader.workers.remote import fleet as module
 from asyncloader.workers.remote.handshake import new_secret
 from tests.patience import wait_until
 from tests.workers.remote.local_agents import LocalAgents
@@ -88,6 +89,28 @@ def local(dataset: Any = None, epochs: int = 1, **options: Any) -> list[Any]:
     return [bits(batch) for batch in run_of(DataLoader(dataset or Drawing(), 4, num_workers=1, **options), epochs)]
 
 
+class Endless(Dataset[int]):
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def wait_for(iterator: Iterator[Any], is_so: Callable[[], bool]) -> None:
+    """Take batches until something is so."""
+
+    def look() -> bool:
+        next(iterator)
+        return is_so()
+
+    wait_until(look)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 def wait_for_workers(loader: Any, count: int) -> None:
     """Wait until so many take batches."""
     wait_until(lambda: loader.stats().num_workers == count)
@@ -107,14 +130,15 @@ def test_the_batches_are_those_of_local_workers(num_workers: int, scheduling: An
 
 
 def test_both_make_some() -> None:
-    """Agents join a run that local workers have begun; theirs are the ids behind those."""
+    """Agents join a run that local workers have begun; theirs are the ids behind the room for those."""
     agents = LocalAgents(2)
     loader = DataLoader(Drawing(), 1, num_workers=1, worker_backend=agents, max_buffered_bytes=0)
     iterator = iter(loader)
     seen = [next(iterator)]
     wait_for_workers(loader, 3)
     seen += iterator
-    assert {batch["by"][0].item() for batch in seen} == {0, 1, 2}
+    first = loader._settings().first_elsewhere
+    assert {batch["by"][0].item() for batch in seen} == {0, first, first + 1}
     assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
     stats, node = loader.stats(), os.uname().nodename
     assert [worker.node for worker in stats.workers] == ["", node, node]
@@ -141,6 +165,80 @@ def test_async_datasets_and_async_for() -> None:
         return [bits(batch) async for batch in loader]
 
     assert asyncio.run(run()) == local(Awaited(), shuffle=True)
+
+
+class Whims:
+    """A controller that looks at each batch, and wants another number here and elsewhere each time."""
+
+    def __init__(self, numbers: list[tuple[int, int]]) -> None:
+        self.numbers = numbers
+        self.here, self.elsewhere = 2, 0
+        self.due = 0.0
+        self.reason = "a whim"
+
+    def begin(self) -> None: ...
+
+    def observe(self, load: Any) -> None:
+        self.here, self.elsewhere = self.numbers[load.made % len(self.numbers)]
+
+    def limit(self, count: int) -> None:
+        self.here = count
+
+
+@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_batches_do_not_depend_on_a_number_that_looks_after_itself(
+    persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the controller wants of this machine and of others, at every batch; also where another run begins."""
+    whims = Whims([(2, 3), (1, 1), (3, 4), (2, 0), (1, 4)])
+    monkeypatch.setattr("asyncloader.iteration.workplace.Controller", lambda *args, **kwargs: whims)
+    options: Any = {"shuffle": True, "persistent_workers": persistent}
+    loader = DataLoader(Drawing(), 1, num_workers="auto", worker_backend=LocalAgents(2, 2, grows=True), **options)
+    batches = run_of(loader, epochs=2)
+    reference = run_of(DataLoader(Drawing(), 1, num_workers=1, **options), epochs=2)
+    assert [bits(batch) for batch in batches] == [bits(batch) for batch in reference]
+    assert loader.stats().retries == 0
+
+
+def test_a_number_that_looks_after_itself_asks_for_others_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`loader.num_workers` is that of this machine; what was found elsewhere is for the next run."""
+    wanted = [(1, 3)]
+    whims = Whims(wanted)
+    monkeypatch.setattr("asyncloader.iteration.workplace.Controller", lambda *args, **kwargs: whims)
+    agents = LocalAgents(2, 2, grows=True)
+    loader = DataLoader(Endless(), 1, num_workers="auto", worker_backend=agents, max_buffered_bytes=0)
+    iterator = iter(loader)
+    wait_for(iterator, lambda: loader.stats().num_workers == 4)
+    assert (int(loader.num_workers), loader._runs.elsewhere) == (1, 3)
+    wanted[0] = (2, 1)
+    wait_for(iterator, lambda: loader.stats().num_workers == 3)
+    wait_until(lambda: not is_there(agents.newest.pids[2]))
+    assert is_there(agents.newest.pids[1])
+    loader.close()
+    del iterator
+    iterator = iter(loader)
+    whims.elsewhere = 1
+    wait_for(iterator, lambda: loader.stats().num_workers == 3)
+    loader.close()
+
+
+def test_the_number_of_this_machine_can_be_changed_beside_others() -> None:
+    """In mid-epoch; those of other machines stay, and the batches are the same."""
+    agents = LocalAgents(1)
+    loader = DataLoader(Drawing(), 1, num_workers=1, worker_backend=agents, max_buffered_bytes=0, shuffle=True)
+    torch.manual_seed(3)
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    wait_for_workers(loader, 2)
+    loader.set_num_workers(3)
+    wait_for_workers(loader, 4)
+    seen += [next(iterator) for _ in range(10)]
+    loader.set_num_workers(1)
+    wait_for_workers(loader, 2)
+    seen += iterator
+    reference = run_of(DataLoader(Drawing(), 1, num_workers=1, shuffle=True))
+    assert [bits(batch) for batch in seen] == [bits(batch) for batch in reference]
+    loader.close()
 
 
 # -------------------------------------------------------------------------------------------------------- what fails
@@ -229,6 +327,60 @@ def test_an_agent_that_is_told_to_end_finishes_what_it_has() -> None:
     seen += iterator
     assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
     assert loader.stats().retries == 0
+
+
+def test_a_node_that_is_drained_gives_its_work_to_others() -> None:
+    """Its workers finish what they have; the agent goes."""
+    agents = LocalAgents(1, 1)
+    loader = DataLoader(Drawing(), 1, worker_backend=agents, max_buffered_bytes=0)
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    wait_for_workers(loader, 2)
+    agents.newest.drain_soon(1)
+    seen += [next(iterator) for _ in range(20)]
+    wait_for_workers(loader, 1)
+    wait_until(lambda: not is_there(agents.newest.pids[1]))
+    seen += iterator
+    assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
+    assert loader.stats().retries == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_workers_of_agents_are_renewed(num_workers: int) -> None:
+    """As local ones, and nothing is lost or doubled."""
+    options: Any = {"num_workers": num_workers, "worker_backend": LocalAgents(2), "max_tasks_per_child": 3}
+    loader = DataLoader(Endless(), 1, **options)
+    iterator = iter(loader)
+    for expected in itertools.count():
+        assert next(iterator).item() == expected
+        stats = loader.stats()
+        if stats.renewals >= 4:
+            break
+    assert (stats.retries, stats.replacements) == (0, 0)
+    loader.close()
+
+
+KEPT: list[bytes] = []
+
+
+class Leaking(Drawing):
+    """Takes memory with each sample, as long as the process is there."""
+
+    def __getitem__(self, index: int) -> Any:
+        KEPT.append(os.urandom(8 << 20))
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+def test_a_worker_of_an_agent_that_has_grown_is_renewed() -> None:
+    loader = DataLoader(
+        Leaking(), 1, sampler=[1] * 300, worker_backend=LocalAgents(1), max_worker_memory=200 << 20, timeout=20
+    )
+    for _ in loader:
+        if loader.stats().renewals:
+            break
+    assert loader.stats().renewals
+    loader.close()
 
 
 @pytest.mark.slow
@@ -360,12 +512,11 @@ class Stream(IterableDataset[Any]):
     [
         (Stream(), {}, "iterable dataset"),
         (Stateful(), {}, "state of its own"),
-        (Drawing(), {"seeding": "worker"}, "samples depend on which of them"),
-        (Drawing(), {"num_workers": "auto"}, "does not decide"),
+        (Drawing(), {"seeding": "worker"}, r"RayWorkers\(num_workers=.*samples depend on which of them"),
+        (Drawing(), {"num_workers": "auto", "worker_backend": LocalAgents(num_workers=2)}, "looks after itself too"),
         (Drawing(), {"worker_backend": 5}, "RayWorkers"),
         (Drawing(), {"prefetch_factor": 0}, "prefetch_factor"),
         (Drawing(), {"scheduling": "split", "seeding": "sample"}, "split"),
-        (Drawing(), {"num_workers": 1, "max_tasks_per_child": 3}, "max_tasks_per_child"),
     ],
 )
 def test_what_cannot_be_is_refused_at_construction(dataset: Any, options: Any, words: str) -> None:
@@ -373,10 +524,11 @@ def test_what_cannot_be_is_refused_at_construction(dataset: Any, options: Any, w
         DataLoader(dataset, 4, **{"worker_backend": LocalAgents(1)} | options)
 
 
-def test_the_number_of_local_workers_stays() -> None:
-    loader = DataLoader(Drawing(), 4, num_workers=1, worker_backend=LocalAgents(1))
-    with pytest.raises(ConfigurationError, match="stays as it is"):
-        loader.set_num_workers(2)
+@pytest.mark.parametrize(("num_workers", "number", "words"), [(0, 1, "no workers on this"), (1, 900, "at most")])
+def test_numbers_that_there_cannot_be_here(num_workers: int, number: int, words: str) -> None:
+    loader = DataLoader(Drawing(), 4, num_workers=num_workers, worker_backend=LocalAgents(1))
+    with pytest.raises(ConfigurationError, match=words):
+        loader.set_num_workers(number)
 
 
 def test_what_one_machine_shares_does_not_travel() -> None:

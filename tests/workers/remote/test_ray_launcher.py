@@ -40,6 +40,8 @@ def test_a_node_that_is_alone_takes_all_there_is_room_for() -> None:
     [
         ({"num_workers": 0}, "num_workers should be at least 1"),
         ({"num_workers": True}, "num_workers should be at least 1"),
+        ({"max_workers": 0}, "max_workers should be at least 1"),
+        ({"num_workers": 2, "max_workers": 3}, "give one of them"),
         ({"cpus_per_worker": 0}, "more than 0 of CPU"),
         ({"resources": {"disk": -1}}, "more than 0 of disk"),
         ({"on_mismatch": "ignore"}, "on_mismatch"),
