@@ -72,25 +72,6 @@ def test_the_batches_are_those_of_local_workers(add_node: Any) -> None:
     wait_until(lambda: not agents())
 
 
-def test_a_cluster_that_grows_and_loses_a_node(add_node: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From nothing; and a raylet that is killed takes its workers with it. No batch is lost or doubled."""
-    gate = tmp_path / "open"
-    loader = DataLoader(Drawing(gate), 1, worker_backend=RayWorkers(num_workers=4), max_buffered_bytes=0)
-    iterator = iter(loader)
-    first = add_node()
-    seen = [next(iterator)]
-    add_node()
-    wait_until(lambda: loader.stats().num_workers == 4)
-    os.kill(first.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-    wait_until(lambda: loader.stats().num_workers == 2)
-    gate.touch()
-    seen += iterator
-    assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
-    assert loader.stats().retries == 0
-    assert "is lost" in caplog.text
-    wait_until(lambda: not agents())
-
-
 class Wishes:
     """A controller that wants what the test says."""
 
@@ -107,7 +88,7 @@ class Wishes:
 
 
 def test_a_number_that_looks_after_itself(add_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More are had of the cluster, and given back, their CPUs too."""
+    """More are had of the cluster, and given back, their CPUs too. Before raylets are killed: it forks workers here."""
     import ray
 
     wishes = Wishes()
@@ -124,6 +105,25 @@ def test_a_number_that_looks_after_itself(add_node: Any, monkeypatch: pytest.Mon
         nodes = [process for process in agents() if process.children()]
         assert len([child for process in nodes for child in process.children()]) >= on_nodes
     loader.close()
+    wait_until(lambda: not agents())
+
+
+def test_a_cluster_that_grows_and_loses_a_node(add_node: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From nothing; and a raylet that is killed takes its workers with it. No batch is lost or doubled."""
+    gate = tmp_path / "open"
+    loader = DataLoader(Drawing(gate), 1, worker_backend=RayWorkers(num_workers=4), max_buffered_bytes=0)
+    iterator = iter(loader)
+    first = add_node()
+    seen = [next(iterator)]
+    add_node()
+    wait_until(lambda: loader.stats().num_workers == 4)
+    os.kill(first.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+    wait_until(lambda: loader.stats().num_workers == 2)
+    gate.touch()
+    seen += iterator
+    assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
+    assert loader.stats().retries == 0
+    assert "is lost" in caplog.text
     wait_until(lambda: not agents())
 
 
