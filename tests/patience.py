@@ -11,7 +11,7 @@ from typing import Any
 from asyncloader import BatchTimeoutError
 
 TRIES = 3
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 
 
 def best_of_three(test: Callable[..., None]) -> Callable[..., None]:

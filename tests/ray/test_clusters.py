@@ -88,15 +88,14 @@ class Wishes:
 
 
 def test_a_number_that_looks_after_itself(add_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More are had of the cluster, and given back, their CPUs too. Workers here are not forked: Ray has threads."""
+    """More are had of the cluster, and given back, their CPUs too."""
     import ray
 
     wishes = Wishes()
     monkeypatch.setattr("asyncloader.iteration.workplace.Controller", lambda *args, **kwargs: wishes)
     for _ in range(2):
         add_node()
-    options: Any = {"worker_backend": "ray", "multiprocessing_context": "forkserver"}
-    loader = DataLoader(Drawing(), 1, sampler=itertools.cycle([1]), num_workers="auto", **options)
+    loader = DataLoader(Drawing(), 1, sampler=itertools.cycle([1]), num_workers="auto", worker_backend="ray")
     iterator = iter(loader)
     for elsewhere, on_nodes in ((3, 3), (2, 2), (0, 0)):
         wishes.wish = (1, elsewhere)

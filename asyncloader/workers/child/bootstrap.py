@@ -45,6 +45,10 @@ CAN_TELL = b"\n"
 
 _ABOVE_MAIN = (__file__, spawn.__file__, "<frozen runpy>")
 
+_kept: list[Any] = []
+"""What a forked worker has of the trainer and takes out of its place. It stays: the last reference that goes runs a
+destructor, here, while the trainer goes on. A temporary directory would be deleted, a connection ended; Ray's crash."""
+
 _output = -1  # of a worker that is importing the main module
 
 CANNOT_START = "The worker could not be set up:\n"
@@ -230,7 +234,8 @@ def _settle_signals() -> None:
     """Undo what a fork inherits: otherwise a SIGTERM to the worker would run the trainer's own handlers."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
+        if callable(handler := signal.getsignal(number)):
+            _kept.append(handler)
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio._set_running_loop(None)
@@ -265,10 +270,24 @@ def _leads_a_group() -> bool:
 
 
 def _forget_the_parents_exit() -> None:
-    """Do not run the exit handlers of the trainer at the end of a forked worker."""
+    """Do not run the exit handlers of the trainer at the end of a forked worker, and do not drop them either."""
+    atexit.unregister(cast(Any, _Keeper()))
     atexit._clear()
-    cast(Any, concurrent.futures.process)._threads_wakeups.clear()
-    cast(Any, concurrent.futures.thread)._threads_queues.clear()
+    wakeups = cast(Any, concurrent.futures.process)._threads_wakeups
+    queues = cast(Any, concurrent.futures.thread)._threads_queues
+    _kept.extend([*wakeups.values(), *queues.values()])
+    wakeups.clear()
+    queues.clear()
+
+
+class _Keeper:
+    """Keeps what it is compared to, and equals none of it. So it sees all exit handlers, which nothing else lists."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _kept.append(other)
+        return False
 
 
 def _report_crashes(output: int) -> None:

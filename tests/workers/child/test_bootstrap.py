@@ -1,4 +1,4 @@
-"""What workers do with memory that samples free: they keep it, so that the next sample finds it mapped."""
+"""The first steps of a worker: memory that samples free is kept, and what is the trainer's is left alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
+from tests.nursery import Program
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc's malloc")
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is about glibc's malloc")
 
 SAMPLE_BYTES = 800_000
 PAGES = SAMPLE_BYTES // resource.getpagesize()
@@ -41,11 +43,13 @@ def faults(start_method: str) -> float:
     return last
 
 
+@glibc
 def test_memory_of_a_batch_is_used_again(start_method: str) -> None:
     """Its samples are freed together, and the next batch faults in next to no page, however the worker was started."""
     assert faults(start_method) < PAGES / 10
 
 
+@glibc
 @pytest.mark.parametrize(
     "setting",
     [{"MALLOC_MMAP_THRESHOLD_": "65536"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}],
@@ -60,3 +64,47 @@ def test_what_the_environment_says_wins(setting: dict[str, str]) -> None:
         capture_output=True, text=True, timeout=60, check=True, env=environment, cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert float(found.stdout) > PAGES / 2
+
+
+def test_nothing_of_the_trainer_ends_in_a_worker(run: Callable[..., Program], tmp_path: Path) -> None:
+    """What only an exit handler or a handler of a signal refers to is neither run nor destroyed in a forked worker."""
+    folder = tmp_path / "of the trainer"
+    folder.mkdir()
+    program = run(
+        """
+        import atexit, os, signal, sys, tempfile
+        from functools import partial
+        from asyncloader import DataLoader
+
+        folder, trainer = sys.argv[1], os.getpid()
+
+        class Owned:
+            def __init__(self, name):
+                self.path = os.path.join(folder, name)
+
+            def __call__(self, *args):
+                pass
+
+            def method(self):
+                pass
+
+            def __del__(self):
+                if os.getpid() != trainer:
+                    open(self.path, "w").close()
+
+        if __name__ == "__main__":
+            atexit.register(Owned("method").method)
+            atexit.register(Owned("callable"))
+            atexit.register(partial(print, Owned("of a partial")))
+            signal.signal(signal.SIGUSR1, Owned("of a signal"))
+            temporary = tempfile.TemporaryDirectory(dir=folder)
+            path = temporary.name
+            atexit.register(temporary.cleanup)
+            del temporary
+            for _ in DataLoader(range(8), num_workers=2, multiprocessing_context="fork"):
+                pass
+            assert os.listdir(folder) == [os.path.basename(path)], os.listdir(folder)
+        """,
+        folder,
+    )
+    assert program.returncode == 0, program.explain("it failed")
