@@ -152,7 +152,7 @@ def test_strangers_on_the_port_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(map(ended, strangers))
         seen += iterator
     assert same(seen, local(100, 1)) == 100
-    refused = iterator._session.pool._door.refused  # type: ignore[attr-defined]
+    refused = iterator._session.pool.fleet._door.refused  # type: ignore[attr-defined]
     assert refused == {"no agent": 2, "too slow": 4}
     loader.close()
 
@@ -181,7 +181,7 @@ def test_a_consumer_that_stops_is_sent_no_more_than_its_window() -> None:
     wait_until(lambda: not run.inbox and len(run.handoff.ready) == run.scheduler.planned_count - 2 >= 3)
     planned, batch = run.scheduler.planned_count, 1 << 20
     assert planned <= 2 + 2 * 3 + ahead // batch
-    (agent,) = session.pool._agents.values()
+    (agent,) = session.pool.fleet.agents.values()
     assert planned * batch <= agent.link.num_bytes <= planned * (batch + 1000) + 10_000
     assert loader.stats().received.nbytes <= agent.link.num_bytes
     seen += iterator
