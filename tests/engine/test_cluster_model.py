@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.benchmarks.cluster_model import Cluster, Costs, Play, Work, bounds
@@ -76,6 +76,8 @@ def test_nothing_is_lost_and_nothing_is_faster_than_it_can_be(
     work: Work, cluster: Cluster, options: dict[str, Any], seed: int
 ) -> None:
     """Whatever comes and goes: each batch once, in order (which `run` asserts), and within what time allows."""
+    # Over a gigabit ten megabytes take 80 ms, and behind those of others seconds: lives may end before anything comes.
+    assume(work.nbytes < 10_000_000 or cluster.life_s == float("inf") or cluster.link_bytes_s > GBIT)
     count = 80
     played = Play(COSTS, work, cluster, count, seed=seed, check=True, **options).run()
     received_s = COSTS.loop_s + work.nbytes / COSTS.receive_bytes_s
