@@ -86,8 +86,7 @@ class Stream(Base):
 
     def drop(self) -> None:
         """Forget all jobs, cancel what is in flight, and stop reading."""
-        super().drop()
-        self._too_late.clear()
+        self.leave()
         self._reader.cancel()
 
     def leave(self) -> None:

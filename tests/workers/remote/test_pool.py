@@ -314,29 +314,18 @@ def test_an_agent_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert [change.num_workers for change in loader.stats().changes] == [2, 1]
 
 
-def test_an_agent_that_is_told_to_end_finishes_what_it_has() -> None:
-    """SIGTERM, as of a machine that is taken away: others make the rest, nothing is made twice."""
+@pytest.mark.parametrize("how", ["SIGTERM", "drained"])
+def test_an_agent_that_is_to_go_finishes_what_it_has(how: str) -> None:
+    """Its machine is taken away, or its node drained: others make the rest, nothing is made twice; then it is gone."""
     agents = LocalAgents(1, 1)
     loader = DataLoader(Drawing(), 1, worker_backend=agents, max_buffered_bytes=0)
     iterator = iter(loader)
     seen = [next(iterator)]
     wait_for_workers(loader, 2)
-    os.kill(agents.newest.pids[1], signal.SIGTERM)
-    seen += [next(iterator) for _ in range(20)]
-    wait_for_workers(loader, 1)
-    seen += iterator
-    assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
-    assert loader.stats().retries == 0
-
-
-def test_a_node_that_is_drained_gives_its_work_to_others() -> None:
-    """Its workers finish what they have; the agent goes."""
-    agents = LocalAgents(1, 1)
-    loader = DataLoader(Drawing(), 1, worker_backend=agents, max_buffered_bytes=0)
-    iterator = iter(loader)
-    seen = [next(iterator)]
-    wait_for_workers(loader, 2)
-    agents.newest.drain_soon(1)
+    if how == "drained":
+        agents.newest.drain_soon(1)
+    else:
+        os.kill(agents.newest.pids[1], signal.SIGTERM)
     seen += [next(iterator) for _ in range(20)]
     wait_for_workers(loader, 1)
     wait_until(lambda: not is_there(agents.newest.pids[1]))
