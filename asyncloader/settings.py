@@ -239,6 +239,11 @@ class Settings:
         return max(1, self.num_workers) if self.remote is None else self.num_workers + self.num_slots
 
     @property
+    def num_expected(self) -> int:
+        """How many workers were asked for, those included that are yet to come from other machines."""
+        return self.num_workers + ((self.remote.num_workers or 0) if self.remote is not None else 0)
+
+    @property
     def num_slots(self) -> int:
         """Places on other machines that there are from the beginning on: where workers cannot come and go; or 0."""
         return (self.remote.num_workers or 0) if self.remote is not None and self.why_workers_stay else 0

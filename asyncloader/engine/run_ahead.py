@@ -91,16 +91,16 @@ class RunAhead:
         self.is_possible = self._is_bounded
         return weight
 
-    def window(self, num_workers: int, prefetch_factor: int, first: int) -> int:
+    def window(self, num_workers: int, prefetch_factor: int, asked: int) -> int:
         """Return how many batches may be in flight or waiting with so many workers.
 
-        One for each at least, and no less than there might be ``first``; but workers that have come since do not make
-        what waits larger than the limit.
+        One for each at least, and what the workers that were ``asked`` for may have: whoever names their number accepts
+        what they hold. Those beyond them do not make what waits larger than the limit.
         """
         most = num_workers * prefetch_factor
         if self._mean_bytes is None or not self.limit_bytes:
             return most
-        return min(most, max(num_workers, first, int(self.limit_bytes / self._mean_bytes)))
+        return min(most, max(num_workers, asked, int(self.limit_bytes / self._mean_bytes)))
 
     def rounds(self, num_workers: int, window: int, ahead: int, parked: int, parked_bytes: int) -> int:
         """Return how many rounds of tickets are to be read now; less than 1 for none.

@@ -49,6 +49,7 @@ class Scheduler:
 
     Args:
         num_workers: Workers at the beginning, numbered from 0. Others that join may have any number.
+        num_expected: Workers that were asked for, where some of them are yet to join.
         prefetch_factor: Batches in flight or waiting, for each worker.
         scheduling: "static" sends batch i to worker i % num_workers; "dynamic" to the one with least to do.
         in_order: Deliver by sequence number; otherwise as they come.
@@ -85,10 +86,12 @@ class Scheduler:
         overlapping: int = 0,
         first: int = 0,
         next_worker: int | None = None,
+        num_expected: int = 0,
     ) -> None:
         self.num_workers = num_workers
         self._prefetch_factor = prefetch_factor
-        self.window = self._first_window = num_workers * prefetch_factor
+        self.window = num_workers * prefetch_factor
+        self._window_asked = max(num_workers, num_expected) * prefetch_factor
         self._static = scheduling == "static"
         self._in_order = in_order
         self._on_crash = on_crash
@@ -342,16 +345,13 @@ class Scheduler:
         ahead = self.planned_count - self.gone_count
         rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
         self._read_until = self.planned_count + max(0, rounds) * self.num_workers
-        return [self._read()] if rounds > 0 else []
-
-    def _read(self) -> Read:
-        return Read(self._read_until)
+        return [Read(self._read_until)] if rounds > 0 else []
 
     # -------------------------------------------------------------------------------------------------- workers
 
     def _resize(self, change: int) -> Window:
         self.num_workers += change
-        self.window = self._run_ahead.window(self.num_workers, self._prefetch_factor, self._first_window)
+        self.window = self._run_ahead.window(self.num_workers, self._prefetch_factor, self._window_asked)
         return Window(self.window)
 
     def _vacate(self, worker: int, rests: bool, unsent: Iterable[int]) -> None:
@@ -437,7 +437,7 @@ class Scheduler:
         self.gone_count += 1
         if outcome is VOID:
             self.void_count += 1
-            actions.append(self._read())  # a void ticket frees its place in the window
+            actions.append(Read(self._read_until))  # a void ticket frees its place in the window
         elif outcome is not PART:
             actions.append(Deliver(outcome))
         actions += self._maybe_finish()

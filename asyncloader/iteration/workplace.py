@@ -83,6 +83,7 @@ def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, fault
     """
     options: dict[str, Any] = {
         "num_workers": settings.num_places,
+        "num_expected": settings.num_expected,
         "prefetch_factor": settings.prefetch,
         "in_order": settings.in_order,
         "max_buffered_bytes": 0 if may_be_looked_at(settings.index_sampler) else settings.max_buffered_bytes,

@@ -145,7 +145,11 @@ def endings(bench: Bench, costs: Costs, count: int) -> None:
     rows, found = [], {}
     work = FEATURES._replace(batch_s=0.25)
     batches = 2 * rounds(bench) * count
-    sides: dict[str, dict[str, Any]] = {"64 MiB ahead": {}, "4 GiB ahead": {"max_buffered_bytes": 4 << 30}}
+    sides: dict[str, dict[str, Any]] = {
+        "64 MiB ahead": {},
+        "num_workers named, 64 MiB": {"num_expected": count},
+        "4 GiB ahead": {"max_buffered_bytes": 4 << 30},
+    }
     for life_s in (600.0, 60.0, 20.0):
         there = life_s / (life_s + 5.0)
         shares = {}

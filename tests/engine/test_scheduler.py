@@ -566,6 +566,20 @@ def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
     assert [scheduler.left(worker)[0] for worker in (5, 4, 3, 2)] == [Window(5), Window(5), Window(5), Window(4)]
 
 
+def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late() -> None:
+    """Whoever names their number accepts what they hold; those beyond it, and those who are not there, add nothing."""
+    scheduler = make(num_workers=0, num_expected=4, max_buffered_bytes=1)
+    assert [scheduler.joined(worker)[0] for worker in range(2)] == [Window(2), Window(4)]
+    scheduler.planned(range(4))
+    scheduler.returned(0, 0)
+    scheduler.ready(0, 0, BATCH_BYTES)
+    assert [scheduler.joined(worker)[0] for worker in range(2, 10)] == [
+        Window(size) for size in (6, 8, 8, 8, 8, 8, 9, 10)
+    ]
+    assert [scheduler.lost(worker)[0] for worker in range(9, 1, -1)] == [Window(n) for n in (9, 8, 8, 8, 8, 8, 6, 4)]
+    scheduler.validate()
+
+
 def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
     """It gets nothing more; the turns go on without it."""
     scheduler = make(num_workers=3)
