@@ -54,7 +54,7 @@ class Traffic:
         Args:
             nbytes: How much it was.
         """
-        at, cpu_at, before = perf_counter(), thread_time(), self.received
+        cpu_at, at, before = thread_time(), perf_counter(), self.received  # the one within the other
         self._open -= 1
         self.received = Received(
             before.nbytes + nbytes, before.seconds + at - self._at, before.cpu_s + cpu_at - self._cpu_at

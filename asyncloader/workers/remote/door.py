@@ -121,13 +121,17 @@ class Door:
         strangers, self._strangers = self._strangers, set()
         for link in strangers:
             link.drop("the session has ended")
-        if self._serving is not None:
-            self._serving.add_done_callback(_stop)
-            self._serving.cancel()
-        if self._sock is not None:
+        if self._sock is None:
+            return
+        if self._serving is None:
             self._sock.close()
+        elif self._serving.done():
+            _stop(self._sock, self._serving)
+        else:  # to be cancelled it is no good: what it has begun would listen on
+            self._serving.add_done_callback(functools.partial(_stop, self._sock))
 
 
-def _stop(serving: asyncio.Task[Any]) -> None:
+def _stop(sock: socket.socket, serving: asyncio.Task[asyncio.Server]) -> None:
     if not serving.cancelled() and serving.exception() is None:
-        serving.result().close()
+        serving.result().close()  # before the socket: asyncio asks for its number
+    sock.close()
