@@ -7,6 +7,9 @@ trainer waits and all workers are busy there are more of them, as many as the mo
 go again, and it is not tried again for a while. While the trainer does not wait there are as few as the model asks for;
 if it waits then, they come back. Both times get longer each time, and are forgotten when the load has changed.
 
+More have helped if the trainer gets more, or if workers make more: what they make may wait for batches that a few had
+been given before the others came, and for some seconds the trainer gets no more than those few make.
+
 Workers may be on other machines too. These are asked for when no more are worth it on this one, and go first; a node is
 somebody else's to use. They have cores of their own, but all of them share the way to here: where they are idle while
 the trainer waits, that is full, and those that are too many are given back.
@@ -64,14 +67,20 @@ _LATE_ELSEWHERE_S = 60.0
 class Window(NamedTuple):
     """What follows from two loads: seconds a batch, and shares."""
 
-    rate: float  # batches a second
+    rate: float  # batches a second that the trainer took
     taken: int  # of how many that is
+    makes: float  # batches a second that workers made; some may have to wait for earlier ones
     waits: float  # share of the trainer's time
     train: float
     work: float
+    cpu: float  # of the work, what was computed
     cpu_floor: float  # with all cores of this machine
-    computes: bool
     received: float  # bytes a second, from other machines
+
+    @property
+    def comes(self) -> float:
+        """Batches a second that the trainer took, or that workers made if these are more."""
+        return max(self.rate, self.makes)
 
     def enough(self, *, elsewhere: bool) -> float:
         """Return with how many workers something else would limit: the trainer, or the cores if all are here."""
@@ -134,7 +143,7 @@ class Controller:
         self._is_doubtful = False  # one window of the trial says that more did not help
         self._refused: float | None = None  # the rate of what did not help
         self._ceiling = self._ceiling_elsewhere = self._floor = _Limit()
-        self._known: tuple[float, float] | None = None  # work and train with this number of workers
+        self._known: tuple[float, float, float] | None = None  # work, train and CPU with this number of workers
 
     def __repr__(self) -> str:
         return f"<Controller {self.num_workers} between {self._floor} and {self._ceiling}: {self.reason}>"
@@ -192,40 +201,39 @@ class Controller:
         work = (last.work_s - first.work_s) / made
         cpu = (last.cpu_s - first.cpu_s) / made
         cpu_here = cpu - (last.elsewhere_cpu_s - first.elsewhere_cpu_s) / made
-        here = (last.main_cpu_s - first.main_cpu_s) / taken
+        here, seconds = (last.main_cpu_s - first.main_cpu_s) / taken, max(last.at_s - first.at_s, 1e-9)
         return Window(
             rate=taken / max(waited + trained, 1e-9),  # which end with a batch, as the window does not
             taken=taken,
+            makes=(last.made - first.made) / seconds,
             waits=waited / max(waited + trained, 1e-9),
             train=trained / taken,
             work=work,
+            cpu=cpu,
             cpu_floor=(cpu_here + here) / self._cores,
-            computes=cpu > 0.5 * work,
-            received=(last.received_bytes - first.received_bytes) / max(last.at_s - first.at_s, 1e-9),
+            received=(last.received_bytes - first.received_bytes) / seconds,
         )
 
     # ------------------------------------------------------------------------------------------------- decisions
 
     def _judge(self, window: Window, load: Load) -> None:
         now = load.at_s
-        if self._known is None:
-            self._known = window.work, window.train
-        elif any(
-            _differ(a, b, _CHANGED, window) for a, b in zip(self._known, (window.work, window.train), strict=True)
-        ):
-            self._known = window.work, window.train
+        known, costs = self._known, (window.work, window.train, window.cpu)
+        self._known = known or costs
+        if known is not None and any(_differ(a, b, _CHANGED, window) for a, b in zip(known, costs, strict=True)):
+            self._known = costs
             self._ceiling = self._ceiling_elsewhere = self._floor = _Limit()
         before, self._before = self._before, None
         refused, self._refused = self._refused, None
         is_waiting = window.waits > _WAITS
-        if refused is not None and refused > _UNSURE**2 * window.rate:  # the load had changed during the trial
+        if refused is not None and refused > _UNSURE**2 * window.comes:  # the load had changed during the trial
             self._ceiling = self._ceiling._replace(until_s=now)
             self._ceiling_elsewhere = self._ceiling_elsewhere._replace(until_s=now)
         if before is not None and _differ(before.window.train, window.train, _SAME, window):
             before = None  # it is another load than before the trial
         if before is not None and is_waiting and self._take_back(before, window, now):
             return
-        most = self._most[window.computes]
+        most = self._most[window.cpu > 0.5 * window.work]
         if self.here > most:
             self._change(most, self.elsewhere, "there are no more cores for workers that compute")
         elif is_waiting:
@@ -237,8 +245,9 @@ class Controller:
         """Go back to the number of before, if the change was for nothing. Return whether all is decided for now."""
         here, elsewhere, was = before
         count, earlier = self.num_workers, here + elsewhere
+        gained = window.comes / was.comes
         if count < earlier:
-            if was.waits > _WAITS and window.rate * _UNSURE > was.rate:
+            if was.waits > _WAITS and gained * _UNSURE > 1:
                 return False  # it waited before, and no longer now
             self._floor = self._floor.again(earlier, now)
             self._change(here, elsewhere, "training waits with fewer")
@@ -246,14 +255,14 @@ class Controller:
         is_here = self.here > here
         helped = _HELPED if is_here else _HELPED_ELSEWHERE
         unsure = 1 / was.taken + 1 / window.taken
-        if window.rate >= was.rate * (1 + helped * (count / earlier - 1) - unsure):
+        if gained >= 1 + helped * (count / earlier - 1) - unsure:
             return False
         if not self._is_doubtful:  # what held this window up may have been something else
             self._is_doubtful, self._before = True, before
             return True
         # So many would have come to the same, if those that help do so in full.
-        enough = min(count - 1, max(earlier, math.ceil(earlier * window.rate / was.rate * _UNSURE - 0.5))) - earlier
-        self._refused = window.rate
+        enough = min(count - 1, max(earlier, math.ceil(earlier * gained * _UNSURE - 0.5))) - earlier
+        self._refused = window.comes
         if is_here:
             self._ceiling = self._ceiling.again(here + enough + 1, now)
             self._change(here + enough, elsewhere, "more did not help")
@@ -267,13 +276,13 @@ class Controller:
     def _more(self, window: Window, most: int, now: float) -> None:
         """Have more workers, if they would be at work: on this machine first."""
         count, calm, self._calm = self.num_workers, self._calm, 0
-        busy = window.work * window.rate / count
+        busy = window.work * window.makes / count
         if busy < _BUSY and not self._overlaps:
             self._calm = calm + 1 if self.elsewhere else 0
             if self._calm >= 2:
                 self._give_back(window, busy, now)
             return
-        if window.cpu_floor * window.rate > _FULL:
+        if window.cpu_floor * window.makes > _FULL:
             most = self.here
         elif self._ceiling.holds(now):
             most = max(self.here, min(most, self._ceiling.workers - 1))

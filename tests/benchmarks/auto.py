@@ -12,9 +12,11 @@ phase and "auto" take turns then, for the best of eight looks is also the luckie
 number's rate; with the slow trainer, which never waits, at most one worker more than are needed; the last change at
 most 5 s after the beginning of a phase.
 
-Found: on a shared host, whose cores stand still for some tenths of a second now and then, one window in which more
-workers seemed not to help took them away for the ten seconds of a trial's patience: 0.25 of the best rate. Two such
-windows, one after the other, are asked for now.
+Found: in one phase of three that followed another one more workers seemed not to help, and were taken away for the ten
+seconds of a trial's patience: 0.25 of the best rate. Two reasons, each of which is mended. On a shared host cores stand
+still for some tenths of a second now and then; two windows have to agree now. And the trainer gets no more than before
+until it has what the few workers had been given before the others came, up to 250 batches here, for 1.3 s: what workers
+make counts now, as what the trainer gets.
 """
 
 from __future__ import annotations

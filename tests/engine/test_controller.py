@@ -30,6 +30,7 @@ class World:
         slower: So many times as long as those here they take.
         network: Batches a second that can come from there.
         room: So many of them the cluster has room for.
+        ahead: Batches that those who were there had been given, and the trainer takes before any of those who come.
     """
 
     train: float
@@ -43,6 +44,7 @@ class World:
     slower: float = 1.0
     network: float = 1e9
     room: int = 99
+    ahead: float = 0.0
     now: float = 0.0
     history: list[tuple[float, int]] = field(default_factory=list)
 
@@ -53,6 +55,8 @@ class World:
         self.wanted = self.count, self.elsewhere = self.start, 0
         self.comes_at = 0.0
         self.noted = {"waited": 0.0, "trained": 0.0}
+        self.old = self.waiting = 0.0
+        self.were = self.start, 0
         names = ("taken", "waited", "trained", "made", "work", "cpu", "elsewhere_cpu", "received")
         self.sums: dict[str, float] = dict.fromkeys(names, 0.0)
 
@@ -72,21 +76,22 @@ class World:
             self.now += STEP_S
             is_stalled = any(start <= self.now < end for start, end in self.stalls)
             rate = 1e-6 if is_stalled else self.rate(self.count, self.elsewhere)
-            batches = rate * STEP_S
+            made = rate * STEP_S
             sums = self.sums
             here, there = self.rates(self.count, self.elsewhere)
-            far = batches * there / (here + there)
+            far = made * there / (here + there)
+            batches = self.taken(made)
             if int(sums["taken"] + batches) > int(sums["taken"]):  # what is known was noted with a batch
                 part = (int(sums["taken"] + batches) - sums["taken"]) / batches
                 waited = sums["waited"] + part * max(0.0, STEP_S - batches * self.train)
                 self.noted = {"waited": waited, "trained": sums["trained"] + part * batches * self.train}
             sums["taken"] += batches
-            sums["made"] += batches
+            sums["made"] += made
             sums["trained"] += batches * self.train
             sums["waited"] += max(0.0, STEP_S - batches * self.train)
             # A worker that shares a core, or a disk, takes longer.
             is_limit = rate < 1 / self.train * 0.999
-            near = batches - far
+            near = made - far
             sums["work"] += (STEP_S * self.count if is_limit else near * self.work) + far * self.work * self.slower
             sums["cpu"] += STEP_S * self.count if is_limit and self.cpu > 0.5 * self.work else near * self.cpu
             sums["cpu"] += far * self.cpu * self.slower
@@ -95,10 +100,22 @@ class World:
             self.look()
         return self
 
+    def taken(self, made: float) -> float:
+        """Return how many batches the trainer takes while so many are made."""
+        if self.old > 0:  # those who came make what is behind what the others had been given
+            taken = min(made, self.rate(*self.were) * STEP_S)
+            self.old -= taken
+        else:
+            taken = min(self.waiting + made, STEP_S / max(self.train, 1e-4))
+        self.waiting += made - taken
+        return taken
+
     def look(self) -> None:
         """Have the controller look, and workers come and go."""
         controller = self.controller
         if self.now >= self.comes_at:
+            if self.count < controller.here and self.old <= 0:
+                self.old, self.were = self.ahead, (self.count, self.elsewhere)
             self.count, self.elsewhere = controller.here, min(controller.elsewhere, self.room)
         if self.now >= controller.due:
             sums = self.sums
@@ -183,6 +200,23 @@ def test_a_pause_of_the_machine_does_not_count_against_more_workers(start: float
     """It may come in the very window in which they are tried."""
     world = World(0.001, 0.02, 0.0, start=2, stalls=((start, start + 0.3),)).run(5)
     assert world.count == 8
+
+
+@pytest.mark.parametrize("ahead", [20, 50, 100, 200, 400])
+def test_what_waits_behind_batches_that_a_few_had_been_given_counts_for_more_workers(ahead: int) -> None:
+    """For the trainer gets no more than before until these are made."""
+    world = World(0.001, 0.02, 0.0, start=2, ahead=ahead).run(5)
+    assert [count for _, count in world.history] == [8]
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_samples_that_wait_as_long_as_others_computed_are_another_load(most: int) -> None:
+    """What was found of the number of workers is forgotten."""
+    world = World(0.001, 0.02, 0.009, cores=8, start=2, most=most).run(4)  # more do not help, and do not compute
+    assert world.count == most
+    world.cpu, world.most = 0.0, 99
+    world.run(5)
+    assert world.is_good(), f"{world.count}: {world.history}"
 
 
 def test_those_that_do_not_come_are_not_waited_for() -> None:
