@@ -13,7 +13,6 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from asyncloader.errors import WorkerStartError
 from asyncloader.observe.traffic import Traffic
