@@ -114,6 +114,12 @@ def test_the_readme_has_every_option_with_its_default() -> None:
 
 
 @pytest.mark.slow
+def test_the_page_of_benchmarks_has_every_script() -> None:
+    scripts = {path.stem for path in (ROOT / "tests/benchmarks").glob("*.py") if "main(__doc__" in path.read_text()}
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == scripts
+
+
 def test_the_documentation_builds(tmp_path: Path) -> None:
     """Sphinx makes HTML of all pages and docstrings without a warning; every page is in the table of contents."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]

@@ -388,4 +388,10 @@ class Play:
 
     def _mark(self) -> None:
         if self._num_received in (self.num_batches // 4, self.num_batches // 4 + self.num_batches // 2):
-            self._marks.append(_Sums(self._now, dict(self._sums.busy_s)))
+            busy_s = dict(self._sums.busy_s)
+            busy_s["workers"] += sum(  # what is in work now, as far as it has come
+                max(0.0, self._now - at_s + args[0].busy_s)
+                for at_s, _, happen, args in self._events
+                if happen == self._done and not self._is_lost(args[0])
+            )
+            self._marks.append(_Sums(self._now, busy_s))

@@ -8,8 +8,8 @@ the thread of the loop receives, over the loopback, in batches of 38.5 MB. What 
 - grows: for photographs (64 of 3 x 224 x 224 as bytes, 0.25 s a batch for one core) and features (64 KB, 20 ms),
   batches a second by workers and link; the letter says what was at work for more than 0.9 of its time: w(orkers),
   n(etwork), t(hread of the trainer), or o(rder): workers stood idle behind slow batches.
-- tails: 1,024 workers at 100 Gbit/s, whose batches take log-normal times; of the rate that they would have if none of
-  them ever stood idle. Batches are held back until those before them are here, so the window is what tails cost.
+- tails: 1,024 workers at 100 Gbit/s, whose batches take log-normal times; how much of their time they are at work.
+  Batches are held back until those before them are here, so the window is what tails cost.
 - nodes that end: likewise; nodes of 16 workers stay for so long on average, half of them end without notice, and
   another takes their place after 5 s. Runs last some seconds, so with long lives nearly all nodes are there.
 - memory: a training that is the bound, at 0.9 of what data could be had: what waits in the trainer's memory.
@@ -112,11 +112,6 @@ def rounds(bench: Bench) -> int:
     return 6 if bench.quick else 8
 
 
-def of_ideal(played: Played, work: Work, count: int, batches: int) -> float:
-    """Return which share of the rate it is that workers who never stand idle would have."""
-    return played.batches_s / (count * batches / played.work_s)
-
-
 def tails(bench: Bench, costs: Costs, count: int) -> None:
     """Batches that take very unlike times."""
     batches, rows, found = rounds(bench) * count, [], {}
@@ -131,12 +126,12 @@ def tails(bench: Bench, costs: Costs, count: int) -> None:
         for sigma in sigmas:
             work = FEATURES._replace(batch_s=0.25, sigma=sigma)
             played = Play(costs, work, Cluster(count, 100 * GBIT), batches, **options).run()
-            share = of_ideal(played, work, count, batches)
+            share = played.shares["workers"]
             row.append(f"{share:.2f} ({played.peak_bytes / 1e6:.0f} MB)")
             found[f"{name}, {sigma}"] = {"share": share, "peak MB": played.peak_bytes / 1e6}
         rows.append(row)
     headers = ["", *(f"sigma {sigma}" for sigma in sigmas)]
-    bench.table(f"tails, {count:,} workers: share of the rate without standing idle", headers, rows)
+    bench.table(f"tails, {count:,} workers: share of their time that workers are at work", headers, rows)
     bench.found["tails"] = found
 
 
@@ -155,11 +150,11 @@ def endings(bench: Bench, costs: Costs, count: int) -> None:
         shares = {}
         for name, options in sides.items():
             played = Play(costs, work, Cluster(count, 100 * GBIT, life_s=life_s), batches, **options).run()
-            shares[name] = of_ideal(played, work, count, batches)
+            shares[name] = played.shares["workers"]
         rows.append([f"{life_s:.0f} s", f"{there:.3f}", *(f"{share:.3f}" for share in shares.values())])
         found[str(life_s)] = {"there": there, **shares}
     bench.table(
-        f"nodes that end, {count:,} workers: share of the rate of all",
+        f"nodes that end, {count:,} workers: share of all workers' time that they are at work",
         ["a node stays for", "nodes that are there", *sides],
         rows,
     )

@@ -88,3 +88,4 @@ def test_nothing_is_lost_and_nothing_is_faster_than_it_can_be(
         (count - 1) * (COSTS.take_s + work.step_s),
     ):
         assert played.elapsed_s >= 0.999 * least_s
+    assert all(share < 1.0001 for name, share in played.shares.items() if name != "training"), played.shares
