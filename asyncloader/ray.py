@@ -12,6 +12,7 @@ run begins. See docs/guides/many-machines.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,6 +22,7 @@ from asyncloader.protocols import MakeContext, OnMismatch
 
 if TYPE_CHECKING:
     from asyncloader.workers.remote.launcher import Launcher
+    from asyncloader.workers.remote.rooms import Places
 
 __all__ = ["RayWorkers"]
 
@@ -41,6 +43,9 @@ class RayWorkers:
         cpus_per_worker: What each takes of a node's CPUs, as Ray counts them.
         resources: What each takes of other resources, by name; so they can be kept to certain nodes.
         runtime_env: What Ray sets up on nodes before workers start: packages, files, environment variables.
+        placement: A placement group, as ``ray.util.placement_group`` returns it, to whose bundles workers are kept:
+            each bundle has as many as what nobody has of it is enough for, also one on this node. It may wait to be
+            placed. The loader neither makes nor removes it. None for the nodes' free room.
         on_mismatch: What to do about a node where versions, or what the processor can do, would make batches that
             differ in a bit: "raise" ends the run, "warn" says so in the log.
         port: Where this process listens for agents; 0 for any port that is free.
@@ -56,6 +61,7 @@ class RayWorkers:
     cpus_per_worker: float = 1.0
     resources: Mapping[str, float] | None = None
     runtime_env: Mapping[str, Any] | None = None
+    placement: Any = None
     on_mismatch: OnMismatch = "raise"
     port: int = 0
     make_context: MakeContext | None = None
@@ -69,6 +75,11 @@ class RayWorkers:
         for name, amount in self.need.items():
             if not amount > 0:
                 raise ConfigurationError(f"RayWorkers: a worker should take more than 0 of {name}, but got {amount!r}")
+        if self.placement is not None and not _is_group(self.placement):
+            raise ConfigurationError(
+                "RayWorkers: placement should be a placement group, as ray.util.placement_group(...) returns it, "
+                f"or None, but got {self.placement!r}"
+            )
         if self.on_mismatch not in get_args(OnMismatch):
             raise ConfigurationError(f'RayWorkers: on_mismatch is "raise" or "warn", but got {self.on_mismatch!r}')
         if not 0 <= self.port < 1 << 16:
@@ -79,8 +90,21 @@ class RayWorkers:
         """What one worker takes of a node, by Ray's names."""
         return {"CPU": self.cpus_per_worker, **(self.resources or {})}
 
+    @property
+    def places(self) -> Places:
+        """Where workers may be."""
+        from asyncloader.workers.remote.rooms import Bundles, Nodes
+
+        return Nodes() if self.placement is None else Bundles(self.placement)
+
     def launcher(self) -> Launcher:
         """Return what launches agents, for one pool of workers."""
         from asyncloader.workers.remote.ray_launcher import RayLauncher
 
-        return RayLauncher(self.need, dict(self.runtime_env or {}))
+        return RayLauncher(self.need, dict(self.runtime_env or {}), self.places, self.num_workers or 1)
+
+
+def _is_group(value: Any) -> bool:
+    """Whether it is a placement group. Who has one has imported this."""
+    module = sys.modules.get("ray.util.placement_group")
+    return module is not None and isinstance(value, module.PlacementGroup)

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncloader.cli.finding import Finding
 from asyncloader.ray import RayWorkers
-from asyncloader.workers.remote.ray_launcher import find_rooms
+from asyncloader.workers.remote.rooms import find_rooms
 
 _ANSWER_S = 30.0
 
@@ -69,12 +69,14 @@ def _of_cluster(version: str, told: dict[str, Any] | str, workers: RayWorkers | 
     yield _of_address(host, len(free))
     if workers is None:
         return
-    rooms = find_rooms(free, workers.need, workers.num_workers or workers.max_workers, here)
+    rooms = find_rooms(workers.places.free(free), workers.need, workers.num_workers or workers.max_workers, here)
     count, wanted = sum(room.size for room in rooms), workers.num_workers
     of = "" if wanted is None else f" of {wanted}"
     lacks = not count if wanted is None else count < wanted
     advice = f"Each takes {dict(workers.need)}. The others are waited for; local workers go on meanwhile." * lacks
-    yield Finding("RayWorkers", f"room for {count}{of} workers, on {len(rooms)} nodes", advice)
+    where = f"on {len({room.place.node for room in rooms})} nodes"
+    where = where if workers.placement is None else f"in {len(rooms)} bundles {where}"
+    yield Finding("RayWorkers", f"room for {count}{of} workers, {where}", advice)
 
 
 def _of_address(host: str, num_nodes: int) -> Finding:

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import ConfigurationError, DataLoader
+from asyncloader import ConfigurationError, DataLoader, WorkerStartError
 from asyncloader.ray import RayWorkers
+from asyncloader.workers.remote import ray_launcher
 from tests.patience import wait_until
 
 LENGTH = 200
@@ -150,6 +151,36 @@ def test_a_node_that_is_drained(add_node: Any, tmp_path: Path) -> None:
     assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
     assert loader.stats().retries == 0
     loader.close()
+    wait_until(lambda: not agents())
+
+
+def test_workers_are_kept_to_a_placement_group(
+    add_node: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It waits to be placed; each bundle has an agent, and nothing else is taken. Its removal is the end."""
+    from ray._private.state import available_resources_per_node
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    monkeypatch.setattr(ray_launcher, "_WARN_AFTER_S", 0.0)
+    add_node(num_cpus=4)
+    group = placement_group([{"CPU": 2, "data": 1}, {"CPU": 3, "data": 1}], strategy="STRICT_SPREAD")
+    loader = DataLoader(Drawing(tmp_path / "shut"), 1, worker_backend=RayWorkers(placement=group), max_buffered_bytes=0)
+    iterator = iter(loader)
+    wait_until(lambda: "The placement group has no room" in caplog.text)
+    assert not agents()
+    for _ in range(2):
+        add_node(num_cpus=4, resources={"data": 1})
+    assert int(next(iterator)[0]) == 0
+    wait_until(lambda: loader.stats().num_workers == 5)
+    assert sorted(len(process.children()) for process in agents() if process.children()) == [2, 3]
+    # Of each node: what no bundle has; of the bundles nothing is left.
+    wait_until(lambda: sorted(has.get("CPU", 0) for has in available_resources_per_node().values()) == [0, 1, 2, 4])
+    names = {name for has in available_resources_per_node().values() for name in has}
+    assert not {name for name in names if name.startswith("CPU_group_")}
+    remove_placement_group(group)
+    with pytest.raises(WorkerStartError, match="was removed"):
+        for _ in iterator:
+            pass
     wait_until(lambda: not agents())
 
 

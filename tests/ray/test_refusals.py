@@ -45,6 +45,23 @@ def test_agents_are_outside_the_placement_group_of_who_trains(add_node: Any) -> 
     wait_until(lambda: not agents())
 
 
+def test_a_placement_group_that_is_too_small_is_told_of(cluster: Any) -> None:
+    """When a run begins, whether it has been placed or not; and so is one that is not there any more."""
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    group = placement_group([{"CPU": 1}, {"CPU": 3}])
+    for options, words in (
+        ({"cpus_per_worker": 4}, "no room for a worker in any of its bundles"),
+        ({"num_workers": 5}, "no room for 5 workers"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            iter(DataLoader(Drawing(), 4, worker_backend=RayWorkers(placement=group, **options)))
+    remove_placement_group(group)
+    wait_until(lambda: placement_group_table(group)["state"] == "REMOVED")
+    with pytest.raises(ConfigurationError, match="was removed"):
+        iter(DataLoader(Drawing(), 4, worker_backend=RayWorkers(placement=group)))
+
+
 class Imports(Dataset[int]):
     """Samples that need a module which is only in a folder of the trainer's."""
 

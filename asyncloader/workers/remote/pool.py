@@ -85,7 +85,7 @@ class RemotePool:
         self._has_others = first > 0
         self._most = options.num_workers or options.max_workers
         self._wanted = self._most if wanted is None else wanted
-        self._asks = wanted is not None
+        self._asks = wanted is not None or slots > 0
         self._lives: dict[int, RemoteWorker] = {}
         self._num_lives = 0
         self._successors: dict[int, RemoteWorker] = {}  # that wait for the place of this worker
@@ -95,6 +95,7 @@ class RemotePool:
         self._started: Callable[[], None] = _nothing
         self._vacant = set(range(first, first + slots))  # slots that wait for an agent
         self._failed_starts = 0
+        self._last_failure = ""
         self._slabs = slab_pool()
         self._slabs.live_on(loop)
         self._slabs.handle()
@@ -324,8 +325,10 @@ class RemotePool:
         self._loop.call_soon(self._fit)  # others may have places for as many
 
     def not_started(self, why: str) -> None:
-        """An agent or a worker has ended before it was of any use."""
-        log.warning("%s", why)
+        """An agent or a worker has ended before it was of any use. What was said last is not said again."""
+        if why != self._last_failure:
+            log.warning("%s", why)
+        self._last_failure = why
         self._failed_starts += 1
         if self._failed_starts < _FAILED_STARTS:
             return

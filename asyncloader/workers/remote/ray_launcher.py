@@ -4,8 +4,7 @@
                 <── admit, on_gone ─────────────────────────┘  └ looks for room now and then
 
 Calls of Ray block, so a thread makes them. Nobody tells a program that a cluster has grown, or that a node is drained:
-the thread looks every few seconds. Where there is room for none, one actor is left waiting for it: that is what
-Ray's autoscaler grows a cluster for.
+the thread looks every few seconds. Where there is room is decided in `rooms`.
 
 An actor is never started again by Ray (``max_restarts=0``): an agent of the same number would not be let in.
 """
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -28,22 +28,16 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.workers.child import threads
 from asyncloader.workers.remote.host import AgentHost
 from asyncloader.workers.remote.launcher import Order, Yard
+from asyncloader.workers.remote.rooms import Place, Places, Room, find_rooms
 
 log = logging.getLogger("asyncloader")
 
 _LOOK_EVERY_S = 2.0
 _SHUNNED_S = 10.0
-"""A node whose agent has ended gets no other one for so long."""
+"""A place whose agent has ended gets no other one for so long."""
 
 _WARN_AFTER_S = 15.0
 _ANSWER_S = 10.0
-
-
-class Room(NamedTuple):
-    """Where there is room for workers."""
-
-    node: str  # Ray's id; "" for wherever there will be some
-    size: int
 
 
 class _Host(AgentHost):
@@ -57,31 +51,6 @@ class _Host(AgentHost):
 class _Actor(NamedTuple):
     handle: Any
     room: Room
-    since: float
-
-
-def find_rooms(
-    free: Mapping[str, Mapping[str, float]], need: Mapping[str, float], wanted: int | None, here: str
-) -> list[Room]:
-    """Decide where workers go: to the nodes with most room first, to the trainer's own last.
-
-    Args:
-        free: By node, what of its resources nobody has.
-        need: What a worker takes.
-        wanted: How many are wanting; None for as many as there is room for, but not here if there are other nodes.
-        here: The trainer's node.
-    """
-    fitting = {
-        node: int(min(has.get(name, 0.0) / amount for name, amount in need.items())) for node, has in free.items()
-    }
-    if wanted is None and len(fitting) > 1:
-        fitting.pop(here, None)
-    rooms: list[Room] = []
-    for node, count in sorted(fitting.items(), key=lambda item: (item[0] == here, -item[1], item[0])):
-        count = count if wanted is None else min(count, wanted - sum(room.size for room in rooms))
-        if count > 0:
-            rooms.append(Room(node, count))
-    return rooms
 
 
 def packed(runtime_env: dict[str, Any]) -> dict[str, Any]:
@@ -112,13 +81,19 @@ class RayLauncher:
     """Launches agents as Ray's actors; see :class:`asyncloader.workers.remote.launcher.Launcher`.
 
     Args:
-        need: What each worker takes of a node.
+        need: What each worker takes of a place.
         runtime_env: For the actors.
+        places: Where they may be.
+        at_least: For so many workers there has to be room, some day.
     """
 
-    def __init__(self, need: Mapping[str, float], runtime_env: dict[str, Any]) -> None:
+    def __init__(
+        self, need: Mapping[str, float], runtime_env: dict[str, Any], places: Places, at_least: int = 1
+    ) -> None:
         self.address = ""
         self._need = need
+        self._places = places
+        self._at_least = at_least
         self._wanted: int | None = 0
         self._asks = False
         self._runtime_env = runtime_env
@@ -126,8 +101,8 @@ class RayLauncher:
         self._spec: Any = None
         self._actors: dict[int, _Actor] = {}  # of the thread's
         self._draining: set[int] = set()  # of these, whose node is
-        self._shunned: dict[str, float] = {}
-        self._warned: set[int] = set()
+        self._shunned: dict[Place, float] = {}
+        self._warns_at = math.nan  # if there is still no room; nan while there is
         self._loop: asyncio.AbstractEventLoop
         self._yard: Yard
         self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -140,7 +115,7 @@ class RayLauncher:
 
         Raises:
             ConfigurationError: Ray is not installed, or is connected to as a client, or what is to be packed for nodes
-                is too large for it.
+                is too large for it, or there can never be room for workers.
         """
         try:
             import ray
@@ -156,6 +131,7 @@ class RayLauncher:
             ray.init()
         self._here = ray.get_runtime_context().get_node_id()
         self.address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._here)
+        self._places.check(self._need, self._at_least)
         self._runtime_env = packed(self._runtime_env)
         self._spec = ray.put([np.frombuffer(part, np.uint8) for part in parts])
 
@@ -204,68 +180,81 @@ class RayLauncher:
         self._spec = None
 
     def _want(self, num_workers: int | None, ask: bool) -> None:
-        self._wanted, self._asks = num_workers, ask
+        most = self._places.most
+        self._wanted = num_workers if num_workers is None or most is None else min(num_workers, most)
+        self._asks = ask
         self._look()
 
     def _look(self) -> None:
         """See whether nodes are drained, and whether there is room for workers that are wanting."""
         import ray
-        from ray._private.state import available_resources_per_node, state
+        from ray._private.state import state
 
         if not ray.is_initialized():  # after ray.shutdown(): to ask would begin another Ray
             return
         drained = set(state.get_draining_nodes())
         for number, actor in self._actors.items():
-            if actor.room.node in drained and number not in self._draining:
+            if actor.room.place.node in drained and number not in self._draining:
                 self._draining.add(number)
                 self._loop.call_soon_threadsafe(self._yard.on_draining, number)
         self._draining &= self._actors.keys()
         there = sum(actor.room.size for number, actor in self._actors.items() if number not in self._draining)
-        wanted = None if self._wanted is None else max(0, self._wanted - there)
-        if wanted == 0:
-            return
-        now = time.monotonic()
+        lacking = None if self._wanted is None else max(0, self._wanted - there)
+        is_full = is_waiting = any(not actor.room.place.node for actor in self._actors.values())
+        if lacking != 0:
+            rooms = find_rooms(self._find_free(drained), self._need, lacking, self._here)
+            if not rooms and not is_waiting and (self._asks or not there):
+                is_full = True
+                try:
+                    rooms = self._places.when_full()
+                except ConfigurationError as error:
+                    self._tell_none(str(error))
+            for room in rooms:
+                self._launch(room)
+        self._maybe_warn(is_full)
+
+    def _find_free(self, drained: set[str]) -> dict[Place, Mapping[str, float]]:
+        """Return what is free where agents may be launched now."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained
-        free = {
-            node: has
-            for node, has in available_resources_per_node().items()
-            if node in alive and self._shunned.get(node, 0.0) < now
-        }
-        rooms = find_rooms(free, self._need, wanted, self._here)
-        is_waiting = any(not actor.room.node for actor in self._actors.values())
-        if not rooms and not is_waiting and (self._asks or not there):
-            rooms = [Room("", 1)]
-        for room in rooms:
-            self._launch(room)
-        self._warn(now)
+        nodes = {node: has for node, has in available_resources_per_node().items() if node in alive}
+        now = time.monotonic()
+        return {place: has for place, has in self._places.free(nodes).items() if self._shunned.get(place, 0.0) < now}
+
+    def _admit(self, num_workers: int) -> Order | None:
+        answer: Future[Order | None] = Future()
+        self._loop.call_soon_threadsafe(_answer, answer, self._yard.admit, num_workers)
+        return answer.result(_ANSWER_S)
+
+    def _tell_none(self, why: str) -> None:
+        """Say of an agent that it will not come: there is to be none any more."""
+        if (order := self._admit(1)) is not None:
+            self._loop.call_soon_threadsafe(self._yard.on_gone, order.number, why)
 
     def _launch(self, room: Room) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        answer: Future[Order | None] = Future()
-        self._loop.call_soon_threadsafe(_answer, answer, self._yard.admit, room.size)
-        if (order := answer.result(_ANSWER_S)) is None:
+        if (order := self._admit(room.size)) is None:
             return
         amounts = {name: amount * room.size for name, amount in self._need.items()}
-        # Not the default: that would put it into the placement group of whoever calls, as Ray Train's workers have one.
-        where = NodeAffinitySchedulingStrategy(room.node, soft=False) if room.node else "SPREAD"
         options: dict[str, Any] = {
             "num_cpus": amounts.pop("CPU"),
             "num_gpus": amounts.pop("GPU", 0),
             "resources": amounts,
             "max_restarts": 0,
             "runtime_env": self._runtime_env or None,
-            "scheduling_strategy": where,
+            "scheduling_strategy": self._places.strategy(room.place),
         }
         try:
             handle = ray.remote(_Host).options(**options).remote()
         except Exception as error:  # Ray does not take the runtime_env, say: it would not next time either
             self._loop.call_soon_threadsafe(self._yard.on_gone, order.number, f"Ray refuses it: {error}")
             return
-        self._actors[order.number] = _Actor(handle, room, time.monotonic())
+        self._actors[order.number] = _Actor(handle, room)
         handle.load.remote(self._spec)
-        if not room.node:
+        if not room.place.node:
             placed: Future[str] = handle.where.remote().future()
             placed.add_done_callback(partial(self._on_placed, order.number))
         ended: Future[str] = handle.run.remote(order).future()
@@ -278,7 +267,7 @@ class RayLauncher:
 
     def _note_node(self, number: int, node: str) -> None:
         if (actor := self._actors.get(number)) is not None:
-            self._actors[number] = actor._replace(room=Room(node, actor.room.size))
+            self._actors[number] = _Actor(actor.handle, Room(Place(node), actor.room.size))
 
     def _on_ended(self, number: int, ended: Future[str]) -> None:
         """An actor has ended, or cannot be had. In a thread of Ray's."""
@@ -289,28 +278,32 @@ class RayLauncher:
         self._steps.put(partial(self._gone, number, why))
 
     def _gone(self, number: int, why: str) -> None:
-        actor = self._actors.pop(number, None)
-        if actor is not None and actor.room.node:
-            self._shunned[actor.room.node] = time.monotonic() + _SHUNNED_S
+        self._shun(self._actors.pop(number, None))
         self._loop.call_soon_threadsafe(self._yard.on_gone, number, why)
 
     def _kill(self, number: int) -> None:
         import ray
 
-        if (actor := self._actors.pop(number, None)) is not None and ray.is_initialized():
-            if actor.room.node:
-                self._shunned[actor.room.node] = time.monotonic() + _SHUNNED_S
+        actor = self._actors.pop(number, None)
+        if actor is not None and ray.is_initialized():
+            self._shun(actor)
             ray.kill(actor.handle)
 
-    def _warn(self, now: float) -> None:
-        """Say once of an agent that has been waiting for long that the cluster has no room."""
-        for number, actor in self._actors.items():
-            if not actor.room.node and number not in self._warned and now - actor.since > _WARN_AFTER_S:
-                self._warned.add(number)
-                log.warning(
-                    "The cluster has no room for workers of this loader, each of which takes %s: they are waited for.",
-                    dict(self._need),
-                )
+    def _shun(self, actor: _Actor | None) -> None:
+        if actor is not None and actor.room.place.node:
+            self._shunned[actor.room.place] = time.monotonic() + _SHUNNED_S
+
+    def _maybe_warn(self, is_full: bool) -> None:
+        """Say once that workers have been waited for for long."""
+        now = time.monotonic()
+        if not is_full:
+            self._warns_at = math.nan
+        elif math.isnan(self._warns_at):
+            self._warns_at = now + _WARN_AFTER_S
+        elif now > self._warns_at:
+            self._warns_at = math.inf
+            words = "%s has no room for workers of this loader, each of which takes %s: they are waited for."
+            log.warning(words, self._places.what, dict(self._need))
 
 
 def _answer(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:

@@ -77,6 +77,7 @@ class LocalLauncher:
         self._lock = threading.Lock()
         self._users = 1  # of the descriptors
         self._is_closed = False
+        self.asks = False  # whoever gives machines out is to know of those that there is no room for
         self._wanted = 0
         self._nodes: dict[int, tuple[int, int]] = {}  # by agent: which, and how many workers there
 
@@ -92,6 +93,7 @@ class LocalLauncher:
                 self.grow(size)
 
     def want(self, num_workers: int | None, *, ask: bool) -> None:
+        self.asks = ask
         if num_workers is not None and self._options.grows:
             self._wanted = num_workers
             self._fill()

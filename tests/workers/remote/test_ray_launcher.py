@@ -10,29 +10,57 @@ import pytest
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.ray import RayWorkers
-from asyncloader.workers.remote.ray_launcher import Room, find_rooms
+from asyncloader.workers.remote.rooms import Nodes, Place, Room, find_rooms, free_in_bundles
 
 FREE = {"here": {"CPU": 4.0}, "a": {"CPU": 2.0, "disk": 1.0}, "b": {"CPU": 8.0}, "full": {"memory": 1.0}}
+
+
+def at(node: str, size: int) -> Room:
+    return Room(Place(node), size)
 
 
 @pytest.mark.parametrize(
     ("need", "wanted", "expected"),
     [
-        ({"CPU": 1.0}, 9, [Room("b", 8), Room("a", 1)]),
-        ({"CPU": 1.0}, 12, [Room("b", 8), Room("a", 2), Room("here", 2)]),
-        ({"CPU": 1.0}, None, [Room("b", 8), Room("a", 2)]),
-        ({"CPU": 3.0}, 9, [Room("b", 2), Room("here", 1)]),
-        ({"CPU": 0.5, "disk": 0.5}, 9, [Room("a", 2)]),
+        ({"CPU": 1.0}, 9, [at("b", 8), at("a", 1)]),
+        ({"CPU": 1.0}, 12, [at("b", 8), at("a", 2), at("here", 2)]),
+        ({"CPU": 1.0}, None, [at("b", 8), at("a", 2)]),
+        ({"CPU": 3.0}, 9, [at("b", 2), at("here", 1)]),
+        ({"CPU": 0.5, "disk": 0.5}, 9, [at("a", 2)]),
         ({"GPU": 1.0}, 9, []),
     ],
 )
 def test_workers_go_where_there_is_room(need: dict[str, float], wanted: int | None, expected: list[Room]) -> None:
     """Where there is most first, to the trainer's own node last."""
-    assert find_rooms(FREE, need, wanted, "here") == expected
+    assert find_rooms(Nodes().free(FREE), need, wanted, "here") == expected
 
 
 def test_a_node_that_is_alone_takes_all_there_is_room_for() -> None:
-    assert find_rooms({"here": {"CPU": 4.0}}, {"CPU": 1.0}, None, "here") == [Room("here", 4)]
+    assert find_rooms(Nodes().free({"here": {"CPU": 4.0}}), {"CPU": 1.0}, None, "here") == [at("here", 4)]
+
+
+GROUP, OTHER = "0a" * 18, "0b" * 18
+RESERVED = {
+    "here": {"CPU": 4.0, f"CPU_group_0_{GROUP}": 8.0, f"CPU_group_{GROUP}": 9.0, f"bundle_group_0_{GROUP}": 1000.0},
+    "a": {f"CPU_group_1_{GROUP}": 3.0, f"a_group_1_x_group_1_{GROUP}": 1.0, f"CPU_group_0_{OTHER}": 16.0},
+    "b": {"CPU": 8.0, f"CPU_group_12_{GROUP}": 2.0, f"CPU_group_3_{GROUP}": 1.0, f"bundle_group_4_{GROUP}": 1000.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("need", "wanted", "expected"),
+    [
+        ({"CPU": 1.0}, None, [("a", 1, 3), ("b", 12, 2), ("b", 3, 1), ("here", 0, 8)]),
+        ({"CPU": 1.0}, 4, [("a", 1, 3), ("b", 12, 1)]),
+        ({"CPU": 2.0}, None, [("a", 1, 1), ("b", 12, 1), ("here", 0, 4)]),
+        ({"CPU": 1.0, "a_group_1_x": 1.0}, None, [("a", 1, 1)]),
+        ({"CPU": 9.0}, None, []),
+    ],
+)
+def test_workers_go_into_bundles(need: dict[str, float], wanted: int | None, expected: list[Any]) -> None:
+    """Into what is free of each, also on the trainer's own node; never into what is nobody's, or another group's."""
+    rooms = find_rooms(free_in_bundles(RESERVED, GROUP), need, wanted, "here")
+    assert rooms == [Room(Place(node, bundle), size) for node, bundle, size in expected]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +72,8 @@ def test_a_node_that_is_alone_takes_all_there_is_room_for() -> None:
         ({"num_workers": 2, "max_workers": 3}, "give one of them"),
         ({"cpus_per_worker": 0}, "more than 0 of CPU"),
         ({"resources": {"disk": -1}}, "more than 0 of disk"),
+        ({"placement": "pack"}, r"placement should be a placement group.*'pack'"),
+        ({"placement": [{"CPU": 1}]}, r"ray.util.placement_group"),
         ({"on_mismatch": "ignore"}, "on_mismatch"),
         ({"port": 70000}, "port"),
     ],

@@ -122,12 +122,13 @@ def run_of(loader: Any, epochs: int = 1) -> list[Any]:
     ids=["stream", "stream-beside", "state", "seeding"],
 )
 def test_the_batches_are_those_of_as_many_local_workers(dataset: Any, options: Any, here: int) -> None:
-    """Of which some are elsewhere: in two epochs, with the same workers."""
+    """Of which some are elsewhere: in two epochs, with the same workers. All of them are asked for."""
     options = {"persistent_workers": True} | options
     agents = LocalAgents(2, 1, num_workers=3)
     loader = DataLoader(dataset, 4, num_workers=here, worker_backend=agents, **options)
     found = run_of(loader, epochs=2)
     assert found == run_of(DataLoader(dataset, 4, num_workers=3 + here, **options), epochs=2)
+    assert agents.newest.asks
     nodes = [worker.node for worker in loader.stats().workers]
     assert nodes == [""] * here + [os.uname().nodename] * 3
 
