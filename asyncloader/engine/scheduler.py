@@ -282,11 +282,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- decisions
 
     def _assign(self, idle: int | None = None) -> list[Action]:
-        """Give unsent tickets to workers, in order, as far as there is a worker to take them.
-
-        Args:
-            idle: The worker that has just finished something.
-        """
+        """Give unsent tickets to workers, in order, as far as one takes them; ``idle`` has just finished something."""
         actions: list[Action] = []
         if not self.active and self.num_workers:  # every worker has come to the end of its data, or is lost for good
             self._plan_ended = True
@@ -345,7 +341,10 @@ class Scheduler:
         ahead = self.planned_count - self.gone_count
         rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
         self._read_until = self.planned_count + max(0, rounds) * self.num_workers
-        return [Read(self._read_until)] if rounds > 0 else []
+        return [self._read()] if rounds > 0 else []
+
+    def _read(self) -> Read:
+        return Read(self._read_until)
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -437,7 +436,7 @@ class Scheduler:
         self.gone_count += 1
         if outcome is VOID:
             self.void_count += 1
-            actions.append(Read(self._read_until))  # a void ticket frees its place in the window
+            actions.append(self._read())  # a void ticket frees its place in the window
         elif outcome is not PART:
             actions.append(Deliver(outcome))
         actions += self._maybe_finish()

@@ -398,6 +398,19 @@ def test_the_window_follows_what_batches_cost() -> None:
     assert [item.outcome.data for item in there.delivered] == there.batches
 
 
+def test_reading_on_is_counted_in_batches() -> None:
+    """Whatever the number of tickets: who waits reads one batch after the other, not as many as there are slices."""
+    there = Workplace(num_workers=2, max_buffered_bytes=64 << 20)
+    for _ in range(100):
+        before = len(there.batches)
+        there.take()
+        assert len(there.batches) <= before + 1
+        if not there.handed_over:
+            there.work(next(worker for worker, queue in there.at_work.items() if queue))
+    assert len(there.batches) > there.window + there.taken
+    there.finish()
+
+
 def played(times_s: Any, batch_size: int, **options: Any) -> list[float]:
     """Play a run on a clock that is none, with 4 workers and 0.3 ms a ticket; return when each batch was there."""
     count = len(times_s) // batch_size
