@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from asyncloader import ConfigurationError, DataLoader, WorkerStartError
 from asyncloader.cli import cluster as doctor
 from asyncloader.ray import RayWorkers
+from asyncloader.workers.remote import ray_launcher
 from tests.patience import wait_until
 from tests.ray.test_clusters import Drawing, agents
 
@@ -83,6 +84,30 @@ def test_a_folder_of_this_machine_travels(add_node: Any, tmp_path: Path) -> None
     assert [batch.tolist() for batch in loader] == [[100, 101, 102, 103], [104, 105, 106, 107]]
     loader.close()
     wait_until(lambda: not agents())
+
+
+@pytest.mark.slow
+def test_a_folder_is_there_for_agents_that_come_late(cluster: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Ray drops what nobody has used for a while, but not while a loader is there; afterwards it does."""
+    from ray._private.runtime_env import packaging
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    pinned, pin = [], packaging.pin_runtime_env_uri
+    monkeypatch.setattr(packaging, "pin_runtime_env_uri", lambda uri, **how: (pin(uri, **how), pinned.append(uri)))
+    monkeypatch.setenv("RAY_RUNTIME_ENV_TEMPORARY_REFERENCE_EXPIRATION_S", "4")
+    monkeypatch.setattr(ray_launcher, "_KEPT_S", 6)
+    monkeypatch.setattr(ray_launcher, "_LOOK_EVERY_S", 0.1)
+    (tmp_path / "only_in_that_folder.py").write_text("VALUE = 200")
+    group = placement_group([{"CPU": 64}])  # which waits: no actor uses the folder
+    workers = RayWorkers(placement=group, runtime_env={"working_dir": str(tmp_path)})
+    loader = DataLoader(Imports(), 4, worker_backend=workers)
+    iterator = iter(loader)
+    wait_until(lambda: len(pinned) == 6)  # when it was uploaded, and every 2 s: the first two have run out
+    assert packaging.package_exists(pinned[0])
+    del iterator
+    loader.close()
+    remove_placement_group(group)
+    wait_until(lambda: not packaging.package_exists(pinned[0]))
 
 
 def test_a_folder_that_is_too_large_is_told_of(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

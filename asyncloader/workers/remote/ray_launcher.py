@@ -38,6 +38,7 @@ _SHUNNED_S = 10.0
 
 _WARN_AFTER_S = 15.0
 _ANSWER_S = 10.0
+_KEPT_S = 600
 
 
 class _Host(AgentHost):
@@ -77,6 +78,18 @@ def packed(runtime_env: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def keep(runtime_env: Mapping[str, Any]) -> None:
+    """Have Ray keep for `_KEPT_S` seconds more what it has stored for a runtime_env.
+
+    It drops what was uploaded for no job when nobody has used it for ten minutes, and an agent may come later.
+    """
+    from ray._private.runtime_env.packaging import pin_runtime_env_uri
+
+    for uri in (runtime_env.get("working_dir"), *(runtime_env.get("py_modules") or ())):
+        if isinstance(uri, str) and uri.startswith("gcs://"):
+            pin_runtime_env_uri(uri, expiration_s=_KEPT_S)
+
+
 class RayLauncher:
     """Launches agents as Ray's actors; see :class:`asyncloader.workers.remote.launcher.Launcher`.
 
@@ -102,6 +115,7 @@ class RayLauncher:
         self._actors: dict[int, _Actor] = {}  # of the thread's
         self._draining: set[int] = set()  # of these, whose node is
         self._shunned: dict[Place, float] = {}
+        self._keeps_at = 0.0
         self._warns_at = math.nan  # if there is still no room; nan while there is
         self._loop: asyncio.AbstractEventLoop
         self._yard: Yard
@@ -192,6 +206,9 @@ class RayLauncher:
 
         if not ray.is_initialized():  # after ray.shutdown(): to ask would begin another Ray
             return
+        if (now := time.monotonic()) >= self._keeps_at:
+            self._keeps_at = now + _KEPT_S / 3
+            keep(self._runtime_env)
         drained = set(state.get_draining_nodes())
         for number, actor in self._actors.items():
             if actor.room.place.node in drained and number not in self._draining:
