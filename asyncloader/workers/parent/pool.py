@@ -152,6 +152,7 @@ class Pool:
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
+        self.abandon(worker, grace_s)
         self._let_go(self.processes.pop(worker, None), grace_s)
 
     def _let_go(self, process: WorkerProcess | None, grace_s: float) -> None:

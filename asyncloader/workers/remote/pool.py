@@ -274,6 +274,7 @@ class RemotePool:
             return
         process.agent.num_placed -= 1
         self._leaving.discard(worker)
+        self.abandon(worker, grace_s)
         self._finish(process, grace_s)
         self._maybe_send_home(process.agent, grace_s)
         self._loop.call_soon(self._fit)  # by now others may be wanted

@@ -437,6 +437,20 @@ def test_a_worker_that_dies_has_its_successor_in_its_place(make: Make) -> None:
     assert heard.told[2:] == [("died", 0, first.pid), ("ready", 0), ("died", 0, successor.pid)]
 
 
+def test_a_worker_that_goes_takes_its_successor_along(make: Make) -> None:
+    """It may have died while that was waiting, and be wanted no more when another would have taken its place."""
+    pool, heard, (first, _) = make()
+    pool.renew(0, 2)
+    successor = Played.made[2]
+    first.exit()
+    pool.dismiss(0, 3.0)
+    assert successor.heard[-1:] == [("end", 3.0)]
+    successor.exit(expected=True)
+    assert heard.told[2:] == [("died", 0, first.pid)]
+    pool.add(0, 2)
+    assert pool.processes[0] is Played.made[3]
+
+
 def test_a_successor_that_ends_is_told_as_that(make: Make) -> None:
     """Its worker keeps its place, and can have another one."""
     pool, heard, (first, _) = make()
