@@ -107,8 +107,8 @@ class Progress:
 
     @property
     def sample(self) -> int:
-        """Number of the first sample of the batch at `position` in the epoch; 0 if nobody is to know it."""
-        return self._firsts.get(self.position, self._next_sample)
+        """Number of the first sample of the batch at `position` in the epoch; -1 if nobody has counted them."""
+        return self._firsts.get(self.position, self._next_sample) if self._knows_places else -1
 
     def answered(self, worker: int, snapshot: Any, number: int = -1, keys: Any = None) -> None:
         """What is done with came from this worker, and is this batch of its stream; its dataset was in this state."""

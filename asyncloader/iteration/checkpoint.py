@@ -8,7 +8,7 @@
      "set_epochs": what `set_epoch` of samplers had been called with, "dataset_epochs": that of datasets,
      "samplers": the last state of samplers that was taken, "drawn": batches that were drawn since, "is_over": that was
      in the epoch before, which has ended since,
-     "sample": samples of the epoch before that position,
+     "sample": samples of the epoch before that position; -1 if the run has not counted them,
      "bad_count": samples of the run that have raised, and were left out or replaced,
      "finished": whether it is a state after the end of a run,
      "num_workers": how many there are, where their number looks after itself,

@@ -202,8 +202,8 @@ def _progress(
     """Return how far the run is before its first batch."""
     position = state["position"] if state is not None else drawn.num_yielded
     sample = position * (settings.batch_size or 1)
-    if state is not None:
-        sample = state.get("sample") or sample  # a run that did not seed by sample has not counted them
+    if state is not None and (counted := state.get("sample", -1)) >= 0:
+        sample = counted
     progress = Progress(
         position,
         set(state["ahead"]) if state is not None else None,

@@ -173,11 +173,11 @@ def test_states(num_workers: int, others: int) -> None:
 
     class Uneven(BatchSampler):
         def __iter__(self) -> Any:
-            yield from ([3, 1], [4], [0, 9, 8, 7], [2, 5, 6])
+            yield from ([], [3, 1], [4], [0, 9, 8, 7], [], [2, 5, 6])
 
     def maker(num_workers: int) -> Callable[[], DataLoader[Any]]:
-        sampler = Uneven(range(LENGTH), 4, False)
-        return lambda: DataLoader(Drawing(), batch_sampler=sampler, seeding="sample", num_workers=num_workers)
+        options: Any = {"batch_sampler": Uneven(range(LENGTH), 4, False), "seeding": "sample", "collate_fn": list}
+        return lambda: DataLoader(Drawing(), num_workers=num_workers, **options)
 
     torch.manual_seed(0)
     assert_resumable(maker(num_workers), resume_with=maker(others))
