@@ -26,6 +26,7 @@ class Gated(Dataset[int]):
     def __init__(self, gate: Path, at: int = 6) -> None:
         self._gate = gate
         self._at = at
+        self.reached = gate.with_suffix(".reached")
 
     def __len__(self) -> int:
         return 16
@@ -37,6 +38,7 @@ class Gated(Dataset[int]):
 
     def wait_for_the_gate(self) -> None:
         """Hang, until the file is there."""
+        self.reached.touch()
         while not self._gate.exists():
             time.sleep(0.01)
 
@@ -49,9 +51,12 @@ async def take(iterator: Any, face: str) -> Any:
 @pytest.mark.parametrize("face", FACES)
 async def test_a_timeout_says_all_that_is_known(face: str, tmp_path: Path) -> None:
     """Types, torch's words, indices, the worker's pid and its stack; the next call waits for the same batch."""
-    loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, timeout=0.6)
+    dataset = Gated(tmp_path / "gate")
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, timeout=0.6)
     iterator = iter(loader)
     assert (await take(iterator, face)).tolist() == [0, 1, 2, 3]
+    while not dataset.reached.exists():
+        await asyncio.sleep(0.01)
     took = []
     for _ in range(2):
         begun = time.monotonic()
@@ -146,7 +151,7 @@ async def test_the_clock_is_the_consumers_wait(tmp_path: Path) -> None:
     loader = DataLoader(Gated(tmp_path / "gate"), batch_size=4, num_workers=2, timeout=0.3)
     iterator = aiter(loader)
     seen: list[int] = []
-    while not seen:  # however long workers take to start; all batches are under way then
+    while len(seen) < 2:  # however long both workers take to start; all batches are under way then
         with contextlib.suppress(BatchTimeoutError):
             seen.append(int((await anext(iterator))[0]))
     async for batch in iterator:

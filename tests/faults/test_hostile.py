@@ -63,7 +63,7 @@ print(seen == [i for i in range(40) if i not in (8, 9, 10, 11)])
         "__import__('gc').disable()",
         "__import__('warnings').simplefilter('error')",
         "asyncio.run(asyncio.sleep(0))",
-        "__import__('uvloop').install()",
+        "asyncio.set_event_loop_policy(__import__('uvloop').EventLoopPolicy())",
         "__import__('faulthandler').disable()",
     ],
 )

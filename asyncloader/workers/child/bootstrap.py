@@ -46,8 +46,8 @@ CAN_TELL = b"\n"
 _ABOVE_MAIN = (__file__, spawn.__file__, "<frozen runpy>")
 
 _kept: list[Any] = []
-"""What a forked worker has of the trainer and takes out of its place. It stays: the last reference that goes runs a
-destructor, here, while the trainer goes on. A temporary directory would be deleted, a connection ended; Ray's crash."""
+"""What a forked worker has of the trainer and takes out of its place. It stays, or a destructor would run, here. What
+multiprocessing takes out is kept by :func:`asyncloader.workers.parent.launching.start_process`."""
 
 _output = -1  # of a worker that is importing the main module
 
@@ -270,24 +270,13 @@ def _leads_a_group() -> bool:
 
 
 def _forget_the_parents_exit() -> None:
-    """Do not run the exit handlers of the trainer at the end of a forked worker, and do not drop them either."""
-    atexit.unregister(cast(Any, _Keeper()))
+    """Do not run the exit handlers of the trainer at the end of a forked worker. Who forked it refers to them still."""
     atexit._clear()
     wakeups = cast(Any, concurrent.futures.process)._threads_wakeups
     queues = cast(Any, concurrent.futures.thread)._threads_queues
     _kept.extend([*wakeups.values(), *queues.values()])
     wakeups.clear()
     queues.clear()
-
-
-class _Keeper:
-    """Keeps what it is compared to, and equals none of it. So it sees all exit handlers, which nothing else lists."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        _kept.append(other)
-        return False
 
 
 def _report_crashes(output: int) -> None:

@@ -5,13 +5,15 @@ with handlers_wait(), masked(SIG_BLOCK, all): fork
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import TypeAlias, TypeVar
+from multiprocessing import util
+from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncloader.workers.backend import Launch
 from asyncloader.workers.parent import executors
@@ -20,6 +22,8 @@ T = TypeVar("T")
 
 Forking: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 """Gives what a fork is to be made in."""
+
+_finalizers: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
 
 
 def try_descriptors(count: int) -> None:
@@ -59,6 +63,7 @@ def start_process(executor: ProcessPoolExecutor) -> None:
     It refuses once Python's exit hook has run. That may come just after ours (:mod:`asyncloader.engine.exits`), when a
     thread that trains on has begun anew; whoever may not is refused before.
     """
+    dropped = _dropped_in_child()  # and kept: where a process is forked this frame is there too, to the end
     try:
         executor.submit(int)
     except RuntimeError:
@@ -66,6 +71,32 @@ def start_process(executor: ProcessPoolExecutor) -> None:
             raise
         executors.open_again()
         executor.submit(int)
+    del dropped
+
+
+def _dropped_in_child() -> list[Any]:
+    """Return what multiprocessing, or we, let go of in a forked child: exit handlers, and its own finalizers.
+
+    The last reference that goes runs a destructor, there, while this process goes on: a temporary directory would be
+    deleted, a connection ended; Ray's crash. What only an argument of ``atexit.register`` refers to cannot be had.
+    """
+    found: list[Any] = [_finalizers.copy()]  # at once, whatever other threads do
+    with contextlib.suppress(Exception):  # of a handler's own __eq__
+        atexit.unregister(cast(Any, _Collector(found)))
+    return found
+
+
+class _Collector:
+    """Collects what it is compared to, and equals none of it: thus all exit handlers, which nothing else lists."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
+
+    def __eq__(self, other: object) -> bool:
+        self.found.append(other)
+        return False
 
 
 @contextlib.contextmanager

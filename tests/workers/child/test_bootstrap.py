@@ -67,13 +67,14 @@ def test_what_the_environment_says_wins(setting: dict[str, str]) -> None:
 
 
 def test_nothing_of_the_trainer_ends_in_a_worker(run: Callable[..., Program], tmp_path: Path) -> None:
-    """What only an exit handler or a handler of a signal refers to is neither run nor destroyed in a forked worker."""
+    """What only handlers refer to, of the exit, of a signal or multiprocessing's, is not run or destroyed in a fork."""
     folder = tmp_path / "of the trainer"
     folder.mkdir()
     program = run(
         """
         import atexit, os, signal, sys, tempfile
         from functools import partial
+        from multiprocessing import util
         from asyncloader import DataLoader
 
         folder, trainer = sys.argv[1], os.getpid()
@@ -97,6 +98,7 @@ def test_nothing_of_the_trainer_ends_in_a_worker(run: Callable[..., Program], tm
             atexit.register(Owned("callable"))
             atexit.register(partial(print, Owned("of a partial")))
             signal.signal(signal.SIGUSR1, Owned("of a signal"))
+            util.Finalize(None, print, args=(Owned("of a finalizer"),), exitpriority=0)
             temporary = tempfile.TemporaryDirectory(dir=folder)
             path = temporary.name
             atexit.register(temporary.cleanup)
