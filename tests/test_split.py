@@ -406,6 +406,27 @@ def test_workers_come_and_go_in_the_middle_of_a_batch() -> None:
     assert same(found, epoch(Slow(80), scheduling="static"))
 
 
+class Cheap(Dataset[Any]):
+    """Samples that cost nothing, and are rows."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((500,), float(index)), str(index)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_cheap_samples_are_not_divided_once_that_is_known(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the batches that were read before is made in one piece each."""
+    monkeypatch.setattr(slicer, "_LEAST_SLICE_S", 60.0)  # whatever else the machine does
+    loader = DataLoader(Cheap(), 64, num_workers=num_workers, **OPTIONS)
+    assert same(list(loader), epoch(Cheap(), batch_size=64, scheduling="static"))
+    stats = loader.stats()
+    assert (stats.batches, stats.samples) == (4, 256)
+    assert sum(worker.batches for worker in stats.workers) <= num_workers + 6
+
+
 def test_out_of_order_batches_are_whole() -> None:
     """With `in_order=False` each comes when it is there."""
     found = [plain(batch[0]) for batch in epoch(Slow(40), in_order=False)]

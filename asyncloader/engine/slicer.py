@@ -7,6 +7,7 @@ A slice costs what a ticket costs, some 0.2 ms of a worker and of the loop threa
 those of the others. So a slice takes a worker some while at least, and a batch of cheap samples, or of such that are
 dear to carry, stays whole. Otherwise slices become smaller towards the end of a batch, as far as that allows: where
 samples take unlike times, or workers start at different ones, that is what keeps all busy until the batch is done.
+A loader's first slices have one sample each: what these cost decides about the rest.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Slicer:
         self._making = _Mean()
         self._sending = _Mean()
         self._opening = _Mean()
+        self._num_first = 0  # slices yet to come that workers make first
         self._patience = 1.0
         self._layout: Any = None
         self._num_alike = 0  # of the last slices that told what they are like, after the first of them
@@ -73,8 +75,11 @@ class Slicer:
 
     def sent(self, count: int, seconds: float) -> None:
         """So many samples were made ready for another worker in this time."""
-        self._sending.add(seconds, count)
-        self._patience = 1.0
+        if self._num_first:  # a single sample, and its worker had no slabs yet
+            self._num_first -= 1
+        else:
+            self._sending.add(seconds, count)
+            self._patience = 1.0
 
     def opened(self, count: int, seconds: float) -> None:
         """So many samples were opened by another worker in this time."""
@@ -100,10 +105,21 @@ class Slicer:
         """
         return self._layout if self._num_alike >= self._least_alike else None
 
+    @property
+    def is_guessing(self) -> bool:
+        """Whether nobody knows yet what samples cost."""
+        return self._making.value is None and not self.is_whole
+
     def cut(self, count: int, num_workers: int) -> list[int]:
-        """Return where the slices of a batch of so many samples begin, and where the last one ends."""
+        """Return where the slices of a batch of so many samples begin, and where the last one ends.
+
+        While nothing is known each worker gets one sample at first, to find out.
+        """
         least = self._least(count, num_workers)
         bounds = [0]
+        if self.is_guessing and least < count:
+            self._num_first = num_workers
+            bounds = [*range(min(num_workers + 1, count))]
         while (left := count - bounds[-1]) >= 2 * least:
             bounds.append(bounds[-1] + max(least, left // (_SHARE * num_workers)))
         return [*bounds, count]
@@ -126,9 +142,9 @@ class Slicer:
         return least
 
     @staticmethod
-    def window(slices: int, num_workers: int, prefetch_factor: int) -> int:
+    def window(slices: int, tickets: int, prefetch_factor: int) -> int:
         """Return how many batches of so many slices may be in flight or waiting.
 
-        ``prefetch_factor`` of them in all, where that many have work for everybody; of whole ones so many a worker.
+        ``prefetch_factor`` in all, where that many have work for everybody; of whole ones as many as ``tickets``.
         """
-        return max(prefetch_factor, math.ceil(prefetch_factor * num_workers / slices))
+        return max(prefetch_factor, math.ceil(tickets / slices))

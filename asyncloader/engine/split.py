@@ -9,8 +9,11 @@
 A slice is a ticket like any other, so what the `Scheduler` does about workers that die, hang, come and go it does about
 slices. The last ticket of a batch in slices stands for it: the others are passed over in the order (`PART`), and that
 one is held back until all of them are here. Where all samples were written into the batch itself there is nothing left
-to be done (`Assemble`). Otherwise it is sent with their samples, and a worker makes the batch of them. Where a slice
-has failed it is not sent either.
+to be done (`Assemble`). Otherwise it is sent with their samples, and a worker makes the batch of them; or, if most were
+written, writes them beside those. Where a slice has failed it is not sent either.
+
+While nobody knows what samples cost each worker makes one, and the rest is cut when the first of them has come
+(`_cut_anew`). By then tickets are numbered, for as many slices as there might be; spare ones are passed over.
 
 A batch that is not worth dividing is one ticket, as under the other ways of scheduling.
 
@@ -47,46 +50,74 @@ class Sliced:
     Attributes:
         number: In the plan.
         keys: Of its samples.
-        bounds: Where in the batch slices begin, and where the last one ends.
-        items: By slice, what has become of it; None while it is not here, VOID if it was given up.
-        missing: How many are not here.
+        items: By where in the batch a slice begins, what has become of it; VOID if it was given up.
+        missing: How many slices are not here.
         last: The ticket that stands for the batch.
         room: What samples are written into, or None.
-        make_room: Makes that, when the first slice is sent; None after that.
+        find_room: Looks for that, until it is known what samples are like; None after that.
     """
 
-    __slots__ = ("bounds", "items", "keys", "last", "make_room", "missing", "number", "room")
+    __slots__ = ("_finishing", "find_room", "items", "keys", "last", "missing", "number", "room")
 
     def __init__(
-        self, number: int, keys: Any, bounds: list[int], last: int, make_room: Callable[[int], Any] | None = None
+        self, number: int, keys: Any, missing: int, last: int, find_room: Callable[[Sliced], None] | None = None
     ) -> None:
         self.number = number
         self.keys = keys
-        self.bounds = bounds
-        self.items: list[Any] = [None] * (len(bounds) - 1)
-        self.missing = len(self.items)
+        self.items: dict[int, Any] = {}
+        self.missing = missing
         self.last = last
         self.room: Any = None
-        self.make_room = make_room
+        self.find_room = find_room
+        self._finishing: Any = None
 
     def __repr__(self) -> str:
-        return f"<Sliced {self.number} {len(self.items) - self.missing}/{len(self.items)}>"
+        return f"<Sliced {self.number} {len(self.items)}/{len(self.items) + self.missing}>"
+
+    @property
+    def slices(self) -> list[Any]:
+        """What has become of the slices, in their order in the batch."""
+        return [item for _, item in sorted(self.items.items())]
 
     @property
     def bad(self) -> list[BadSample]:
         """The samples that raised, in their order in the batch."""
-        return [sample for item in self.items for sample in item.outcome.bad]
+        return [sample for item in self.slices for sample in item.outcome.bad]
 
     @property
     def times(self) -> list[Any]:
         """What was noted of each slice, for the figures."""
-        return [item.times for item in self.items if item is not VOID and item.times is not None]
+        noted = [item.times for item in self.slices if item is not VOID]
+        return [times for times in [*noted, self._finishing] if times is not None]
 
     @property
     def texts(self) -> list[list[Any]]:
         """Those of all samples, by column, where these were written."""
-        columns = zip(*(item.outcome.data for item in self.items), strict=True)
+        columns = zip(*(item.outcome.data for item in self.slices), strict=True)
         return [[text for texts in column for text in texts] for column in columns]
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The good samples of each slice: as they have come, or where they were written."""
+        bounds = pairwise([*sorted(self.items), len(self.keys)])
+        return tuple(
+            RowsOf(self.room, begin, end, item.outcome.data) if type(item.outcome) is Written else item.outcome.data
+            for item, (begin, end) in zip(self.slices, bounds, strict=True)
+        )
+
+    @property
+    def rest_is_alike(self) -> bool:
+        """Whether samples that were not written can be, for they are like those that were."""
+        outcomes = [item.outcome for item in self.slices]
+        layout = None if self.room is None else self.room.layout
+        return layout is not None and all(type(each) is Written or each.snapshot == layout for each in outcomes)
+
+    def finish(self, item: Any) -> None:
+        """Note that a worker has written these."""
+        texts, self._finishing = iter(item.outcome.data), item.times
+        for begin, one in sorted(self.items.items()):
+            if type(one.outcome) is Samples:
+                self.items[begin] = one._replace(outcome=Written(one.outcome.record, next(texts)))
 
     def let_go(self) -> None:
         """Drop what slices have made."""
@@ -95,15 +126,16 @@ class Sliced:
 
 
 class Part(NamedTuple):
-    """What of a batch a ticket is: a slice, by its number, or all of them together."""
+    """What of a batch a ticket is: a slice, by where that begins and ends, or all of them together."""
 
     batch: Sliced
-    number: int
+    begin: int
+    end: int
 
     @property
     def is_slice(self) -> bool:
         """Whether it is one of the slices."""
-        return self.number != _TOGETHER
+        return self.begin != _TOGETHER
 
 
 class SplitScheduler(Scheduler):
@@ -141,9 +173,12 @@ class SplitScheduler(Scheduler):
         self._make_room = make_room
         self._num_batches = first
         self._parts: dict[int, Part] = {}  # of batches that are not handed over yet, by ticket
-        self._slices = len(slicer.cut(batch_size, num_workers)) - 1  # of the last batch
-        self._is_concluding = False  # the last slice of a batch has returned, and is not ready yet
+        self._size = batch_size  # of the last batch
+        self._slices = len(slicer.cut(batch_size, num_workers)) - 1
+        self._is_guessed = False  # batches were cut when nobody knew what samples cost
+        self._is_deciding = False  # a slice has returned, and is not ready yet, on which depends who gets what
         self._read_until = 0
+        self._tickets = self.window
         self._run_ahead.returned(_LIKELY_S, 0.0, False)
         self.window = self._batch_window()
 
@@ -164,30 +199,32 @@ class SplitScheduler(Scheduler):
                 heapq.heappush(self._unsent, (seq, Ticket(seq, keys, part=number)))
             else:
                 self._divide(number, keys, bounds)
-        if (window := self._batch_window()) != self.window:
-            self.window = window
-            actions.append(Window(window))
-        return actions + self._assign()
+        return actions + self._note_window() + self._assign()
 
     def _cut(self, keys: Any) -> list[int]:
-        can_be_cut = isinstance(keys, (list, tuple))
-        bounds = self._slicer.cut(len(keys), self.roster.num_takers) if can_be_cut else [0, 0]
-        self._slices = len(bounds) - 1
+        if not isinstance(keys, (list, tuple)):
+            self._size, self._slices = 1, 1
+            return [0, 0]
+        bounds = self._slicer.cut(len(keys), self.roster.num_takers)
+        self._size, self._slices = len(keys), len(bounds) - 1
+        self._is_guessed |= self._slicer.is_guessing
         return bounds
 
     def _divide(self, number: int, keys: Any, bounds: list[int]) -> None:
-        make_room = None if self._make_room is None else self._room
-        batch = Sliced(number, keys, bounds, self.planned_count + len(bounds) - 1, make_room)
-        for index, (begin, end) in enumerate(pairwise(bounds)):
-            part = Part(batch, index)
+        count = len(bounds) - 1
+        find_room = None if self._make_room is None else self._find_room
+        batch = Sliced(number, keys, count, self.planned_count + count, find_room)
+        for begin, end in pairwise(bounds):
+            part = Part(batch, begin, end)
             seq = self._next_seq()
             self._parts[seq] = part
             self._queue([Ticket(seq, keys[begin:end], part=part)])
-        self._parts[self._next_seq()] = Part(batch, _TOGETHER)
+        self._parts[self._next_seq()] = Part(batch, _TOGETHER, _TOGETHER)
 
-    def _room(self, count: int) -> Any:
-        layout = self._slicer.layout
-        return None if layout is None or self._make_room is None else self._make_room(layout, count)
+    def _find_room(self, batch: Sliced) -> None:
+        """Have samples written into the batch, if it is known what they are like, and there is memory."""
+        if (layout := self._slicer.layout) is not None and self._make_room is not None:
+            batch.room, batch.find_room = self._make_room(layout, len(batch.keys)), None
 
     def _next_seq(self) -> int:
         seq = self.planned_count
@@ -198,68 +235,126 @@ class SplitScheduler(Scheduler):
         """The worker is done with this ticket; see `Scheduler.returned`.
 
         Whoever has returned the last slice of a batch gets nothing yet: it may be that the batch is to be put together,
-        which would otherwise wait behind a slice of a later one. What follows is decided in `ready`.
+        which would otherwise wait behind a slice of a later one. Nor do those who return the first slices of all: what
+        samples cost will be known in a moment. What follows is decided in `ready`.
         """
         part = self._parts.get(seq) if self._parts else None
-        self._is_concluding = part is not None and part.is_slice and part.batch.missing == 1
+        self._is_deciding = part is not None and part.is_slice and (part.batch.missing == 1 or self._is_guessed)
         return super().returned(worker, seq, busy_s, wait_s)
 
     def _assign(self, idle: int | None = None) -> list[Action]:
-        return [] if self._is_concluding else super()._assign(idle)
+        return [] if self._is_deciding else super()._assign(idle)
 
     def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
         """The outcome of a returned ticket is here; see `Scheduler.ready`."""
-        self._is_concluding = False
+        was_deciding, self._is_deciding = self._is_deciding, False
         part = self._parts.pop(seq, None) if self._parts else None
         if outcome is not VOID and not self._slicer.is_whole:
             self._learn(part, outcome.outcome)
         if part is None:
             return super().ready(seq, outcome, nbytes)
-        batch, number = part
+        batch = part.batch
         if not part.is_slice:
-            if outcome is not VOID and type(outcome.outcome) is Stuck:
-                return self._make_whole(batch)
-            return super().ready(seq, _made_together(outcome, batch))
-        batch.items[number] = outcome
+            return self._put_together(seq, outcome, part)
+        batch.items[part.begin] = outcome
         batch.missing -= 1
         actions = super().ready(seq, PART, nbytes)
-        return actions if batch.missing else actions + self._conclude(batch) + self._assign()
+        if self._is_guessed and not self._slicer.is_guessing:
+            self._is_guessed = False
+            actions += self._cut_anew()
+        if not batch.missing:
+            actions += self._conclude(batch)
+        elif not was_deciding:
+            return actions
+        return actions + self._assign()
+
+    def _put_together(self, seq: int, item: Any, part: Part) -> list[Action]:
+        """A worker has made a batch of slices, or has written those samples into it that were not; or could not."""
+        batch = part.batch
+        if item is not VOID:
+            if type(item.outcome) is Stuck:
+                return self._make_whole(batch)
+            if type(item.outcome) is Written:
+                batch.finish(item)
+                self._parts[seq] = part
+                return [Assemble(batch)]
+            if item.worker >= 0 and (bad := batch.bad):
+                item = item._replace(outcome=item.outcome._replace(bad=bad))
+        batch.let_go()
+        return super().ready(seq, item)
 
     def _learn(self, part: Part | None, outcome: Any) -> None:
         """Note what samples cost."""
         kind, record, slicer = type(outcome), outcome.record, self._slicer
-        if kind is Batch and part is None:
-            slicer.made(record.samples, record.busy_s)
-        elif kind is Batch and part is not None:
-            slicer.opened(len(part.batch.keys), record.fetch_s)
+        if part is None:
+            if kind is Batch:
+                slicer.made(record.samples, record.busy_s)
+        elif not part.is_slice:
+            if kind is Batch:
+                slicer.opened(len(part.batch.keys), record.fetch_s)
         elif kind is Samples or kind is Written:
-            slicer.made(record.samples, record.fetch_s)
+            slicer.made(record.samples, record.fetch_s if kind is Samples else record.busy_s)
             slicer.sent(record.samples, record.encode_s)
-            if kind is Samples and not outcome.bad and part is not None:
-                slicer.told(outcome.snapshot, missed=part.batch.room is not None)
+            if kind is Samples and not outcome.bad:
+                room = part.batch.room
+                slicer.told(outcome.snapshot, missed=room is not None and room.layout != outcome.snapshot)
 
     # ---------------------------------------------------------------------------------------------- decisions
 
+    def _cut_anew(self) -> list[Action]:
+        """It is known by now what samples cost: cut anew what nobody has yet."""
+        runs: list[list[Ticket]] = [[]]
+        for _, ticket in sorted(self._unsent):
+            if not (runs[-1] and _goes_on(runs[-1][-1], ticket)):
+                runs.append([])
+            runs[-1].append(ticket)
+        spare = {seq for run in runs if len(run) > 1 for seq in self._cut_run(run)}
+        self._unsent = [entry for entry in sorted(self._unsent) if entry[0] not in spare]
+        actions: list[Action] = []
+        for seq in sorted(spare):
+            self._parts.pop(seq)
+            actions += super().ready(seq, PART)
+        self._slices = len(self._slicer.cut(self._size, self.roster.num_takers)) - 1
+        return actions + self._note_window()
+
+    def _cut_run(self, run: list[Ticket]) -> list[int]:
+        """Cut slices of a batch, one after the other, anew; return the tickets that are not needed any more."""
+        batch, first, _ = run[0].part
+        bounds = self._slicer.cut(run[-1].part.end - first, self.roster.num_takers)
+        if len(bounds) > len(run):
+            return []
+        if bounds[1] == len(batch.keys):  # nothing of it is made, and it stays whole
+            del self._parts[run[0].seq]
+            run[0].part, run[0].keys = batch.number, batch.keys
+            return [*(ticket.seq for ticket in run[1:]), batch.last]
+        for ticket, (begin, end) in zip(run, pairwise(bounds), strict=False):
+            ticket.part = self._parts[ticket.seq] = Part(batch, first + begin, first + end)
+            ticket.keys = batch.keys[first + begin : first + end]
+        spare = [ticket.seq for ticket in run[len(bounds) - 1 :]]
+        batch.missing -= len(spare)
+        return spare
+
     def _conclude(self, batch: Sliced) -> list[Action]:
         """All slices are here: have them put together, unless it is known what becomes of the batch."""
-        if any(item is VOID for item in batch.items):
+        items = batch.slices
+        if any(item is VOID for item in items):
             return self.ready(batch.last, VOID)
-        outcomes = [item.outcome for item in batch.items]
+        outcomes = [item.outcome for item in items]
         for costly in (LeftOut, Failure):
             if (index := _first(outcomes, costly)) is not None:
-                return self.ready(batch.last, batch.items[index])
+                return self.ready(batch.last, items[index])
         if _first(outcomes, Stuck) is not None:
             return self._make_whole(batch)
         if all(type(outcome) is Written for outcome in outcomes):
             return [Assemble(batch)]
         if len(batch.bad) == len(batch.keys):
             return self.ready(batch.last, self._none_good(batch))
-        self._queue([Ticket(batch.last, batch.keys, part=Part(batch, _TOGETHER))])
+        self._queue([Ticket(batch.last, batch.keys, part=self._parts[batch.last])])
         return []
 
     def _none_good(self, batch: Sliced) -> Any:
         """Return what becomes of a batch of which no sample is good."""
-        item, first = batch.items[0], batch.bad[0]
+        item, first = batch.slices[0], batch.bad[0]
         record = item.outcome.record
         outcome: Any = LeftOut(record)
         if self._on_error == "skip":
@@ -278,10 +373,15 @@ class SplitScheduler(Scheduler):
     # --------------------------------------------------------------------------------------- counted in batches
 
     def _batch_window(self) -> int:
-        return self._slicer.window(self._slices, max(1, self.num_workers), self._prefetch_factor)
+        return self._slicer.window(self._slices, self._tickets, self._prefetch_factor)
+
+    def _note_window(self) -> list[Action]:
+        before, self.window = self.window, self._batch_window()
+        return [] if self.window == before else [Window(self.window)]
 
     def _resize(self, change: int) -> Window:
-        self.num_workers += change
+        super()._resize(change)
+        self._tickets = self.window
         self.window = self._batch_window()
         return Window(self.window)
 
@@ -331,24 +431,20 @@ def contents(ticket: Ticket, progress: Progress) -> Any:
         return placed
     batch = part.batch
     if part.is_slice:
-        begin = batch.bounds[part.number]
-        if batch.make_room is not None:
-            batch.room, batch.make_room = batch.make_room(len(keys)), None
-        return Slice(placed._replace(keys=ticket.keys, first=placed.first + begin), begin, batch.room)
-    samples = tuple(
-        RowsOf(batch.room, begin, end, item.outcome.data) if type(item.outcome) is Written else item.outcome.data
-        for item, (begin, end) in zip(batch.items, pairwise(batch.bounds), strict=True)
-    )
-    return Together(placed.first, samples, tuple(sample.position for sample in batch.bad), len(keys))
+        if batch.find_room is not None:
+            batch.find_room(batch)
+        return Slice(placed._replace(keys=ticket.keys, first=placed.first + part.begin), part.begin, batch.room)
+    bad = tuple(sample.position for sample in batch.bad)
+    rows = batch.room if not bad and batch.rest_is_alike else None
+    return Together(placed.first, batch.parts, bad, len(keys), rows)
+
+
+def _goes_on(one: Ticket, other: Ticket) -> bool:
+    """Whether two tickets are slices one after the other of the same batch, and nobody has tried them."""
+    parts = one.part, other.part
+    are_slices = all(type(part) is Part and part.is_slice for part in parts) and not one.tries + other.tries
+    return are_slices and one.part.batch is other.part.batch and one.part.end == other.part.begin
 
 
 def _first(outcomes: list[Any], kind: type) -> int | None:
     return next((index for index, outcome in enumerate(outcomes) if type(outcome) is kind), None)
-
-
-def _made_together(item: Any, batch: Sliced) -> Any:
-    """Have what a worker has made of all samples tell of the bad ones among them; let go of the slices."""
-    if item is not VOID and item.worker >= 0 and (bad := batch.bad):
-        item = item._replace(outcome=item.outcome._replace(bad=bad))
-    batch.let_go()
-    return item

@@ -44,7 +44,7 @@ def _summed(last: Times, slices: Sequence[Times]) -> Times:
         slices: Of these.
     """
     _, fetch, collate, encode, _, _, work = map(sum, zip(last, *slices, strict=True))
-    return (slices[0][0], fetch, collate, encode, last[4], last[5], work)
+    return ((slices or [last])[0][0], fetch, collate, encode, last[4], last[5], work)
 
 
 class BatchTimes:

@@ -51,6 +51,7 @@ class Room:
 
     def __init__(self, layout: Any, count: int) -> None:
         assert layout == "alike"
+        self.layout = layout
         self.there = [-1] * count
 
 
@@ -71,6 +72,7 @@ class Workplace:
         self.length = length
         self.sizes = sizes or (lambda number: 6)
         self.at_work: dict[int, deque[Ticket]] = {worker: deque() for worker in range(num_workers)}
+        self.sent: dict[int, Any] = {}  # what workers were told of their tickets
         self.delivered: list[Item] = []
         self.handed_over: deque[Item] = deque()
         self.named: set[int] = set()  # batches that an error was raised of beside the order
@@ -104,7 +106,7 @@ class Workplace:
     def work(self, worker: int, fate: str = "good", busy_s: float = 1.0) -> None:
         """Have a worker answer its first ticket."""
         ticket = self.at_work[worker].popleft()
-        record, keys = record_of(ticket, busy_s), contents(ticket, self.progress)
+        record, keys = record_of(ticket, busy_s), self.sent.pop(ticket.seq)
         number, batch = batch_of(ticket)
         outcome: Any
         if fate == "error":
@@ -124,8 +126,13 @@ class Workplace:
                 outcome = Samples(record, good, 10_000, bad, layout)
         elif type(keys) is Together:
             parts = [part.rows.there[part.begin : part.end] if type(part) is RowsOf else part for part in keys.slices]
-            outcome = Batch(record, [key for samples in parts for key in samples], 0)
-            assert len(outcome.data) + len(keys.bad) == keys.size
+            samples = [key for part in parts for key in part]
+            outcome = Batch(record, samples, 0)
+            assert len(samples) + len(keys.bad) == keys.size
+            if keys.rows is not None and fate != "unlike":
+                assert not keys.bad
+                keys.rows.there[:] = samples
+                outcome = Written(record, [[] for part in keys.slices if type(part) is not RowsOf])
         else:
             assert keys == (batch, batch[0] if batch else keys.first)
             outcome = Batch(record, list(batch), 10_000)
@@ -141,6 +148,7 @@ class Workplace:
                 case Send(worker, ticket):
                     assert not any(ticket in queue for queue in self.at_work.values()), "a ticket at two workers"
                     self.at_work[worker].append(ticket)
+                    self.sent[ticket.seq] = contents(ticket, self.progress)
                 case Assemble(batch):
                     outcome = Batch(NO_RECORD, list(batch.room.there))
                     self.apply(self.scheduler.ready(batch.last, Item(outcome, batch.number)))
@@ -308,7 +316,7 @@ def test_slices_go_to_whoever_is_free() -> None:
         assert not there.delivered
     there.work(1)
     (ticket,) = [ticket for queue in there.at_work.values() for ticket in queue]
-    assert contents(ticket, there.progress).slices == ([0], [1], [2], [3], [4], [5])
+    assert there.sent[ticket.seq].slices == ([0], [1], [2], [3], [4], [5])
     there.finish()
     assert [item.outcome.data for item in there.delivered] == [[0, 1, 2, 3, 4, 5]]
 
@@ -316,11 +324,11 @@ def test_slices_go_to_whoever_is_free() -> None:
 def test_a_batch_is_put_together_before_slices_of_later_ones() -> None:
     """By who has made its last slice: nobody else may be free for long."""
     there = Workplace(num_workers=2, length=4)
-    while not any(type(contents(queue[0], there.progress)) is Together for queue in there.at_work.values() if queue):
+    while not any(type(there.sent[queue[0].seq]) is Together for queue in there.at_work.values() if queue):
         worker = min((queue[0].seq, worker) for worker, queue in there.at_work.items() if queue)[1]
         there.work(worker)
     (ticket,) = there.at_work[worker]
-    assert type(contents(ticket, there.progress)) is Together
+    assert type(there.sent[ticket.seq]) is Together
     assert batch_of(ticket)[0] == 0
     there.finish()
     assert [item.outcome.data for item in there.delivered] == there.batches
@@ -367,7 +375,7 @@ def test_samples_are_written_into_the_batch_once_it_is_known_what_they_are_like(
     while not there.finished:
         busy = [worker for worker, queue in there.at_work.items() if queue]
         if busy:
-            kinds.append(type(contents(there.at_work[busy[0]][0], there.progress)))
+            kinds.append(type(there.sent[there.at_work[busy[0]][0].seq]))
             there.work(busy[0])
         else:
             there.take()
@@ -398,6 +406,56 @@ def test_the_window_follows_what_batches_cost() -> None:
     assert [item.outcome.data for item in there.delivered] == there.batches
 
 
+@pytest.mark.parametrize(
+    ("busy_s", "sizes"), [(1.0, [1, 1, 15, 11, 9, 6]), (1e-3, [1, 1, 15, 11, 10, 10, 16]), (1e-4, [1, 1, 62])]
+)
+def test_what_the_first_samples_cost_decides_about_the_rest(busy_s: float, sizes: list[int]) -> None:
+    """Each worker makes one; then nobody makes more slices than are worth it, of any batch that was read before."""
+    there = Workplace(num_workers=2, sizes=lambda number: 64, make_room=Room)
+    made = []
+    while not there.delivered:
+        worker = min((queue[0].seq, worker) for worker, queue in there.at_work.items() if queue)[1]
+        ticket = there.at_work[worker][0]
+        if type(there.sent[ticket.seq]) is Slice:
+            made.append(len(ticket.keys))
+        there.work(worker, busy_s=busy_s * len(ticket.keys))
+    assert made[: len(sizes)] == sizes
+    assert (busy_s < 1e-3) == any(type(contents) is Placed for contents in there.sent.values())  # the next batch
+    there.finish()
+    assert [item.outcome.data for item in there.delivered] == there.batches
+
+
+def test_first_samples_are_written_to_the_others_in_the_end() -> None:
+    """They were carried, for nobody knew yet what they are like; their batch is not collated for it."""
+    there = Workplace(num_workers=2, length=3, make_room=Room)
+    found = []
+    while len(there.delivered) < 3:
+        worker = min((queue[0].seq, worker) for worker, queue in there.at_work.items() if queue)[1]
+        found.append(there.sent[there.at_work[worker][0].seq])
+        there.work(worker)
+        while there.handed_over:
+            there.take()
+    (together,) = [each for each in found if type(each) is Together]
+    assert together.rows is not None
+    assert [type(part) for part in together.slices] == [list, list, *[RowsOf] * (len(together.slices) - 2)]
+    assert [item.outcome.data for item in there.delivered] == there.batches
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_workers_that_join_do_not_make_whole_batches_take_more_than_there_may_be(num_workers: int) -> None:
+    """The window is as large as `max_buffered_bytes`, beyond what the workers of the beginning may have."""
+    there = Workplace(num_workers=num_workers, max_buffered_bytes=100_000)
+    there.slicer.is_whole = True
+    for _ in range(20):
+        there.take()
+        there.work(next(worker for worker, queue in there.at_work.items() if queue))
+    for worker in range(num_workers, 12):
+        there.at_work[worker] = deque()
+        there.apply(there.scheduler.joined(worker))
+    assert there.window == 12
+    there.finish()
+
+
 def test_reading_on_is_counted_in_batches() -> None:
     """Whatever the number of tickets: who waits reads one batch after the other, not as many as there are slices."""
     there = Workplace(num_workers=2, max_buffered_bytes=64 << 20)
@@ -421,7 +479,7 @@ def played(times_s: Any, batch_size: int, **options: Any) -> list[float]:
         for worker in there.at_work.keys() - working:
             if there.at_work[worker]:
                 ticket = there.at_work[worker][0]
-                is_together = type(contents(ticket, there.progress)) is Together
+                is_together = type(there.sent[ticket.seq]) is Together
                 took = 0.0003 + (0.0 if is_together else sum(times_s[key] for key in ticket.keys))
                 working.add(worker)
                 heapq.heappush(events, (now + took, worker, took))

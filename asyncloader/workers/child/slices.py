@@ -3,6 +3,7 @@
     Slice ── fetch ──> Written: into its rows of the batch
                    └─> Samples: its good samples, and where bad ones were          another worker, of all slices:
     Together ── open ──> the samples of all slices ── without bad ones ── collate ──> Batch
+             └─ or, where most are written already: into their rows of the batch ──> Written
 
 What samples draw depends on their places in the epoch, so a slice is the same whoever makes it, and a batch of slices
 is what one worker would make.
@@ -17,6 +18,7 @@ from typing import Any
 
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import COLLATION, Placed
+from asyncloader.transport.rows import RowsOf
 from asyncloader.workers.child.batch_maker import BatchMaker, Work
 from asyncloader.workers.child.fetch import MapFetcher, replaced
 from asyncloader.workers.child.transport import WorkerTransport
@@ -83,6 +85,8 @@ class SliceMaker(BatchMaker):
         here, _ = self._placed(self._epoch.key, work.seq, Placed((), whole.first))
         sample_context.current.set(here)
         try:
+            if whole.rows is not None and (texts := self._write_rest(whole)) is not None:
+                return Written(self._record(work), texts)
             slices = self._transport.open_samples(whole.slices, self.spec.collate_fn)
         except Exception:
             return Stuck(self._record(work))
@@ -95,3 +99,18 @@ class SliceMaker(BatchMaker):
         here.position = COLLATION
         data = self._host.collate(self.spec.collate_fn, samples)
         return Batch(self._record(work), data)
+
+    def _write_rest(self, whole: Together) -> list[Any] | None:
+        """Write the samples that have come into the batch; return the texts of each slice, None if that cannot be."""
+        texts: list[Any] = []
+        begin = 0
+        for part in whole.slices:
+            if isinstance(part, RowsOf):
+                begin = part.end
+                continue
+            (samples,) = self._transport.open_samples([part], self.spec.collate_fn)
+            if (words := self._transport.write_rows(whole.rows, samples, begin)) is None:
+                return None
+            texts.append(words)
+            begin += len(samples)
+        return texts

@@ -98,12 +98,15 @@ class Together(NamedTuple):
         slices: The good samples of each slice: as they have come, or where they were written.
         bad: Where in the batch samples are missing: they have raised.
         size: How many samples the batch has, those included.
+        rows: Where samples of other slices were written, if those that have come can be written there as well: then
+            that is all there is to do. Or None.
     """
 
     first: int
     slices: tuple[Any, ...]
     bad: tuple[int, ...]
     size: int
+    rows: Any = None
 
 
 _PACKED = frozenset({Indices, Placed})
