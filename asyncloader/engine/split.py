@@ -108,9 +108,8 @@ class Sliced:
     @property
     def rest_is_alike(self) -> bool:
         """Whether samples that were not written can be, for they are like those that were."""
-        outcomes = [item.outcome for item in self.slices]
-        layout = None if self.room is None else self.room.layout
-        return layout is not None and all(type(each) is Written or each.snapshot == layout for each in outcomes)
+        carried = [item.outcome for item in self.items.values() if type(item.outcome) is not Written]
+        return len(carried) < len(self.items) and all(each.snapshot == self.room.layout for each in carried)
 
     def finish(self, item: Any) -> None:
         """Note that a worker has written these."""

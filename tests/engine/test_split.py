@@ -118,7 +118,7 @@ class Workplace:
             bad = [BadSample(key, key - batch[0], RemoteError("ValueError", "", None, "")) for key in ticket.keys]
             bad = bad[: {"bad": 1, "none good": len(bad)}.get(fate, 0)]
             good = [key for key in ticket.keys if key not in {one.key for one in bad}]
-            if keys.rows is not None and not bad and fate != "unlike":
+            if keys.rows is not None and not bad and fate not in ("unlike", "no memory"):
                 keys.rows.there[keys.begin : keys.begin + len(good)] = good
                 outcome = Written(record, [])
             else:
@@ -131,6 +131,7 @@ class Workplace:
             assert len(samples) + len(keys.bad) == keys.size
             if keys.rows is not None and fate != "unlike":
                 assert not keys.bad
+                assert any(type(part) is RowsOf for part in keys.slices), "slabs that this worker was not shown"
                 keys.rows.there[:] = samples
                 outcome = Written(record, [[] for part in keys.slices if type(part) is not RowsOf])
         else:
@@ -232,7 +233,9 @@ class Model(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        fate=st.sampled_from(["good", "good", "good", "good", "unlike", "bad", "none good", "error", "stuck"]),
+        fate=st.sampled_from(
+            ["good", "good", "good", "good", "unlike", "no memory", "bad", "none good", "error", "stuck"]
+        ),
         busy_s=st.sampled_from([1e-5, 0.02, 1.0]),
     )
     def work(self, data: st.DataObject, fate: str, busy_s: float) -> None:
@@ -438,6 +441,19 @@ def test_first_samples_are_written_to_the_others_in_the_end() -> None:
     (together,) = [each for each in found if type(each) is Together]
     assert together.rows is not None
     assert [type(part) for part in together.slices] == [list, list, *[RowsOf] * (len(together.slices) - 2)]
+    assert [item.outcome.data for item in there.delivered] == there.batches
+
+
+def test_where_nothing_could_be_written_a_batch_is_collated() -> None:
+    """As there was no memory; whoever collates it is not shown the slabs, and writes nothing there."""
+    there = Workplace(num_workers=2, length=1, make_room=Room)
+    found = []
+    while not there.delivered:
+        worker = next(worker for worker, queue in there.at_work.items() if queue)
+        found.append(there.sent[there.at_work[worker][0].seq])
+        there.work(worker, "no memory")
+    assert any(type(each) is Slice and each.rows is not None for each in found)
+    assert (type(found[-1]), found[-1].rows) == (Together, None)
     assert [item.outcome.data for item in there.delivered] == there.batches
 
 
