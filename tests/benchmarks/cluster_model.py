@@ -389,7 +389,8 @@ class Play:
     def _mark(self) -> None:
         if self._num_received in (self.num_batches // 4, self.num_batches // 4 + self.num_batches // 2):
             busy_s = dict(self._sums.busy_s)
-            busy_s["workers"] += sum(  # what is in work now, as far as it has come
+            busy_s["network"] -= max(0.0, self._link_free_at - self._now)  # what is on its way, as far as it has come
+            busy_s["workers"] += sum(  # what is in work now, likewise
                 max(0.0, self._now - at_s + args[0].busy_s)
                 for at_s, _, happen, args in self._events
                 if happen == self._done and not self._is_lost(args[0])

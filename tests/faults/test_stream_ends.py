@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
+from asyncloader.workers.child.serial_loop import Ending
 from tests.faults.test_deaths import DEATHS
 from tests.faults.test_stream_deaths import (
     LENGTH,
@@ -135,23 +137,41 @@ class Deceived(Declared):
             if self.befalls(f"lose the source at {number}"):
                 while self.pending:  # else the end is told only after these  # noqa: ASYNC110
                     await asyncio.sleep(0)
-                # asyncio runs it before it looks at the channel again, and after the end was told.
+                time.sleep(0.02)  # until more tickets are in the channel  # noqa: ASYNC251
+                await asyncio.sleep(0)  # and were seen: it is read in this turn of the loop
+                # It stands on the loop when the end is told, so before what the parent answers.
                 asyncio.get_running_loop().call_soon(os.abort)
                 return
             yield self.read(number)
 
 
-def without_uvloop(worker: int) -> None:
-    """Have the worker use asyncio's own loop."""
+def tell_slowly(worker: int) -> None:
+    """Have the parent answer that the end was told before the loop goes on."""
+    tell = Ending.tell
+
+    def slow(ending: Ending, later: Callable[[], None]) -> None:
+        tell(ending, later)
+        time.sleep(0.02)
+
+    Ending.tell = slow  # type: ignore[method-assign]
+
+
+def tell_slowly_without_uvloop(worker: int) -> None:
+    """Do so with asyncio's own loop."""
     sys.modules["uvloop"] = None  # type: ignore[assignment]
+    tell_slowly(worker)
 
 
+@pytest.mark.parametrize("init", [tell_slowly, tell_slowly_without_uvloop])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_an_end_counts_from_a_worker_that_lives_on(batch_size: int, folder: Path) -> None:
-    """Killed when it has told the end of its data, before or within a batch, and is not confirmed: another reads on."""
+def test_an_end_counts_from_a_worker_that_lives_on(batch_size: int, init: Callable[[int], None], folder: Path) -> None:
+    """Killed when it has told the end of its data, before or within a batch, and is not confirmed: another reads on.
+
+    Its death stands on the loop by then; the parent's answer lies in the channel before it comes to that.
+    """
     expected = undisturbed(Deceived, folder, batch_size=batch_size)
     plan(folder, "lose the source at 21")
-    loader = make_loader(Deceived, folder, batch_size=batch_size, worker_init_fn=without_uvloop)
+    loader = make_loader(Deceived, folder, batch_size=batch_size, worker_init_fn=init)
     assert [plain(batch) for batch in loader] == expected
     assert not list(folder.iterdir())
 

@@ -178,9 +178,16 @@ class OverlapLoop:
         elif kind == Kind.WHERE:
             self._transport.send(Kind.AWAITS, self.where(contents))
         elif kind == Kind.CONFIRM:
-            self._ending.confirm(contents)
+            # Not at once: what stood on the loop when the data seemed to end, the end of the worker too, comes first.
+            self._loop.call_soon(self._on_confirmed, contents)
         elif kind == Kind.END and not self._over.done():
             self._over.set_result(None)
+
+    def _on_confirmed(self, run: int) -> None:
+        try:
+            self._ending.confirm(run)
+        except BaseException as error:
+            self._stop(error)
 
     def where(self, seq: int) -> str:
         """Tell at which awaits the samples of a ticket are."""
