@@ -159,6 +159,12 @@ def describe_death(pid: int, exitcode: int | None) -> str:
     )
 
 
+def last_words(output: str | bytearray) -> str:
+    """Return what a worker wrote at its end, or we about that, to be put behind how it ended."""
+    text = output if isinstance(output, str) else output.decode(errors="replace")
+    return f"\nLast words of the worker:\n{text}" if text else ""
+
+
 def died(
     pid: int, exitcode: int | None, keys: Sequence[Hashable], tries: int, output: str, node: str = ""
 ) -> WorkerDiedError:
@@ -170,9 +176,7 @@ def died(
         parts.append(f"Batches queued behind it: {', '.join(describe_keys(k) for k in keys[1:])}.")
     if tries > 1:
         parts.append(f"This batch was tried {tries} times.")
-    if output:
-        parts.append(f"\nLast words of the worker:\n{output}")
-    return WorkerDiedError(" ".join(parts), pid=pid, exitcode=exitcode, keys=keys, output=output)
+    return WorkerDiedError(" ".join(parts) + last_words(output), pid=pid, exitcode=exitcode, keys=keys, output=output)
 
 
 def could_not_start(error: OSError) -> WorkerStartError:

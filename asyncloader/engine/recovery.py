@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Replace, Ticket
 from asyncloader.engine.tracks import Progressing
-from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, timed_out
+from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
 from asyncloader.settings import OnTimeout
 from asyncloader.workers.backend import Worker
 from asyncloader.workers.protocol.snapshot import Start
@@ -142,7 +142,7 @@ class Recovery:
             is_active: It had not come to the end of its data.
         """
         if process.was_set_up and not process.is_lost:
-            log.warning("%s", describe_death(process.pid, process.exitcode))
+            log.warning("%s%s", describe_death(process.pid, process.exitcode), last_words(process.output))
         is_blamed = process.is_ready and not process.is_lost  # for what it was at
         self._failed_starts += not (process.is_ready or process.is_lost)
         if not is_active:  # only a later run needs another
@@ -245,10 +245,9 @@ def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Except
 
 def _failed_starts(process: Worker, count: int) -> WorkerStartError:
     """Make the error for so many workers in a row that ended before they could take a batch."""
-    output = f"\nLast words of the worker:\n{process.output.decode(errors='replace')}" if process.output else ""
     return WorkerStartError(
         f"Workers end before they can take a batch ({count} in a row); the last one: "
-        f"{describe_death(process.pid, process.exitcode)}{output}"
+        f"{describe_death(process.pid, process.exitcode)}{last_words(process.output)}"
     )
 
 

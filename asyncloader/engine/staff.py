@@ -25,7 +25,7 @@ from asyncloader.engine.crew import Crew
 from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Run
 from asyncloader.engine.turnover import Turnover
-from asyncloader.errors import describe_death
+from asyncloader.errors import describe_death, last_words
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
 from asyncloader.workers.backend import Backend, Elastic, Worker
@@ -172,7 +172,9 @@ class Staff:
         run = session.run
         is_active = worker in run.scheduler.active
         if not is_active and self.crew.is_coming(worker):
-            self._not_joined(session, worker, describe_death(process.pid, process.exitcode))
+            self._not_joined(
+                session, worker, describe_death(process.pid, process.exitcode) + last_words(process.output)
+            )
         else:
             session.apply(self.recovery.died(process, run.start_of(worker), is_active=is_active))
 

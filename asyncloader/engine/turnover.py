@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from asyncloader.engine.actions import Abandon, Action, Hold, Renew, Succeed
 from asyncloader.engine.renewal import Renewal
 from asyncloader.engine.run import Run
-from asyncloader.errors import describe_death
+from asyncloader.errors import describe_death, last_words
 from asyncloader.workers.backend import Renewable, Worker
 
 log = logging.getLogger("asyncloader")
@@ -87,7 +87,9 @@ class Turnover:
     def on_successor(self, session: Session, worker: int, successor: Worker) -> None:
         """The successor of a worker has opened the dataset, or ended; or the worker has nothing in hand."""
         if not successor.is_alive:
-            self._failed(session, worker, describe_death(successor.pid, successor.exitcode))
+            self._failed(
+                session, worker, describe_death(successor.pid, successor.exitcode) + last_words(successor.output)
+            )
         elif successor.is_ready:
             self._do(session, self._renewal.ready(worker))
             self._look(session, perf_counter())

@@ -86,6 +86,7 @@ class Played(NamedTuple):
         peak_bytes: Batches in the trainer's memory at a time, at most.
         again: Batches that were made once more, since a node was lost.
         work_s: Seconds of work in all batches, each counted once.
+        there: Share of the workers that were there.
     """
 
     batches_s: float
@@ -94,6 +95,7 @@ class Played(NamedTuple):
     peak_bytes: int
     again: int
     work_s: float
+    there: float
 
     @property
     def limit(self) -> str:
@@ -130,9 +132,10 @@ class _Node:
 
 @dataclass
 class _Sums:
-    """Seconds that each part was at work so far."""
+    """Seconds that each part was at work so far, and that workers were there."""
 
-    at_s: float = 0.0
+    at_s: float = 0.0  # until then the latter is counted
+    there_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("workers", "network", "thread"), 0.0))
 
 
@@ -189,6 +192,7 @@ class Play:
         self._free_at = [0.0] * cluster.num_workers
         self._made: set[int] = set()
         self._again = 0
+        self._num_there = 0
         # network and thread
         self._link_free_at = 0.0
         self._arrived: deque[_Made] = deque()
@@ -231,7 +235,8 @@ class Play:
         shares = {name: seconds / spent_s for name, seconds in busy_s.items()}
         shares["workers"] /= self.cluster.num_workers
         shares["training"] = rate * (self.costs.take_s + work.step_s)
-        return Played(rate, self._now, shares, self._peak_bytes, self._again, sum(self.durations_s))
+        there = (last.there_s - first.there_s) / spent_s / self.cluster.num_workers
+        return Played(rate, self._now, shares, self._peak_bytes, self._again, sum(self.durations_s), there)
 
     def _at(self, at_s: float, happen: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self._events, (at_s, next(self._count), happen, args))
@@ -286,6 +291,7 @@ class Play:
 
     def _come(self, node: _Node) -> None:
         node.here = len(node.workers)
+        self._count_there(node.here)
         for worker in node.workers:
             self._free_at[worker] = self._now
             self._do(self.scheduler.joined(worker))
@@ -297,6 +303,7 @@ class Play:
             for worker in node.workers:
                 self._do(self.scheduler.left(worker))
             return
+        self._count_there(-node.here)
         for worker in node.workers:
             self._do(self.scheduler.lost(worker))
             self._lives[worker] += 1
@@ -306,8 +313,15 @@ class Play:
         self._lives[worker] += 1
         node = self._nodes[worker // self.cluster.per_node]
         node.here -= 1
+        self._count_there(-1)
         if not node.here:
             self._at(self._now + self.cluster.absent_s, self._come, node)
+
+    def _count_there(self, change: int) -> None:
+        sums = self._sums
+        sums.there_s += self._num_there * (self._now - sums.at_s)
+        sums.at_s = self._now
+        self._num_there += change
 
     # ---------------------------------------------------------------------------------------- network and thread
 
@@ -388,6 +402,7 @@ class Play:
 
     def _mark(self) -> None:
         if self._num_received in (self.num_batches // 4, self.num_batches // 4 + self.num_batches // 2):
+            self._count_there(0)
             busy_s = dict(self._sums.busy_s)
             busy_s["network"] -= max(0.0, self._link_free_at - self._now)  # what is on its way, as far as it has come
             busy_s["workers"] += sum(  # what is in work now, likewise
@@ -395,4 +410,4 @@ class Play:
                 for at_s, _, happen, args in self._events
                 if happen == self._done and not self._is_lost(args[0])
             )
-            self._marks.append(_Sums(self._now, busy_s))
+            self._marks.append(_Sums(self._now, self._sums.there_s, busy_s))

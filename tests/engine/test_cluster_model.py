@@ -95,3 +95,4 @@ def test_nothing_is_lost_and_nothing_is_faster_than_it_can_be(
     ):
         assert played.elapsed_s >= 0.999 * least_s
     assert all(share < 1.0001 for name, share in played.shares.items() if name != "training"), played.shares
+    assert played.shares["workers"] < 1.0001 * played.there < 1.0002

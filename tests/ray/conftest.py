@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ray.clusters import make_cluster
 
 HERE = Path(__file__).parent
 
@@ -35,24 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     """A cluster whose head, where the trainer is, has no room for workers. Nodes are added by tests."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as environment:
-        # Not pytest's folder: Ray's sockets lie deep in it, and their names are bounded.
-        environment.setenv("RAY_TMPDIR", folder)
-        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        environment.setenv("RAY_AUTH_MODE", "disabled")
-        environment.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        environment.delenv("RAY_ADDRESS", raising=False)
-        environment.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import ray
-            from ray.cluster_utils import Cluster
-
-            made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-            ray.init(made.address, log_to_driver=False, logging_level="ERROR")
-            yield made
-            ray.shutdown()
-            made.shutdown()
+    with make_cluster() as made:
+        yield made
 
 
 @pytest.fixture
