@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,34 @@ class Whole(Dataset[Any]):
 def test_batches_that_are_fetched_by_one_call(dataset: Any) -> None:
     """Slices are where samples seed themselves; whole batches stay whole."""
     assert same(epoch(dataset), epoch(dataset, scheduling="static"))
+
+
+class Chosen(Together):
+    """One call that returns as many samples as it likes: without some, two of each, or a batch of its own."""
+
+    def __init__(self, choose: Callable[[list[Any]], Any]) -> None:
+        super().__init__(24)
+        self.choose = choose
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.choose(super().__getitems__(indices))
+
+
+CHOICES: dict[str, Callable[[list[Any]], Any]] = {
+    "without some": lambda samples: [sample for sample in samples if sample[1] > 0.3],
+    "without the first": lambda samples: samples[1:],
+    "two of each": lambda samples: [sample for sample in samples for _ in range(2)],
+    "a batch": lambda samples: (torch.stack([sample[3] for sample in samples]), len(samples)),
+    "a tuple": tuple,
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_samples_of_which_nobody_can_say_which_is_which(choice: str) -> None:
+    """A batch whose `__getitems__` does not return a sample for each key is made as a whole."""
+    options: dict[str, Any] = {"collate_fn": plain} if choice == "a batch" else {}
+    dataset = Chosen(CHOICES[choice])
+    assert same(epoch(dataset, **options), epoch(dataset, scheduling="static", **options))
 
 
 # --------------------------------------------------------------------------------------------------------- bad samples

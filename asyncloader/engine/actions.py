@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 class Ticket:
     """A numbered batch to do: ``keys`` are the indices as the sampler gave them.
 
-    Where batches are made in slices ``part`` says what of which batch this is: see :mod:`asyncloader.engine.split`.
+    Where batches are made in slices ``part`` says what of which batch this is: see :mod:`asyncloader.engine.sliced`.
     """
 
     seq: int
@@ -155,7 +155,7 @@ class Assemble(NamedTuple):
     """All rows of this batch are written: make it of them, and tell the scheduler that it is ready.
 
     Attributes:
-        batch: A :class:`asyncloader.engine.split.Sliced`.
+        batch: A :class:`asyncloader.engine.sliced.Sliced`.
     """
 
     batch: Any

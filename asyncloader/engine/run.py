@@ -22,7 +22,7 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.split import Sliced, batches_of, contents
+from asyncloader.engine.sliced import Sliced, batches_of, contents
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import describe_keys
 from asyncloader.observe.meter import BatchTimes, Meter

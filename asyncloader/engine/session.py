@@ -49,7 +49,7 @@ from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue
 from asyncloader.engine.run import Item, Run, failed
-from asyncloader.engine.split import batch_of, batches_of, bytes_of, times_of
+from asyncloader.engine.sliced import batch_of, batches_of, bytes_of, times_of
 from asyncloader.engine.staff import END_GRACE_S, Staff
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
 from asyncloader.observe.meter import BatchTimes

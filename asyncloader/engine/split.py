@@ -26,115 +26,18 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.engine.actions import PART, VOID, Action, Assemble, Read, Ticket, Window
-from asyncloader.engine.progress import Progress
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.sliced import TOGETHER, Part, Sliced
 from asyncloader.engine.slicer import Slicer
 from asyncloader.observe.faults import Faults
 from asyncloader.settings import OnError
-from asyncloader.transport.rows import RowsOf
-from asyncloader.workers.protocol.failure import BadSample
-from asyncloader.workers.protocol.messages import Slice, Together
 from asyncloader.workers.protocol.outcome import Batch, Failure, LeftOut, Samples, Stuck, Written
 
-_TOGETHER = -1
 _LIKELY_S = 0.01
 """What a slice is thought to take while nothing is known: so each worker has one, and none waits behind it."""
-
-
-class Sliced:
-    """A batch in slices.
-
-    Attributes:
-        number: In the plan.
-        keys: Of its samples.
-        items: By where in the batch a slice begins, what has become of it; VOID if it was given up.
-        missing: How many slices are not here.
-        last: The ticket that stands for the batch.
-        room: What samples are written into, or None.
-        find_room: Looks for that, until it is known what samples are like; None after that.
-    """
-
-    __slots__ = ("_finishing", "find_room", "items", "keys", "last", "missing", "number", "room")
-
-    def __init__(
-        self, number: int, keys: Any, missing: int, last: int, find_room: Callable[[Sliced], None] | None = None
-    ) -> None:
-        self.number = number
-        self.keys = keys
-        self.items: dict[int, Any] = {}
-        self.missing = missing
-        self.last = last
-        self.room: Any = None
-        self.find_room = find_room
-        self._finishing: Any = None
-
-    def __repr__(self) -> str:
-        return f"<Sliced {self.number} {len(self.items)}/{len(self.items) + self.missing}>"
-
-    @property
-    def slices(self) -> list[Any]:
-        """What has become of the slices, in their order in the batch."""
-        return [item for _, item in sorted(self.items.items())]
-
-    @property
-    def bad(self) -> list[BadSample]:
-        """The samples that raised, in their order in the batch."""
-        return [sample for item in self.slices for sample in item.outcome.bad]
-
-    @property
-    def times(self) -> list[Any]:
-        """What was noted of each slice, for the figures."""
-        noted = [item.times for item in self.slices if item is not VOID]
-        return [times for times in [*noted, self._finishing] if times is not None]
-
-    @property
-    def texts(self) -> list[list[Any]]:
-        """Those of all samples, by column, where these were written."""
-        columns = zip(*(item.outcome.data for item in self.slices), strict=True)
-        return [[text for texts in column for text in texts] for column in columns]
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The good samples of each slice: as they have come, or where they were written."""
-        bounds = pairwise([*sorted(self.items), len(self.keys)])
-        return tuple(
-            RowsOf(self.room, begin, end, item.outcome.data) if type(item.outcome) is Written else item.outcome.data
-            for item, (begin, end) in zip(self.slices, bounds, strict=True)
-        )
-
-    @property
-    def rest_is_alike(self) -> bool:
-        """Whether samples that were not written can be, for they are like those that were."""
-        carried = [item.outcome for item in self.items.values() if type(item.outcome) is not Written]
-        return len(carried) < len(self.items) and all(each.snapshot == self.room.layout for each in carried)
-
-    def finish(self, item: Any) -> None:
-        """Note that a worker has written these."""
-        texts, self._finishing = iter(item.outcome.data), item.times
-        for begin, one in sorted(self.items.items()):
-            if type(one.outcome) is Samples:
-                self.items[begin] = one._replace(outcome=Written(one.outcome.record, next(texts)))
-
-    def let_go(self) -> None:
-        """Drop what slices have made."""
-        self.items.clear()
-        self.room = None
-
-
-class Part(NamedTuple):
-    """What of a batch a ticket is: a slice, by where that begins and ends, or all of them together."""
-
-    batch: Sliced
-    begin: int
-    end: int
-
-    @property
-    def is_slice(self) -> bool:
-        """Whether it is one of the slices."""
-        return self.begin != _TOGETHER
 
 
 class SplitScheduler(Scheduler):
@@ -218,7 +121,7 @@ class SplitScheduler(Scheduler):
             seq = self._next_seq()
             self._parts[seq] = part
             self._queue([Ticket(seq, keys[begin:end], part=part)])
-        self._parts[self._next_seq()] = Part(batch, _TOGETHER, _TOGETHER)
+        self._parts[self._next_seq()] = Part(batch, TOGETHER, TOGETHER)
 
     def _find_room(self, batch: Sliced) -> None:
         """Have samples written into the batch, if it is known what they are like, and there is memory."""
@@ -258,6 +161,10 @@ class SplitScheduler(Scheduler):
         batch.items[part.begin] = outcome
         batch.missing -= 1
         actions = super().ready(seq, PART, nbytes)
+        if outcome is VOID or type(outcome.outcome) is LeftOut:
+            actions += self._pass_over(batch, 0)
+        elif type(outcome.outcome) is Failure:  # one of an earlier slice would count
+            actions += self._pass_over(batch, part.begin)
         if self._is_guessed and not self._slicer.is_guessing:
             self._is_guessed = False
             actions += self._cut_anew()
@@ -333,6 +240,22 @@ class SplitScheduler(Scheduler):
         batch.missing -= len(spare)
         return spare
 
+    def _pass_over(self, batch: Sliced, begin: int) -> list[Action]:
+        """Have nobody make the slices from ``begin`` on that no worker has: the batch comes to nothing without them."""
+        spare = {
+            ticket.seq
+            for _, ticket in self._unsent
+            if type(ticket.part) is Part and ticket.part.batch is batch and ticket.part.begin >= begin
+        }
+        actions: list[Action] = []
+        if spare:
+            self._unsent = [entry for entry in sorted(self._unsent) if entry[0] not in spare]
+            batch.missing -= len(spare)
+        for seq in sorted(spare):
+            self._parts.pop(seq)
+            actions += super().ready(seq, PART)
+        return actions
+
     def _conclude(self, batch: Sliced) -> list[Action]:
         """All slices are here: have them put together, unless it is known what becomes of the batch."""
         items = batch.slices
@@ -387,55 +310,6 @@ class SplitScheduler(Scheduler):
     def _read(self) -> Read:
         missing = self._read_until - self.planned_count
         return Read(self._num_batches + math.ceil(missing / (self._slices + (self._slices > 1))))
-
-
-def batch_of(ticket: Ticket) -> tuple[int, Any]:
-    """Return the number of the batch that a ticket is of, and the keys of that."""
-    part = ticket.part
-    if part is None:
-        return ticket.seq, ticket.keys
-    return (part, ticket.keys) if type(part) is int else (part.batch.number, part.batch.keys)
-
-
-def batches_of(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """Return the batches that these tickets are of, by their numbers in the plan and with all their keys."""
-    found: dict[int, Ticket] = {}
-    for ticket in tickets:
-        number, keys = batch_of(ticket)
-        found.setdefault(number, Ticket(number, keys, ticket.worker, ticket.tries))
-    return list(found.values())
-
-
-def times_of(ticket: Ticket) -> tuple[int, list[Any]]:
-    """Return the number of the batch that a ticket stands for, and what was noted of its slices."""
-    part = ticket.part
-    return (part, []) if type(part) is int else (part.batch.number, part.batch.times)
-
-
-def bytes_of(outcome: Samples | Written, ticket: Ticket) -> int:
-    """Return how large the samples of a slice are, which wait for the rest of their batch."""
-    if type(outcome) is Samples or ticket.part.batch.room is None:
-        return outcome.nbytes
-    batch = ticket.part.batch
-    share: int = batch.room.nbytes * len(ticket.keys) // len(batch.keys)
-    return share
-
-
-def contents(ticket: Ticket, progress: Progress) -> Any:
-    """Return what a worker is to know of a ticket: keys, or what is to be done about a slice."""
-    part = ticket.part
-    number, keys = batch_of(ticket)
-    placed = progress.placed(number, keys)
-    if type(part) is not Part:
-        return placed
-    batch = part.batch
-    if part.is_slice:
-        if batch.find_room is not None:
-            batch.find_room(batch)
-        return Slice(placed._replace(keys=ticket.keys, first=placed.first + part.begin), part.begin, batch.room)
-    bad = tuple(sample.position for sample in batch.bad)
-    rows = batch.room if not bad and batch.rest_is_alike else None
-    return Together(placed.first, batch.parts, bad, len(keys), rows)
 
 
 def _goes_on(one: Ticket, other: Ticket) -> bool:

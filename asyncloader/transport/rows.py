@@ -133,12 +133,14 @@ def _leaf(thing: Any, kind: type) -> Leaf | None:
         dtype = str(thing.dtype).removeprefix("torch.") if is_plain and thing.numel() else ""
         return Leaf("tensor", dtype, tuple(thing.shape)) if dtype else None
     if kind is np.ndarray:
-        is_plain = thing.dtype in numpy_dtypes and thing.size and all(stride >= 0 for stride in thing.strides)
-        return Leaf("array", thing.dtype.name, thing.shape) if is_plain else None
+        itemsize = thing.itemsize  # torch takes no other strides
+        has_rows = thing.size and all(stride >= 0 and stride % itemsize == 0 for stride in thing.strides)
+        return Leaf("array", thing.dtype.name, thing.shape) if has_rows and thing.dtype in numpy_dtypes else None
     if kind in _NUMBERS:
         return Leaf(kind.__name__, _NUMBERS[kind], ()) if kind is not int or -(1 << 63) <= thing < 1 << 63 else None
     if isinstance(thing, np.generic):
-        return Leaf("number", thing.dtype.name, ()) if thing.dtype in numpy_dtypes else None
+        is_taken = thing.dtype in numpy_dtypes and kind is not np.uint64  # which torch takes in arrays only
+        return Leaf("number", thing.dtype.name, ()) if is_taken else None
     if kind is str or kind is bytes:
         return Leaf("text", "", ())
     return None

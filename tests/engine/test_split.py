@@ -27,8 +27,9 @@ from asyncloader.engine.actions import (
 )
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Item, failed
+from asyncloader.engine.sliced import batch_of, batches_of, contents
 from asyncloader.engine.slicer import Slicer
-from asyncloader.engine.split import SplitScheduler, batch_of, batches_of, contents
+from asyncloader.engine.split import SplitScheduler
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.record import Record
 from asyncloader.seeding.sample_context import Placed
@@ -338,13 +339,28 @@ def test_a_batch_is_put_together_before_slices_of_later_ones() -> None:
 
 
 def test_of_several_slices_that_raise_the_first_in_the_batch_counts() -> None:
-    """Whichever raises first."""
+    """Whichever raises first. Those behind it, which nobody has yet, are not made."""
     there = Workplace(num_workers=2, length=1)
-    for worker, fate in ((1, "error"), (0, "good"), (1, "good"), (0, "error")):
-        there.work(worker, fate)
+    there.work(1, "error")
+    assert [len(queue) for _, queue in sorted(there.at_work.items())] == [1, 0]
+    there.work(0, "error")
+    assert [item.outcome.error.args for item in there.delivered] == [(0,)]
     there.finish()
-    ((error,),) = [item.outcome.error.args for item in there.delivered]
-    assert error == 1
+
+
+def test_slices_of_a_batch_that_comes_to_nothing_are_not_made() -> None:
+    """Its worker died: what is left of it would be for nobody. What others have of it is passed over in the order."""
+    there = Workplace(num_workers=2, length=2, on_crash="raise")
+    there.work(0)
+    first = {ticket.seq for queue in there.at_work.values() for ticket in queue}
+    there.at_work[1].clear()
+    there.apply(there.scheduler.died(1))
+    there.apply(there.scheduler.rested(1))
+    sent = [ticket for queue in there.at_work.values() for ticket in queue if ticket.seq not in first]
+    assert sent
+    assert {batch_of(ticket)[0] for ticket in sent} == {1}
+    there.finish()
+    assert [item.outcome.data for item in there.delivered if type(item.outcome) is Batch] == there.batches[1:]
 
 
 def test_a_dead_worker_costs_its_slice() -> None:

@@ -76,6 +76,8 @@ NO_ROWS = [
     lambda i: torch.zeros(3, dtype=torch.complex64).conj(),
     lambda i: torch.nn.Parameter(torch.zeros(3)),
     lambda i: np.zeros(3)[::-1],
+    lambda i: np.zeros(3, [("x", "f4"), ("flag", "u1")])["x"],  # torch refuses such strides
+    lambda i: np.uint64(i),  # and these, but for arrays of them
     lambda i: np.array(["text"]),
     lambda i: i if i % 2 else float(i),
     lambda i: torch.zeros(3, dtype=torch.float64 if i % 2 else torch.float32),

@@ -70,8 +70,8 @@ class SliceMaker(BatchMaker):
         sample_context.current.set(here)
         samples = fetch.good(keys)
         work.fetched = perf_counter()
-        if not isinstance(samples, (list, tuple)):  # a batch already
-            return Stuck(self._record(work))
+        if type(samples) is not list or len(samples) + len(fetch.bad) != len(keys):
+            return Stuck(self._record(work))  # a batch already, or samples of which nobody can say which is which
         work.count = len(samples)
         bad = [sample._replace(position=part.begin + sample.position) for sample in fetch.bad]
         if part.rows is not None and not bad:
