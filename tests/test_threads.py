@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from asyncloader import BatchTimeoutError, DataLoader, sample_rng
+from asyncloader.workers.child import threads
 from tests.patience import patiently
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
@@ -265,3 +267,30 @@ async def test_a_context_whose_processes_are_threads(kind: Any, persistent_worke
     assert loader.worker_backend == "process"  # as it was given: loaders are made anew from their attributes
     assert loader.stats().batches == 5
     loader.close()
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_a_system_that_has_room_for_few_threads(
+    place: dict[str, Any], room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that there are get all samples; where there is none, that is the error of each batch, and no wait."""
+    start, lanes = threads.start, []
+
+    def start_few(target: Callable[[], object], name: str) -> threading.Thread:
+        if "lane" in name:
+            if len(lanes) >= room * (place["num_workers"] if "worker_backend" in place else 1):
+                raise RuntimeError("can't start new thread")
+            lanes.append(name)
+        return start(target, name)
+
+    monkeypatch.setattr(threads, "start", start_few)
+    iterator = iter(DataLoader(Tensors(), batch_size=4, timeout=30, **place))  # type: ignore[arg-type]
+    if room:
+        assert firsts(iterator) == EXPECTED
+        assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+    for _ in range(0 if room else 2):
+        with pytest.raises(RuntimeError, match="new thread") as told:
+            next(iterator)
+        assert any("concurrency" in note for note in told.value.__notes__)
+    iterator.close()  # type: ignore[attr-defined]

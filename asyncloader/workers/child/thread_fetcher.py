@@ -120,11 +120,28 @@ class ThreadFetcher(Base):
             self._is_filling = False
         if not self._to_do:
             return
-        with self._lock:
-            if not self._num_awake:
-                self._wake_lane()
+        try:
+            with self._lock:
+                if not self._num_awake:
+                    self._wake_lane()
+        except RuntimeError as error:
+            self._give_up(error)
+            return
         if self._tick is None:
             self._look()
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """The system allows not even one thread: that is what becomes of all jobs."""
+        error.add_note(
+            f"Samples are fetched on up to {self._most} threads (concurrency=), and the system allows not even one: "
+            "see `ulimit -u` and, in containers, the limit of processes (pids.max)."
+        )
+        jobs = list(dict.fromkeys(job for job, _ in self._to_do))
+        self._to_do.clear()
+        for job in jobs:
+            if not job.is_over:
+                job.fatal = error
+                self._conclude(job)
 
     def _begin(self, job: Job) -> None:
         """Let the lanes know of the samples of a job, but for rows in memory, where no lane would have to wait."""
@@ -138,15 +155,23 @@ class ThreadFetcher(Base):
         self._to_do.extend((job, position) for position in positions)
 
     def _wake_lane(self) -> None:
-        """Let one more lane work. With the lock held."""
-        if self._num_awake < len(self._lanes):
-            self._tokens.put(True)
-        else:
+        """Let one more lane work. With the lock held. Where the system has no room for it, those that are there do all.
+
+        Raises:
+            RuntimeError: if there is none, and no room for the first.
+        """
+        if self._num_awake == len(self._lanes):
             context = contextvars.copy_context()
             name = f"asyncloader lane {len(self._lanes)}"
+            try:
+                self._lanes.append(threads.start(partial(context.run, self._run), name))
+            except RuntimeError:
+                if not self._lanes:
+                    raise
+                self._most = len(self._lanes)
+                return
             self._num_running += 1
-            self._tokens.put(True)
-            self._lanes.append(threads.start(partial(context.run, self._run), name))
+        self._tokens.put(True)
         self._num_awake += 1
 
     def _look(self) -> None:
