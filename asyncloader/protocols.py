@@ -8,7 +8,7 @@
 A dataset needs none of them as a base class. It is async if it has one of these methods, or if something inside torch's
 wrappers (Subset, ConcatDataset, ChainDataset, StackDataset) does.
 
-And what is said of workers on other machines: `RemoteWorkers`.
+And what workers may be: threads in place of processes (`makes_processes`), on other machines (`RemoteWorkers`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import inspect
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
@@ -181,6 +183,12 @@ def _is_async_itself(dataset: Any) -> bool:
         or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
         or is_resource(dataset)
     )
+
+
+def makes_processes(context: BaseContext | None) -> bool:
+    """Whether what a context calls processes are some: MONAI has one of threads. Their pids are nobody's to signal."""
+    kind: Any = getattr(context, "Process", BaseProcess)
+    return isinstance(kind, type) and issubclass(kind, BaseProcess)
 
 
 OnMismatch = Literal["raise", "warn"]

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
 from os import PathLike
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from torch.utils.data import IterableDataset
 from asyncloader.checks import at_least, one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
-from asyncloader.protocols import RemoteWorkers, is_async, is_stateful, probe
+from asyncloader.protocols import RemoteWorkers, is_async, is_stateful, makes_processes, probe
 
 Scheduling = Literal["static", "dynamic", "split"]
 Seeding = Literal["batch", "worker", "sample"]
@@ -447,9 +446,3 @@ class Settings:
             )
         if limit is not None and self.on_error == "raise":
             raise ConfigurationError('max_errors is for on_error="skip" and "replace"; with "raise" it has no effect')
-
-
-def makes_processes(context: BaseContext | None) -> bool:
-    """Whether what a context calls processes are some: MONAI has one of threads. Their pids are nobody's to signal."""
-    kind: Any = getattr(context, "Process", BaseProcess)
-    return isinstance(kind, type) and issubclass(kind, BaseProcess)

@@ -157,6 +157,12 @@ for batch in DataLoader(Slow(), num_workers=2):
     assert (program.returncode, program.err) == (5, "")
 
 
+starts_threads_late = pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="this Python starts no thread for anybody once main has returned"
+)
+
+
+@starts_threads_late
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("has_begun", [True, False], ids=["between epochs", "in an epoch"])
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -190,11 +196,7 @@ loader = DataLoader(Numbers(), batch_size=4, num_workers=int(sys.argv[1]), persi
 """
 
 
-REFUSES = (3, 12) <= sys.version_info < (3, 12, 2)
-"""Python starts no thread and no process any more, for nobody."""
-
-
-@pytest.mark.skipif(REFUSES, reason="this Python starts nothing any more")
+@starts_threads_late
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", ["0", "2"])
 def test_a_thread_begins_to_train_after_main_has_returned(run: Run, num_workers: str, face: str) -> None:
@@ -212,7 +214,7 @@ second.start()
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
 
 
-@pytest.mark.skipif(REFUSES, reason="this Python starts nothing any more")
+@starts_threads_late
 def test_a_thread_trains_on_though_main_had_loaders_that_have_ended(run: Run) -> None:
     """What those used, the background thread too, has ended by then; a pool that it makes itself is ended after it."""
     main = """
@@ -263,6 +265,7 @@ threading.Thread(target=first_use).start()
     assert (program.returncode, program.out, program.err) == (0, "LoaderClosedError True\n", "")
 
 
+@starts_threads_late
 def test_workers_of_such_a_thread_use_loaders_themselves(run: Run) -> None:
     """A worker that is forked while the parent waits for its threads is not exiting."""
     main = """
@@ -282,6 +285,7 @@ begun.wait()
     assert (program.returncode, program.out, program.err) == (0, "[28, 28]\n" * 2, "")
 
 
+@starts_threads_late
 @pytest.mark.parametrize("face", FACES)
 def test_a_thread_of_a_pool_trains_on_after_main_has_returned(run: Run, face: str) -> None:
     """So does a ThreadPoolExecutor's thread, which ends only when it is told to."""

@@ -131,7 +131,7 @@ if __name__ == "__main__":
         "['no_such_module_here', 'json'] True",
         "True",
         "True False",
-    ]
+    ], program.explain("it did something else")
     assert program.err.startswith("not today\n")
     assert "If a fork server made it, that has ended too." in program.err
     assert "Traceback" not in program.err

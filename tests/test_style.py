@@ -1,0 +1,25 @@
+"""What CONTRIBUTING.md promises whoever opens a file: modules and functions that are short."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+MODULES = sorted((Path(__file__).resolve().parents[1] / "asyncloader").rglob("*.py"))
+MODULE_LINES, FUNCTION_LINES = 450, 60
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many lines a function has, its docstring left out."""
+    first = function.body[0]
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(function) is not None else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_module_and_its_functions_are_short(module: Path) -> None:
+    text = module.read_text()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [each for each in ast.walk(ast.parse(text)) if isinstance(each, kinds)]
+    assert len(text.splitlines()) <= MODULE_LINES
+    assert {each.name: lines for each in functions if (lines := lines_of(each)) > FUNCTION_LINES} == {}
