@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-frameworks test-services test-ray test-browser soak lint typecheck docs bench build clean help
+.PHONY: demo test test-all test-frameworks test-services test-ray test-browser chromium soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
@@ -32,8 +32,11 @@ demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 test: $(READY) ## the tests that are quick
 	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" --ignore=tests/frameworks --ignore=tests/ray
 
-test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) ## all tests, those that are slow, soak, need a GPU or train with frameworks included
-	$(BIN)/python -m pytest $(BESIDE)
+# Not beside each other: frameworks and Ray each start clusters of Ray, and a program takes part in the latest of a machine.
+test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) chromium ## all tests, those that are slow, soak, need a GPU or train with frameworks included
+	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest $(BESIDE) --ignore=tests/frameworks --ignore=tests/ray
+	$(BIN)/python -m pytest tests/frameworks
+	$(BIN)/python -m pytest tests/ray
 
 test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite, fastai and Ray Train
 	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks
@@ -44,15 +47,18 @@ test-services: $(SERVICES_READY) ## datasets against nginx, PostgreSQL and an S3
 test-ray: $(RAY_READY) ## workers on the nodes of a Ray cluster: several raylets on this machine
 	$(BIN)/python -m pytest -m "ray and not slow" tests/ray
 
-test-browser: $(READY) ## look at the page of a timeline in Debian's chromium, which is installed if it is missing (as root)
-	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+test-browser: $(READY) chromium ## look at the page of a timeline in Chrome or chromium; Debian's is installed if there is none (as root)
 	$(BIN)/python -m pytest -m browser
+
+chromium:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 
 soak: $(READY) ## the soak tests, for MINUTES=10
 	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak -o faulthandler_timeout=0
 
-lint: $(READY) ## ruff, and what may import what
+lint: $(READY) ## ruff, its format, and what may import what
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/lint-imports --no-logo
 
 typecheck: $(READY) ## mypy --strict; and pyright over a program that uses us

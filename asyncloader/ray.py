@@ -31,9 +31,9 @@ __all__ = ["RayWorkers"]
 class RayWorkers:
     """Have workers on the nodes of a Ray cluster too: the ``worker_backend`` of a loader.
 
-    For map-style datasets without a state of their own in each worker. Nodes may come and go while a run is going on:
-    what a node had in hand when it was lost is made by others. Ray is the one that ``ray.init`` has connected to; if
-    none has, a local one is started with Ray's defaults.
+    Nodes may come and go during a run: what a lost node had in hand is made by others. Iterable datasets, datasets with
+    a state of their own in each worker, and ``seeding="worker"`` need ``num_workers``, which is then fixed for the run.
+    Ray is the one that ``ray.init`` has connected to; if none has, a local one is started with Ray's defaults.
 
     Args:
         num_workers: How many there are to be on other machines, as far as there is room; more come as that does. None

@@ -1,4 +1,4 @@
-"""The page that shows a timeline, in a real browser: Debian's chromium, without a network."""
+"""The page that shows a timeline, in a real browser: chromium or Chrome, without a network."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(page_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a browser shows of the page: as it opens, zoomed in, with a batch that was clicked, and all again."""
-    if (chromium := shutil.which("chromium")) is None:
-        pytest.skip("chromium is not installed: `make test-browser` installs Debian's")
+    if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        pytest.skip("neither chromium nor Chrome is installed: `make test-browser` installs Debian's")
     async_api = pytest.importorskip("playwright.async_api")
 
     async def look() -> dict[str, Any]:
