@@ -72,7 +72,7 @@ def join_s(bench: Bench) -> float:
     """Return how long it takes from an agent's connection until its worker takes tickets."""
     loader, agents, iterator = start(bench)
     session, dialled = iterator._session, []
-    door = session.pool._door
+    door = session.pool.fleet._door
     prove = door._prove
 
     def noted(link: Any, send: Any) -> Any:

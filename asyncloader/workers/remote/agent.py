@@ -49,6 +49,8 @@ from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word
 log = logging.getLogger("asyncloader")
 
 _DIAL_S = 20.0
+"""So long it may take until the trainer is reached, and has proven itself. Seconds."""
+
 _SILENT_S = 60
 """So long the trainer may be silent: its machine may have been suspended, or its interpreter held up. Seconds."""
 
@@ -162,14 +164,17 @@ class Agent:
         self._loop = loop
         self._order = order
         self._source = source
-        self._link: Link
+        prove = lambda link, send: agent_side(order.secret, send, order.number)  # noqa: E731
+        self._link = Link(self, loop, prove, lambda nbytes: memoryview(bytearray(nbytes)))
         self._pool: AgentPool | None = None
         self._workers: dict[int, WorkerProcess] = {}  # by the number of their lives
         self._lives: dict[WorkerProcess, int] = {}
         self._silent_s = 0
+        self._is_leaving = False  # it was told to, by whoever runs its machine
         self._is_ending = False
         self._is_closed = False  # no worker is left
         self._is_gone = False  # the trainer, or the connection to it
+        self._has_met = asyncio.Event()  # the trainer, or the end of the connection to it
         self._over = asyncio.Event()
 
     async def run(self) -> None:
@@ -179,24 +184,20 @@ class Agent:
             import ssl
 
             context = pickle.loads(order.make_context)(ssl.Purpose.SERVER_AUTH)
+        self._loop.add_signal_handler(signal.SIGTERM, self._leave)
         try:
             async with asyncio.timeout(_DIAL_S):
                 hostname = order.host if context is not None else None
                 await self._loop.create_connection(
-                    self._make_link, order.host, order.port, ssl=context, server_hostname=hostname
+                    lambda: self._link, order.host, order.port, ssl=context, server_hostname=hostname
                 )
+                await self._has_met.wait()
         except OSError as error:  # TimeoutError among them
             self.failure = f"the trainer cannot be reached at {order.host}:{order.port}: {error!r}"
+            self._link.drop(self.failure)
             return
-        self._loop.add_signal_handler(signal.SIGTERM, self._leave)
         self._loop.call_later(1.0, self._watch)
         await self._over.wait()
-
-    def _make_link(self) -> Link:
-        order = self._order
-        prove = lambda link, send: agent_side(order.secret, send, order.number)  # noqa: E731
-        self._link = Link(self, self._loop, prove, lambda nbytes: memoryview(bytearray(nbytes)))
-        return self._link
 
     # ---------------------------------------------------------------------------------------------- the trainer
 
@@ -204,12 +205,16 @@ class Agent:
         """The trainer is who it says, and knows the same of this agent."""
         os.register_at_fork(after_in_child=functools.partial(_leave_alone, link.fileno()))
         link.send(Word.HELLO, 0, json.dumps(facts()).encode())
+        if self._is_leaving:
+            link.send(Word.LEAVING)
+        self._has_met.set()
 
     def on_lost(self, link: Link, why: str) -> None:
         """The trainer has gone, or let go of this agent: nobody waits for anything."""
         if not self._is_ending:
             self.failure = why
         self._is_gone = True
+        self._has_met.set()
         self._end(0.0)
 
     def on_frame(self, link: Link, frame: Frame) -> None:
@@ -279,7 +284,8 @@ class Agent:
             self._loop.call_later(1.0, self._watch)
 
     def _leave(self) -> None:
-        """Who runs this machine wants it back: finish what is in hand."""
+        """Who runs this machine wants it back: finish what is in hand. A trainer not met yet is told when it is."""
+        self._is_leaving = True
         self._link.send(Word.LEAVING)
 
     # ---------------------------------------------------------------------------------------------- the workers

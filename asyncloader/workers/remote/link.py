@@ -3,9 +3,9 @@
     bytes ──> handshake ──> FrameReader ──> Owner.on_frame
               (both sides)      └ large buffers: the loop receives them straight into their place
 
-Whoever does not prove itself in time is dropped. What is sent is never copied: a buffer is referred to until the socket
-has taken it. That is bounded by tickets, each of which is answered once. Sizes of the socket's buffers are left to the
-kernel, which lets them grow with the connection; to set them would hold them to ``net.core.wmem_max``.
+How long the proofs may take is for whoever made the link to say. What is sent is never copied: a buffer is referred to
+until the socket has taken it. That is bounded by tickets, each of which is answered once. Sizes of the socket's buffers
+are left to the kernel, which lets them grow with the connection; to set them would hold them to ``net.core.wmem_max``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from asyncloader.observe.traffic import Traffic
 from asyncloader.workers.protocol.frames import BadFrame, Buffer
 from asyncloader.workers.remote.handshake import Refused, Send, Steps
 from asyncloader.workers.remote.wire import Frame, FrameReader, frame
-
-PROOF_S = 5.0
-"""So long a connection has to prove itself. Seconds."""
 
 
 class Owner(Protocol):
@@ -55,6 +52,7 @@ class Link(asyncio.BufferedProtocol):
         is_open: Frames come and go.
         has_heard: Something has come; whoever watches for silence sets it back.
         num_bytes: How many bytes have come.
+        peer: Where the other end is.
     """
 
     def __init__(
@@ -68,10 +66,12 @@ class Link(asyncio.BufferedProtocol):
         self.is_open = False
         self.has_heard = False
         self.num_bytes = 0
+        self.peer = "nowhere"
         self._owner = owner
         self._loop = loop
         self._handshake = handshake
-        self._reader = FrameReader(allocate)
+        self._allocate = allocate
+        self._reader: FrameReader  # from the proofs on: of a stranger as little is kept as can be
         self._traffic = traffic
         self._amid_bytes = 0  # of frames that come in several pieces, since the first of these
         self._steps: Steps | None = None
@@ -79,16 +79,14 @@ class Link(asyncio.BufferedProtocol):
         self._got = 0
         self._why = ""
         self._transport: Any = None
-        self._deadline: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<Link to {self.peer} {'open' if self.is_open else 'not proven'}>"
 
     @property
-    def peer(self) -> str:
-        """Where the other end is."""
-        name = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return f"{name[0]}:{name[1]}" if name else "nowhere"
+    def was_made(self) -> bool:
+        """Whether there is a connection, or has been one: the loop tells of the end of such a link, and of no other."""
+        return self._transport is not None
 
     def fileno(self) -> int:
         """Return the descriptor of the socket; -1 if it is closed."""
@@ -96,11 +94,15 @@ class Link(asyncio.BufferedProtocol):
         return -1 if sock is None else int(sock.fileno())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin with the proofs."""
+        """Begin with the proofs, unless it was dropped before it came as far."""
         self._transport = transport
+        if name := transport.get_extra_info("peername"):
+            self.peer = f"{name[0]}:{name[1]}"
+        if self._why:
+            self._transport.abort()
+            return
         if (sock := transport.get_extra_info("socket")) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._deadline = self._loop.call_later(PROOF_S, self.drop, "too slow")
         self._steps = self._handshake(self, self._transport.write)
         self._step(None)
 
@@ -110,7 +112,7 @@ class Link(asyncio.BufferedProtocol):
             self._wanted, self._got = memoryview(bytearray(self._steps.send(data))), 0  # type: ignore[arg-type]
         except StopIteration:
             self._steps = None
-            self._rest()
+            self._reader = FrameReader(self._allocate)
             self.is_open = True
             self._owner.on_open(self)
         except Refused as error:
@@ -186,7 +188,6 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
-        self._rest()
         if self._steps is not None:
             self._steps.close()
         if self._traffic is not None and self._amid_bytes:
@@ -195,11 +196,6 @@ class Link(asyncio.BufferedProtocol):
         self._handshake, self._owner = _ended, _Nobody()  # no cycle with the owner is left
         self.is_open = False
         owner.on_lost(self, why)
-
-    def _rest(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 class _Nobody:

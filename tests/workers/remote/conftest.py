@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
 
 import pytest
 
 from asyncloader.engine.portal import get_portal
+from asyncloader.protocols import MakeContext
+from asyncloader.workers.remote.door import Door
+from tests.workers.remote.callers import Heard, allocate
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +26,35 @@ def portal_has_listened(process_wide_singletons: None) -> None:
         await server.wait_closed()
 
     asyncio.run_coroutine_threadsafe(listen(), get_portal().loop).result(10)
+
+
+@pytest.fixture(scope="session")
+def make_context(tmp_path_factory: pytest.TempPathFactory) -> MakeContext:
+    """Make contexts for TLS on this machine."""
+    place = tmp_path_factory.mktemp("tls")
+    certificate, key = place / "cert.pem", place / "key.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    )
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+
+    def make(purpose: ssl.Purpose) -> ssl.SSLContext:
+        context = ssl.create_default_context(purpose, cafile=str(certificate))
+        if purpose is ssl.Purpose.CLIENT_AUTH:
+            context.load_cert_chain(certificate, key)
+        return context
+
+    return make
+
+
+@pytest.fixture
+async def trainer() -> AsyncIterator[Heard]:
+    """A door that is open; agents of number 1 may come in."""
+    heard = Heard()
+    heard.door = Door(asyncio.get_running_loop(), heard, lambda link, number: number == 1, allocate)
+    heard.door.open("127.0.0.1", 0, None)
+    yield heard
+    heard.door.close()
+    for link in heard.open:
+        link.drop("the test is over")
+    await asyncio.sleep(0.01)

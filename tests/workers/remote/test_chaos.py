@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.workers.remote import link as link_module
+from asyncloader.workers.remote import door as door_module
 from tests.patience import wait_until
 from tests.workers.remote.local_agents import LocalAgents, LocalLauncher
 
@@ -141,7 +141,7 @@ def test_strangers_on_the_port_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(3)
     iterator = iter(loader)
     seen = [next(iterator)]
-    monkeypatch.setattr(link_module, "PROOF_S", 0.2)  # the agent has proven itself by now
+    monkeypatch.setattr(door_module, "PROOF_S", 0.2)  # the agent has proven itself by now
     order = agents.newest.orders[0]
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection((order.host, order.port), 30)) for _ in range(6)]

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import ssl
-import subprocess
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,88 +11,13 @@ import uvloop
 
 from asyncloader import WorkerStartError
 from asyncloader.observe.traffic import Traffic
-from asyncloader.workers.protocol.frames import BadFrame
+from asyncloader.protocols import MakeContext
 from asyncloader.workers.remote import door as module
-from asyncloader.workers.remote import link as link_module
 from asyncloader.workers.remote.door import Door
-from asyncloader.workers.remote.handshake import agent_side, new_secret
-from asyncloader.workers.remote.link import Link
-from asyncloader.workers.remote.wire import _HEAD, Frame, frame
+from asyncloader.workers.remote.handshake import new_secret
+from asyncloader.workers.remote.wire import _HEAD, frame
 from tests.patience import until
-
-
-class Heard:
-    """The owner of links, on either side: notes what is told."""
-
-    def __init__(self) -> None:
-        self.open: list[Link] = []
-        self.frames: list[Any] = []
-        self.lost: list[str] = []
-        self.door: Door | None = None
-
-    def on_open(self, link: Link) -> None:
-        self.open.append(link)
-        if self.door is not None:
-            self.door.came_in(link)
-
-    def on_frame(self, link: Link, frame: Frame) -> None:
-        if frame.kind == 99:
-            raise BadFrame("99")
-        if frame.kind == 98:
-            raise KeyError("98")
-        self.frames.append((frame.kind, bytes(frame.body), [bytes(buffer) for buffer in frame.buffers]))
-
-    def on_lost(self, link: Link, why: str) -> None:
-        self.lost.append(why)
-        if self.door is not None:
-            self.door.went_away(link, why)
-
-
-def allocate(nbytes: int) -> memoryview:
-    return memoryview(bytearray(nbytes))
-
-
-@pytest.fixture
-async def trainer() -> AsyncIterator[Heard]:
-    """A door that is open; agents of number 1 may come in."""
-    heard = Heard()
-    heard.door = Door(asyncio.get_running_loop(), heard, lambda link, number: number == 1, allocate)
-    heard.door.open("127.0.0.1", 0, None)
-    yield heard
-    heard.door.close()
-    for link in heard.open:
-        link.drop("the test is over")
-    await asyncio.sleep(0.01)
-
-
-async def dial(trainer: Heard, secret: bytes | None = None, number: int = 1, context: Any = None) -> Heard:
-    """Knock as an agent."""
-    assert trainer.door is not None
-    agent, loop = Heard(), asyncio.get_running_loop()
-    secret = secret or trainer.door.secret
-
-    def prove(link: Link, send: Any) -> Any:
-        return agent_side(secret, send, number)
-
-    host, port = trainer.door.address
-    make = functools.partial(Link, agent, loop, prove, allocate)
-    await loop.create_connection(make, host, port, ssl=context, server_hostname="localhost" if context else None)
-    return agent
-
-
-async def knock(trainer: Heard, data: bytes) -> asyncio.StreamWriter:
-    """Knock as a stranger, and say something."""
-    assert trainer.door is not None
-    reader, writer = await asyncio.open_connection(*trainer.door.address)
-    writer.write(data)
-    trainer.__dict__.setdefault("readers", []).append(reader)
-    return writer
-
-
-async def leave(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
+from tests.workers.remote.callers import Heard, allocate, dial, knock, leave
 
 
 async def test_an_agent_comes_in_and_frames_go_both_ways(trainer: Heard) -> None:
@@ -139,7 +59,7 @@ async def test_garbage_is_dropped(trainer: Heard) -> None:
 
 async def test_who_is_slow_is_dropped(trainer: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends a byte now and then as well as who says nothing."""
-    monkeypatch.setattr(link_module, "PROOF_S", 0.05)
+    monkeypatch.setattr(module, "PROOF_S", 0.05)
     writers = [await knock(trainer, data) for data in (b"a", b"")]
     await until(lambda: len(trainer.lost) == 2)
     assert trainer.door is not None
@@ -156,7 +76,7 @@ async def test_who_hangs_up_is_counted(trainer: Heard) -> None:
 
 
 async def test_many_at_once_do_not_keep_memory(trainer: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than so many strangers are turned away at once; those before them are not."""
+    """Where there are more than so many strangers the oldest of them are turned away."""
     monkeypatch.setattr(module, "_MOST_STRANGERS", 3)
     writers = [await knock(trainer, b"") for _ in range(5)]
     assert trainer.door is not None
@@ -249,25 +169,15 @@ def test_a_door_that_closes_says_nothing_and_listens_no_more(new_loop: Any, turn
     assert told == []
 
 
-async def test_with_tls(tmp_path: Path) -> None:
-    """Frames cross, and who does not speak it is dropped."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    )
-    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)  # noqa: ASYNC221
-
-    def make_context(purpose: ssl.Purpose) -> ssl.SSLContext:
-        context = ssl.create_default_context(purpose, cafile=str(certificate))
-        if purpose is ssl.Purpose.CLIENT_AUTH:
-            context.load_cert_chain(certificate, key)
-        return context
-
+async def test_with_tls(make_context: MakeContext) -> None:
+    """Frames cross."""
     heard = Heard()
     door = heard.door = Door(asyncio.get_running_loop(), heard, lambda link, number: True, allocate)
+    heard.context = make_context(ssl.Purpose.SERVER_AUTH)
     door.open("127.0.0.1", 0, make_context)
-    agent = await dial(heard, context=make_context(ssl.Purpose.SERVER_AUTH))
+    agent = await dial(heard)
     await until(lambda: agent.open and heard.open)
+    assert agent.open[0].peer == "{}:{}".format(*door.address)
     large = b"x" * (1 << 20)
     agent.open[0].send_large(7, 1, [b"body"], [memoryview(large)])
     await until(lambda: heard.frames)

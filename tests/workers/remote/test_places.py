@@ -296,6 +296,21 @@ async def test_an_agent_that_leaves_ends_when_its_last_worker_is_dismissed(pool:
     assert told(pool) == []
 
 
+async def test_an_agent_that_leaves_as_it_comes_is_sent_home(pool: RemotePool) -> None:
+    """It was told to go before it had met the trainer: none of its workers gets a place, and nothing has failed."""
+    order = pool.fleet.admit(2)
+    assert order is not None
+    line = Line(pool, order.number)
+    line.hello()
+    line.say(Word.LEAVING)
+    assert line.kinds() == [Word.WELCOME, Word.ADD, Word.ADD, Word.END]
+    for life in line.added():
+        line.ready(life)
+    line.say(Word.BYE)
+    assert told(pool) == []
+    assert pool._failed_starts == 0
+
+
 async def test_so_many_are_there_as_are_wanted(pool: RemotePool) -> None:
     """Those of the agent with the fewest go first, and it goes with the last; free places are filled again."""
     pool.want(5)
