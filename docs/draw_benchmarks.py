@@ -15,12 +15,15 @@ import matplotlib
 
 matplotlib.use("agg")
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 
 DOCS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- overview: begin -->\n", "<!-- overview: end -->\n"
 LOWER_IS_BETTER = {"ms"}
 IN_FLIGHT = re.compile(r"samples that wait, (\d+) in flight")
 WAIT_S = 0.02
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+SIDE_IN = 0.105  # how high a loader's line is, so that no two marks of a load touch
 COLORS = {"asyncloader": "#2563eb", "torch": "#0f172a", "StatefulDataLoader": "#78716c", "SPDL": "#d97706"}
 
 
@@ -42,7 +45,7 @@ def loads(report: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def style(name: str) -> tuple[str, str]:
-    """Return colour and marker of a loader: ours blue, filled; each family one colour."""
+    """Return colour and marker of a loader: ours blue, filled; each family one colour; no two look alike in grey."""
     family = next((key for key in COLORS if name.startswith(key)), "")
     marker = {
         "": "o",
@@ -55,36 +58,45 @@ def style(name: str) -> tuple[str, str]:
     }
     if not family and "alone" in name:  # no loader: the bound
         return "#64748b", "*"
-    return COLORS.get(family, "#15803d"), marker.get(name.partition(", ")[2], "o")
+    if not family:  # Grain
+        return "#15803d", "P"
+    return COLORS[family], marker.get(name.partition(", ")[2], "o")
+
+
+def draw_load(axis: Axes, top: int, unit: str, sides: dict[str, Any]) -> dict[str, Any]:
+    """One load: for each loader but torch's, a line below the one before; return what the legend shows of them."""
+    seen: dict[str, Any] = {}
+    for at, name in enumerate((name for name in sides if name != "torch"), 1):
+        ratios = sides[name]["ratio"]["all"]
+        if unit in LOWER_IS_BETTER:
+            ratios = [1 / ratio for ratio in ratios]
+        ratios = sorted(ratios)
+        color, marker = style(name)
+        axis.plot([ratios[0], ratios[-1]], [top - at] * 2, color=color, linewidth=1, alpha=0.6)
+        filled = color if name.startswith("asyncloader") else "white"
+        middle = ratios[len(ratios) // 2]
+        (seen[name],) = axis.plot(middle, top - at, marker, color=color, markerfacecolor=filled, markersize=6, ls="")
+    return seen
 
 
 def draw_ratios(report: dict[str, Any], picture: Path) -> None:
     """A row for each load, a dot for each loader: its ratio to torch, which is 1, and a bar over all rounds."""
     rows = {title: found for title, found in loads(report).items() if not IN_FLIGHT.fullmatch(title)}
-    figure, axis = pyplot.subplots(figsize=(8.2, 0.62 * len(rows) + 1.7), layout="constrained")
+    lines = sum(len(sides) for _, sides in rows.values())  # torch's, which has no dots, parts a load from the next
+    figure, axis = pyplot.subplots(figsize=(8.2, SIDE_IN * lines + 1.2), layout="constrained")
     seen: dict[str, Any] = {}
-    for place, (unit, sides) in enumerate(reversed(rows.values())):
-        names = [name for name in sides if name != "torch"]
-        for at, name in enumerate(names):
-            ratios = sides[name]["ratio"]["all"]
-            if unit in LOWER_IS_BETTER:
-                ratios = [1 / ratio for ratio in ratios]
-            ratios = sorted(ratios)
-            color, marker = style(name)
-            height = place + 0.32 - 0.64 * at / max(1, len(names) - 1)
-            axis.plot([ratios[0], ratios[-1]], [height, height], color=color, linewidth=1, alpha=0.6)
-            filled = color if name.startswith("asyncloader") else "white"
-            middle = ratios[len(ratios) // 2]
-            (seen[name],) = axis.plot(middle, height, marker, color=color, markerfacecolor=filled, markersize=6, ls="")
+    top, middles = 0, []
+    for unit, sides in rows.values():
+        seen |= draw_load(axis, top, unit, sides)
+        middles.append(top - len(sides) / 2)
+        top -= len(sides)
+        axis.axhline(top, color="#cbd5e1", linewidth=0.8)
     axis.axvline(1, color=COLORS["torch"], linewidth=1)
-    for place in range(len(rows) - 1):
-        axis.axhline(place + 0.5, color="#e2e8f0", linewidth=0.8)
-    axis.set_yticks(range(len(rows)), list(rows)[::-1], fontsize=9)
-    axis.set_ylim(-0.5, len(rows) - 0.5)
+    axis.set_yticks(middles, list(rows), fontsize=9)
+    axis.set_ylim(top, 0)
     axis.set_xscale("log")
-    ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
     low, high = axis.get_xlim()
-    shown = [tick for tick in ticks if low <= tick <= high]
+    shown = [tick for tick in TICKS if low <= tick <= high]
     axis.set_xticks(shown, [f"{tick:g}" for tick in shown], fontsize=9)
     axis.minorticks_off()
     axis.set_xlabel(
@@ -92,13 +104,24 @@ def draw_ratios(report: dict[str, Any], picture: Path) -> None:
         fontsize=9,
     )
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
     figure.savefig(picture, dpi=130)
     pyplot.close(figure)
 
 
+def draw_curve(axis: Axes, name: str, points: list[tuple[int, dict[str, Any]]], beside: float) -> None:
+    """One loader's rates, each with its lowest and highest round, moved by a factor along the axis."""
+    color, marker = style(name)
+    middles = [found["median"] for _, found in points]
+    around = [[found["median"] - found["low"] for _, found in points],
+              [found["high"] - found["median"] for _, found in points]]  # fmt: skip
+    filled = color if name.startswith("asyncloader") else "white"
+    axis.errorbar([beside * flight for flight, _ in points], middles, around, color=color, marker=marker, label=name,
+                  markerfacecolor=filled, capsize=2, linewidth=1.2, markersize=6.5)  # fmt: skip
+
+
 def draw_waiting(report: dict[str, Any], picture: Path) -> None:
-    """Samples a second over samples in flight, for all loaders on one axis; the line is as many every 20 ms."""
+    """Samples a second over samples in flight, for all loaders on one axis; the short lines are as many every 20 ms."""
     curves: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for title, (unit, sides) in loads(report).items():
         if match := IN_FLIGHT.fullmatch(title):
@@ -106,23 +129,19 @@ def draw_waiting(report: dict[str, Any], picture: Path) -> None:
                 curves.setdefault(name, []).append((int(match[1]), side[unit]))
     figure, axis = pyplot.subplots(figsize=(8.2, 4.2), layout="constrained")
     flights = sorted({flight for points in curves.values() for flight, _ in points})
-    axis.plot(flights, [flight / WAIT_S for flight in flights], color="#94a3b8", linewidth=1, ls="--")
-    axis.annotate("all of them every 20 ms", (flights[1], flights[1] / WAIT_S), (-6, 8), textcoords="offset points",
-                  fontsize=8, color="#64748b", ha="right")  # fmt: skip
-    for name, points in curves.items():
-        color, marker = style(name)
-        middles = [found["median"] for _, found in points]
-        around = [[m - found["low"] for m, (_, found) in zip(middles, points, strict=True)],
-                  [found["high"] - m for m, (_, found) in zip(middles, points, strict=True)]]  # fmt: skip
-        filled = color if name.startswith("asyncloader") else "white"
-        axis.errorbar([flight for flight, _ in points], middles, around, color=color, marker=marker, label=name,
-                      markerfacecolor=filled, capsize=2, linewidth=1.4, markersize=6)  # fmt: skip
+    for flight in flights:
+        axis.plot([flight * 2**-0.3, flight * 2**0.3], [flight / WAIT_S] * 2, color="#64748b", linewidth=1.2, ls="--")
+    axis.annotate("all of them every 20 ms", (flights[1], flights[1] / WAIT_S), (-10, 6), textcoords="offset points",
+                  fontsize=8.5, color="#475569", ha="right")  # fmt: skip
+    for place, (name, points) in enumerate(curves.items()):
+        draw_curve(axis, name, points, 2 ** (0.075 * (place - (len(curves) - 1) / 2)))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(flights, [f"{flight:,}" for flight in flights])
-    axis.set_xlabel("samples in flight, in all", fontsize=9)
+    axis.tick_params(labelsize=9)
+    axis.set_xlabel("samples in flight, in all (marks of the same number stand side by side)", fontsize=9)
     axis.set_ylabel("samples a second", fontsize=9)
-    axis.legend(fontsize=8, frameon=False)
+    axis.legend(fontsize=8.5, frameon=False)
     axis.grid(color="#e2e8f0", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, dpi=130)

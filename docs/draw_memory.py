@@ -17,12 +17,14 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 
 PICTURE = Path(__file__).resolve().parent / "images" / "memory.png"
+LIST, SHARED, NOTHING = "#a3b1c4", "#3b82f6", "#ffffff"
+TORCH, OURS = "", "////"
 SIDES = {
-    "torch, list": ("torch's loader, a list", "#94a3b8"),
-    "ours, list": ("asyncloader, a list", "#cbd5e1"),
-    "torch, SharedList": ("torch's loader, SharedList", "#60a5fa"),
-    "ours, SharedList": ("asyncloader, SharedList", "#2563eb"),
-    "ours, no rows": ("asyncloader, no rows at all", "#e2e8f0"),
+    "torch, list": ("torch's loader, a list", LIST, TORCH),
+    "ours, list": ("asyncloader, a list", LIST, OURS),
+    "torch, SharedList": ("torch's loader, SharedList", SHARED, TORCH),
+    "ours, SharedList": ("asyncloader, SharedList", SHARED, OURS),
+    "ours, no rows": ("asyncloader, no rows at all", NOTHING, OURS),
 }
 TITLE = re.compile(r"([\d,]+) dicts, (\d+) workers, (\w+): (.+)")
 
@@ -42,20 +44,25 @@ def read(report: dict[str, Any]) -> tuple[str, dict[str, dict[int, dict[str, flo
 def main() -> None:
     """Draw one panel for each way to start workers: a group of bars for each number of them."""
     rows, found = read(json.loads(Path(sys.argv[1]).read_text()))
-    figure, axes = pyplot.subplots(1, len(found), figsize=(11, 3.6), layout="constrained")
-    width = 0.9 / len(SIDES)
+    figure, axes = pyplot.subplots(1, len(found), figsize=(9, 3.9), layout="constrained")
+    width = 0.92 / len(SIDES)
     for axis, (method, of_workers) in zip(axes, found.items(), strict=True):
-        for place, (side, (label, color)) in enumerate(SIDES.items()):
+        for place, (side, (label, color, hatch)) in enumerate(SIDES.items()):
             heights = [sides[side] for sides in of_workers.values()]
             spots = [group + (place - (len(SIDES) - 1) / 2) * width for group in range(len(heights))]
-            bars = axis.bar(spots, heights, width, label=label, color=color)
-            axis.bar_label(bars, [f"{height:,.0f}" for height in heights], fontsize=7)
+            bars = axis.bar(
+                spots, heights, width, label=label, color=color, hatch=hatch, edgecolor="#1e293b", linewidth=0.6
+            )
+            axis.bar_label(bars, [f"{height:,.0f}" for height in heights], fontsize=7.5, padding=1)
         axis.set_xticks(range(len(of_workers)), [f"{number} workers" for number in of_workers])
-        axis.set_title(f"{method}: MB more in an epoch over {rows} dicts", fontsize=10, loc="left")
+        axis.set_title(f"{method}: MB more in an epoch over {rows} dicts", fontsize=9.5, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=8)
-    axes[0].legend(fontsize=8, frameon=False)
-    figure.savefig(PICTURE, dpi=110)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.tick_params(labelsize=8.5)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8.5, frameon=False
+    )
+    figure.savefig(PICTURE, dpi=150)
     pyplot.close(figure)
 
 

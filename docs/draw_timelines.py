@@ -111,7 +111,7 @@ def main() -> None:
     draw(axes[1], "asyncloader", runs["asyncloader"])
     annotate(axes[1], runs["asyncloader"], "it goes on, so the batches behind the slow one are ready when that is")
     axes[1].set_xlabel("seconds since iter(loader)", fontsize=9)
-    axes[1].tick_params(labelsize=8)
+    axes[1].tick_params(axis="x", labelsize=8)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in COLORS]
     names = ["trains", "waits", "a batch", "a batch with a slow sample"]
     figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
