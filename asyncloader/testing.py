@@ -2,6 +2,10 @@
 
 `assert_resumable`: a run can be resumed from the state after every batch; `assert_resumable_async`: the same with
 ``async for``. `assert_reproducible`: samples are the same with other workers, batch sizes and threads.
+
+They compare bit for bit: a NaN is the same as itself, and -0.0 is not 0.0. Containers, dataclasses, tensors and arrays
+are compared part by part; other objects are the same if their class says so (``__eq__``), or if they would be pickled
+as the same. The error names the part that differs, or that cannot be compared.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from asyncloader.comparison import CannotCompareError, difference, told_apart
 from asyncloader.loader import DataLoader
 from asyncloader.settings import Scheduling, WorkerBackend
 
@@ -40,7 +45,7 @@ def assert_resumable(
             taken, as a trainer's checkpoint does. Otherwise they are somewhere else.
 
     Raises:
-        AssertionError: with the state that was gone on from, and the batch that differs.
+        AssertionError: with the state that was gone on from, and the batch that differs or cannot be compared.
     """
     _drive(_check(make_loader, resume_with or make_loader, restore_generators, is_async=False))
 
@@ -86,7 +91,8 @@ def assert_reproducible(
         options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``.
 
     Raises:
-        AssertionError: with the loader, the epoch and the place in its order of the first sample that differs.
+        AssertionError: with the loader, the epoch and the place in its order of the first sample that differs or cannot
+            be compared.
 
     Example:
         >>> from asyncloader.testing import assert_reproducible
@@ -217,21 +223,18 @@ def _seed_all(seed: int) -> None:
 
 def _compare(what: str, found: Sequence[Any], expected: Sequence[Any], thing: str = "batch") -> None:
     for number, (one, other) in enumerate(zip(found, expected, strict=False), 1):
-        assert _same(one, other), f"{what}: {thing} {number} is {one!r}, and should be {other!r}."
+        try:
+            differs = difference(one, other)
+        except (CannotCompareError, RecursionError) as error:
+            raise AssertionError(f"{what}: {thing} {number} cannot be compared: {error}.") from error
+        if differs is not None:
+            told = told_apart(one, other)
+            more = "" if differs == ("", told) else f": {differs.path or 'it'} {differs.how}"
+            raise AssertionError(f"{what}: {thing} {number} {told}{more}.")
     many = {"batch": "batches", "sample": "samples"}[thing]
     assert len(found) == len(expected), f"{what} has {len(found)} {many}, and should have {len(expected)}."
 
 
 def _same(one: Any, other: Any) -> bool:
     """Compare two batches bit for bit, through all containers."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    return difference(one, other) is None

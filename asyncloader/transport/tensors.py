@@ -8,12 +8,22 @@ torch's own pickling of a small tensor costs some 80 us (it saves the storage as
 for a descriptor, a segment and a mapping on top; through numpy it is 1-2 us on each side. What numpy cannot hold
 (bfloat16, float8, conjugate views, ...) goes as plain bytes; what is not a dense CPU tensor goes by torch's own
 pickling, whose parts come here again.
+
+Tensors of one batch that overlap in memory still do so when they arrive, with the strides that they had, as long as the
+memory that they span is at most twice the bytes of their elements. Others use a small part of some memory: the columns
+of a wide matrix, windows of a long series. Those travel one by one, without the gaps, which keeps their values and the
+order of their strides; what is written to one of them is then not seen through another. Arrays of numpy always travel
+one by one.
 """
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -114,18 +124,23 @@ class Span:
 
 
 class _Extent(NamedTuple):
-    """Memory of one tensor, in addresses."""
+    """Memory of one or more tensors, in addresses."""
 
     start: int
     end: int
 
 
+_Seen: TypeAlias = "tuple[int, int, int]"
+"""The memory of a tensor, from its first to its last element, in addresses; and the bytes of its elements."""
+
+
 class Reducers(dict[type, Callable[[Any], Reduction]]):
     """A pickler's dispatch table for one encoder: tensors and arrays by our own reductions, the rest as ever.
 
-    Tensors that overlap in memory are one storage to torch, and stay so: the first dump notes the memory of every
-    tensor, `find_shared()` looks for overlaps, and a second dump describes the tensors concerned as views of common
-    spans. Batches with overlaps are rare, and looking costs 0.1 us a tensor.
+    Tensors that overlap in memory are one storage to torch, and stay so where that does not bring much along that is no
+    tensor's: the first dump notes the memory of every tensor, `find_shared()` looks for overlaps, and a second dump
+    describes the tensors concerned as views of common spans. Batches with overlaps are rare, and looking costs 0.1 us a
+    tensor.
 
     Args:
         place: takes the address of a large buffer (0: it has gaps) and its contents, returns what to pickle instead.
@@ -137,7 +152,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         self[np.ndarray] = self._reduce_array
         self[Span] = self._reduce_span
         self._place = place
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[_Seen] = []
         self._shared: list[_Extent] = []
         self._spans: dict[_Extent, Span] = {}
 
@@ -155,15 +170,15 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
 
     # -- shared memory inside a batch
     def find_shared(self) -> bool:
-        """Whether tensors of the batch just dumped overlap; then the next dump keeps them on common memory."""
+        """Whether tensors of the batch just dumped are to have memory in common, which they get in the next dump."""
         if len(self._seen) < 2 or self._shared:
             return False
-        self._shared = _overlaps(self._seen)
+        self._shared = _to_share(self._seen)
         self._seen.clear()
         return bool(self._shared)
 
     def _span_of(self, tensor: torch.Tensor, start: int, end: int) -> Span | None:
-        extent = next((e for e in self._shared if e.start <= start and end <= e.end), None)
+        extent = _holder(self._shared, start, end)
         if extent is None:
             return None
         span = self._spans.get(extent)
@@ -187,7 +202,7 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         if nbytes == 0 or self._shared or not tensor.is_contiguous():
             return self._reduce_strided(tensor, requires_grad=False)
         start = tensor.data_ptr()
-        self._seen.append((start, start + nbytes))
+        self._seen.append((start, start + nbytes, nbytes))
         # ._buffer(), written out: this is the way of most small tensors
         buffer = bytearray(array.tobytes()) if nbytes <= INLINE_MAX else self._place(start, array)
         return _tensor, (_CODES[tensor.dtype], array.shape, buffer)
@@ -207,6 +222,8 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
                 "dataset and collate_fn on the CPU and use pin_memory=True, or move the batch in the training loop."
             )
         if not _is_dense(tensor):
+            if tensor.is_quantized and tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
+                tensor = tensor.clone()  # torch would send the storage as a whole
             return cast(Reduction, tensor.__reduce_ex__(5))  # type: ignore[no-untyped-call]
         tensor = tensor.detach()
         if tensor.dtype in _COMMON or tensor.is_complex():
@@ -224,12 +241,8 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
         span = self._span_of(tensor, start, start + length)
         if span is not None:
             return _strided, (code, shape, strides, start - span.start, span, requires_grad)
-        self._seen.append((start, start + length))
-        tensor = tensor.view(carrier(tensor.dtype))
-        if length > 2 * tensor.nbytes:  # mostly gaps
-            tensor = tensor.contiguous()
-            strides, length = tensor.stride(), tensor.nbytes
-        flat = tensor.as_strided((length // tensor.itemsize,), (1,))
+        flat, strides = _flat(tensor.view(carrier(tensor.dtype)), length)
+        self._seen.append((start, start + length, min(flat.nbytes, tensor.nbytes)))
         return _strided, (code, shape, strides, 0, Span(flat.view(torch.uint8)), requires_grad)
 
     # -- arrays
@@ -283,23 +296,71 @@ def _length(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-def _overlaps(seen: list[tuple[int, int]]) -> list[_Extent]:
-    """Extents that hold two tensors or more, of which each overlaps another."""
-    found: list[_Extent] = []
+def _flat(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The memory of a tensor as one row, and the strides there: its own, or without gaps if it is mostly gaps.
+
+    Without gaps they are in the same order, which torch chooses the strides of results by, and what is repeated (a
+    stride of 0) is still there once.
+    """
+    strides = tensor.stride()
+    if length > 2 * tensor.nbytes or 0 in strides:
+        dims = sorted((each, tensor.shape[dim], dim) for dim, each in enumerate(strides) if each)
+        count, dense = 1, [0] * len(strides)
+        for _, size, dim in dims:
+            dense[dim] = count
+            count *= size
+        if length > 2 * count * tensor.itemsize:
+            dims.reverse()
+            once = tensor.as_strided([size for _, size, _ in dims], [stride for stride, _, _ in dims])
+            return once.contiguous().view(-1), tuple(dense)
+    return tensor.as_strided((length // tensor.itemsize,), (1,)), strides
+
+
+def _to_share(seen: list[_Seen]) -> list[_Extent]:
+    """Extents, in order, of two tensors or more that overlap, of at most twice the bytes of all their elements.
+
+    Where tensors that are mostly gaps make an extent too large, it is that of the others, with those that lie within.
+    """
     ordered = sorted(seen)
-    start, end = ordered[0]
-    count = 1
-    for next_start, next_end in ordered[1:]:
-        if next_start < end:
-            end = max(end, next_end)
-            count += 1
+    if all(one[1] <= other[0] for one, other in pairwise(ordered)):  # most batches
+        return []
+    found: list[_Extent] = []
+    for group in _overlapping(ordered):
+        if len(group) < 2:
             continue
-        if count > 1:
-            found.append(_Extent(start, end))
-        start, end, count = next_start, next_end, 1
-    if count > 1:
-        found.append(_Extent(start, end))
+        extent = _extent_of(group)
+        if extent.end - extent.start <= 2 * sum(nbytes for _, _, nbytes in group):
+            found.append(extent)
+            continue
+        solid = [each for each in group if each[1] - each[0] <= 2 * each[2]]
+        extents = [_extent_of(part) for part in _overlapping(solid)]
+        within = Counter(_holder(extents, start, end) for start, end, _ in group)
+        found += [each for each in extents if within[each] > 1]
     return found
+
+
+def _overlapping(seen: list[_Seen]) -> Iterator[list[_Seen]]:
+    """Divide tensors, in the order of their addresses, into lists of those that overlap, one with the next or more."""
+    group: list[_Seen] = []
+    last = 0
+    for each in seen:
+        if group and each[0] >= last:
+            yield group
+            group = []
+        group.append(each)
+        last = max(last, each[1])
+    if group:
+        yield group
+
+
+def _extent_of(group: list[_Seen]) -> _Extent:
+    return _Extent(group[0][0], max(end for _, end, _ in group))
+
+
+def _holder(extents: list[_Extent], start: int, end: int) -> _Extent | None:
+    """The one of some extents, in order, that this memory lies in."""
+    at = bisect_right(extents, start, key=itemgetter(0)) - 1
+    return extents[at] if at >= 0 and end <= extents[at].end else None
 
 
 def _memory_of(tensor: torch.Tensor, extent: _Extent) -> torch.Tensor | None:
