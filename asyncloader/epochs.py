@@ -9,8 +9,9 @@ something new; else what it counts by itself is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat, zip_longest
 from typing import Any, NamedTuple
 
 from asyncloader.protocols import members, probe
@@ -40,14 +41,32 @@ def hears(thing: Any) -> bool:
 
 def epoch_of(thing: Any) -> int | None:
     """Return what `set_epoch` was called with, where the attribute ``epoch`` says so."""
-    epoch = probe(thing, "epoch")
-    return epoch if isinstance(epoch, int) and hears(thing) else None
+    return as_number(probe(thing, "epoch")) if hears(thing) else None
 
 
-def told(dataset: Any, last: Told) -> tuple[Told, ...]:
-    """Return what each of a dataset's listeners was told: by the user, as ``epoch`` says, or by the loader at last."""
-    numbers = map(epoch_of, listeners(dataset))
-    return tuple(Told(last.number if number is None else number, last.calls) for number in numbers)
+def as_number(epoch: Any) -> int | None:
+    """Return an integer of any kind, numpy's and torch's too, as Python's own; None if it is none."""
+    try:
+        return operator.index(epoch)
+    except Exception:
+        return None
+
+
+def numbers(things: Iterable[Any], last: int | None = None, restored: Sequence[int | None] = ()) -> list[int | None]:
+    """Return what each of some samplers or datasets was told; None for those that cannot be told, or were not.
+
+    Args:
+        things: As ``epoch`` shows it, where they have that; so it may have been the user who has told them.
+        last: What the loader has told all of them at last.
+        restored: What a state has told each of them since then, or None.
+    """
+    pairs = zip(things, chain(restored, repeat(None)), strict=False)
+    return [_first(epoch_of(thing), since, last) if hears(thing) else None for thing, since in pairs]
+
+
+def told(dataset: Any, last: Told, restored: Sequence[int | None] = ()) -> tuple[Told, ...]:
+    """Return what each of a dataset's listeners was told: see `numbers`."""
+    return tuple(Told(number, last.calls) for number in numbers(listeners(dataset), last.number, restored))
 
 
 def tell(dataset: Any, epochs: Sequence[Told], known: Sequence[Told]) -> None:
@@ -63,8 +82,13 @@ def tell(dataset: Any, epochs: Sequence[Told], known: Sequence[Told]) -> None:
             listener.set_epoch(epoch.number)
 
 
-def restore(dataset: Any, numbers: Sequence[int | None]) -> None:
-    """Tell a dataset what it had been told when a state was taken."""
-    for listener, number in zip(listeners(dataset), numbers, strict=False):
-        if number is not None and epoch_of(listener) != number:
-            listener.set_epoch(number)
+def restore(things: Iterable[Any], numbers: Sequence[int | None]) -> None:
+    """Tell samplers or datasets what they had been told when a state was taken."""
+    for thing, number in zip(things, numbers, strict=False):
+        if number is not None and hears(thing) and epoch_of(thing) != number:
+            thing.set_epoch(number)
+
+
+def _first(*found: int | None) -> int | None:
+    """Return the first number of some that are there."""
+    return next((number for number in found if number is not None), None)

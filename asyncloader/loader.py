@@ -14,8 +14,9 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader import elsewhere
+from asyncloader.checks import no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
-from asyncloader.epochs import Told, hears, listeners
+from asyncloader.epochs import as_number, hears, listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.iteration.checkpoint import check
 from asyncloader.iteration.in_step import in_step
@@ -253,6 +254,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __iter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data: workers start, and the first batches are being made when this returns."""
+        no_word(self.num_workers)
         iterator: Any = self._begin_with_kept_workers()
         if iterator is None:
             iterator = super().__iter__()
@@ -336,11 +338,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ConfigurationError: if it is no integer.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
+        if isinstance(epoch, bool) or (number := as_number(epoch)) is None:
             raise ConfigurationError(f"set_epoch takes the number of an epoch, an integer, but got {epoch!r}")
-        for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
-            thing.set_epoch(epoch)
-        self._runs.told = Told(epoch, self._runs.told.calls + 1)
+        with self._runs.telling():
+            for thing in (*filter(hears, samplers_within(self._index_sampler)), *listeners(self.dataset)):
+                thing.set_epoch(number)
+            self._runs.tell(number)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: in the middle of a run, or between two, with persistent workers or without.
@@ -358,6 +361,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         self._settings().check_num_workers(num_workers)
         self.num_workers, self.max_workers = num_workers, None
+        self._runs.number_is_set()
         if (iterator := self._newest()) is not None:
             iterator.set_num_workers(num_workers)
 

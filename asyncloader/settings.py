@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset
 
-from asyncloader.checks import at_least, one_of
+from asyncloader.checks import at_least, no_word, one_of, says_auto
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import RemoteWorkers, is_async, is_stateful, makes_processes, probe
@@ -62,7 +62,7 @@ def first_workers(num_workers: Any, max_workers: int | None) -> Any:
     Raises:
         ConfigurationError: if the options do not go together.
     """
-    is_auto = num_workers == "auto" or isinstance(num_workers, AutoWorkers)
+    is_auto = says_auto(num_workers) or isinstance(num_workers, AutoWorkers)
     if max_workers is not None:
         at_least("max_workers", max_workers, least=1)
         if not is_auto:
@@ -367,6 +367,7 @@ class Settings:
         return size if isinstance(size, int) and size > 0 else _UNKNOWN_BATCH_SIZE
 
     def _check_options(self) -> None:
+        no_word(self.num_workers)
         one_of("scheduling", self.scheduling, Scheduling)
         one_of("seeding", self.seeding, Seeding)
         one_of("on_error", self.on_error, OnError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,111 @@ def test_the_number_is_an_int_that_remembers() -> None:
         assert made.max_workers == 5
     loader.set_num_workers(3)
     assert (loader.num_workers, loader._settings().is_auto) == (3, False)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("taken", [1, 30, 61], ids=["begun", "middle", "over"])
+def test_a_number_that_is_set_is_not_in_states(persistent: bool, taken: int) -> None:
+    """Nobody looks after it any longer: in this run, in its end, and in the next one."""
+    loader = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2, persistent_workers=persistent)
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator, None)
+    assert loader.state_dict()["num_workers"] == iterator.state_dict()["num_workers"] == 2
+    loader.set_num_workers(3)
+    for _ in range(2):
+        assert loader.state_dict()["num_workers"] is iterator.state_dict()["num_workers"] is None
+        list(iterator)
+        assert loader.state_dict()["num_workers"] is None
+        iterator = iter(loader)
+    assert loader.num_workers == 3
+    loader.close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("said", ["found", "nothing"])
+def test_an_iterator_that_goes_back_has_as_many_as_were_found(
+    persistent: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the state says, or as there are where that says nothing; and loader and states agree."""
+    whims = Whims([4])
+    monkeypatch.setattr("asyncloader.iteration.workplace.Controller", lambda *args, **kwargs: whims)
+    monkeypatch.setattr("asyncloader.settings.cores_of_rank", lambda: 8)
+    loader: Any = DataLoader(Drawing(), 2, num_workers="auto", persistent_workers=persistent)
+    iterator = iter(loader)
+    seen = [next(iterator)[0].tolist() for _ in range(20)]
+    state = iterator.state_dict()
+    assert loader.num_workers == state["num_workers"] == 4
+    iterator.load_state_dict({**state, "num_workers": 4 if said == "found" else None})
+    seen.append(next(iterator)[0].tolist())
+    numbers = loader.num_workers, len(iterator._workers), iterator.state_dict()["num_workers"]
+    assert numbers == (4, 4, 4)
+    assert isinstance(loader.num_workers, AutoWorkers)
+    seen += [batch[0].tolist() for batch in iterator]
+    assert seen == [[each, each + 1] for each in range(0, 120, 2)]
+    loader.close()
+
+
+def test_going_back_it_has_no_more_than_there_may_be() -> None:
+    """Whoever took the state had more."""
+    loader: Any = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    iterator.load_state_dict({**iterator.state_dict(), "num_workers": 9})
+    next(iterator)
+    assert (loader.num_workers, len(iterator._workers), iterator.state_dict()["num_workers"]) == (2, 2, 2)
+    loader.close()
+
+
+def test_an_iterator_of_a_number_that_was_set_keeps_that() -> None:
+    """A state of before says another one."""
+    loader: Any = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    state = iterator.state_dict()
+    loader.set_num_workers(1)
+    iterator.load_state_dict(state)
+    assert next(iterator)[0].tolist() == [2, 3]
+    assert (loader.num_workers, len(iterator._workers), iterator.state_dict()["num_workers"]) == (1, 1, None)
+    assert not isinstance(loader.num_workers, AutoWorkers)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("Auto", "Did you mean 'auto'?"),
+        ("AUTO", "Did you mean 'auto'?"),
+        ("auto ", "Did you mean 'auto'?"),
+        ("atuo", "Did you mean 'auto'?"),
+        ("4", "Did you mean 4?"),
+        ("", "or \"auto\", but got ''"),
+        ("many", "or \"auto\", but got 'many'"),
+    ],
+)
+def test_other_words(word: Any, meant: str) -> None:
+    """They say what to write, whatever else is asked for, and also where they are set later."""
+    for options in ({}, {"max_workers": 2}, {"persistent_workers": True}):
+        with pytest.raises(ConfigurationError, match=re.escape(meant)):
+            DataLoader(Drawing(), num_workers=word, **options)
+        assert_refused_later(word, meant, **{**options, "num_workers": "auto"})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, "auto"])
+def test_auto_is_said_when_a_loader_is_made(num_workers: Any) -> None:
+    """As an attribute it is a number."""
+    assert_refused_later("auto", 'make the loader with num_workers="auto"', num_workers=num_workers)
+    assert_refused_later("auto", 'make the loader with num_workers="auto"', num_workers=1, persistent_workers=True)
+
+
+def assert_refused_later(word: Any, meant: str, **options: Any) -> None:
+    """Set an attribute to a word, and see that nothing begins."""
+    loader: Any = DataLoader(Drawing(), **options)
+    state = loader.state_dict()
+    loader.num_workers = word
+    for use in (iter, aiter, list, lambda it: it.set_num_workers(2), lambda it: it.load_state_dict(state)):
+        with pytest.raises(ConfigurationError, match=re.escape(meant)):
+            use(loader)
 
 
 def test_what_was_found_is_for_the_next_epoch_and_in_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DistributedSampler, IterableDataset, Subset, get_worker_info
@@ -278,7 +280,33 @@ def test_what_a_copy_raises_stands_for_its_batches() -> None:
         samples(loader)
 
 
-@pytest.mark.parametrize("epoch", ["1", 1.0, True, None])
+class Numpys(Shown):
+    """Shows an epoch as it was told, and counts with it."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(super().__getitem__(index))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint16, np.array, torch.tensor, int])
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+def test_integers_of_any_kind(kind: Any, num_workers: int, persistent: bool) -> None:
+    """Whoever tells the dataset of them; states have Python's own."""
+    dataset = Numpys()
+    loader = DataLoader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent)
+    for epoch in (0, 2, 1):
+        dataset.set_epoch(kind(epoch))
+        assert samples(loader) == in_epoch(epoch)
+    for epoch in (3, 0):
+        loader.set_epoch(kind(epoch))
+        assert type(dataset.epoch) is int
+        assert samples(loader) == in_epoch(epoch)
+    dataset.set_epoch(kind(4))
+    next(iterator := iter(loader))
+    assert json.loads(json.dumps(loader.state_dict()))["dataset_epochs"] == [4]
+    iterator.close()
+
+
+@pytest.mark.parametrize("epoch", ["1", 1.0, True, None, np.float64(1), np.bool_(True), np.array([1, 2]), [1]])
 def test_what_is_no_epoch_is_refused(epoch: Any) -> None:
     """Before anybody is told."""
     dataset = Shown()

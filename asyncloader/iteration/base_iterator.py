@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
-from asyncloader.epochs import Told, told
+from asyncloader.epochs import Told
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.checkpoint import Checkpointer, check
 from asyncloader.iteration.run_start import Drawn, RunStart, begin
@@ -142,7 +142,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def _epochs(self) -> tuple[Told, ...]:
         """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
-        return told(self._dataset, self._runs.told) if self._settings.has_workers else ()
+        return self._runs.heard(self._dataset) if self._settings.has_workers else ()
 
     def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""

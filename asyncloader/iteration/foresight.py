@@ -14,11 +14,15 @@ All of it happens in the consumer's thread: samplers are the user's.
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DistributedSampler
 
 from asyncloader.engine.progress import Progress
@@ -29,8 +33,11 @@ from asyncloader.iteration.rng_snapshot import KNOWN_SAMPLERS, RNGSnapshot
 from asyncloader.observe.notices import warn
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.settings import Settings
+from asyncloader.workers.protocol.indices import listed
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.protocol.snapshot import Pace
+
+log = logging.getLogger("asyncloader")
 
 _BY_EPOCH = (DistributedSampler, ElasticSampler)
 
@@ -38,17 +45,17 @@ _BY_EPOCH = (DistributedSampler, ElasticSampler)
 class Guess:
     """What `set_epoch` will have been called with when the next run begins: it goes on as between the last two.
 
-    Before that can be known, samplers that shuffle by epoch are taken to be told the next number.
+    Before that can be known, samplers that shuffle by epoch are taken to be told the next number. The dataset is taken
+    to be told nothing: its copies really hear of it.
 
     Args:
         settings: Of the first run.
-        told: What the dataset has heard.
     """
 
-    def __init__(self, settings: Settings, told: Sequence[Told]) -> None:
+    def __init__(self, settings: Settings) -> None:
         samplers = samplers_within(settings.index_sampler)
         self._steps = [int(isinstance(sampler, _BY_EPOCH)) for sampler in samplers]
-        self._told_steps = [int(bool(each.calls)) for each in told]
+        self._told_steps: list[Told | None] = []
 
     def learn(
         self,
@@ -59,16 +66,20 @@ class Guess:
     ) -> None:
         """See what samplers and the dataset had been told when a run was over, and when the next one began."""
         self._steps = [_step(*pair) for pair in zip(epochs, next_epochs, strict=False)]
-        self._told_steps = [_step(was.number, now.number) for was, now in zip(told, next_told, strict=False)]
+        self._told_steps = [_told_step(*pair) for pair in zip(told, next_told, strict=False)]
 
     def samplers(self, now: Sequence[int | None]) -> list[int | None]:
         """Return what samplers will have been told, who have been told this."""
         return [_plus(*pair) for pair in zip(now, self._steps, strict=True)]
 
-    def dataset(self, told: Sequence[Told]) -> tuple[Told, ...]:
-        """Return what the dataset will have been told, which has been told this."""
-        steps = zip(told, self._told_steps, strict=True)
-        return tuple(Told(_plus(each.number, step), each.calls + bool(step)) for each, step in steps)
+    def dataset(self, told: Sequence[Told]) -> tuple[Told, ...] | None:
+        """Return what the dataset will have been told, which has been told this; None if nobody knows."""
+        steps = self._told_steps or [Told(0, 0)] * len(told)
+        known = [step for step in steps if step is not None]
+        if len(known) != len(told):
+            return None
+        pairs = zip(told, known, strict=True)
+        return tuple(Told(_plus(each.number, step.number or 0), each.calls + step.calls) for each, step in pairs)
 
 
 class Foresight:
@@ -76,11 +87,15 @@ class Foresight:
 
     Args:
         settings: Of the first run.
-        told: What the dataset has heard.
+
+    Attributes:
+        told_in_vain: A run was begun ahead and dropped that has told copies what they are to be told now.
     """
 
-    def __init__(self, settings: Settings, told: Sequence[Told]) -> None:
-        self._guess = Guess(settings, told)
+    def __init__(self, settings: Settings) -> None:
+        self.told_in_vain = False
+        self._guess = Guess(settings)
+        self._tells = True  # copies of the dataset, ahead of time
         self._over: tuple[list[int | None], Sequence[Told]] | None = None  # what was told when this run was over
         self._foreseen: _Foreseen | None = None
         self._is_due = deque([True])  # of several threads that take, one begins the next run
@@ -89,13 +104,18 @@ class Foresight:
         self,
         settings: Settings,
         told: Sequence[Told],
+        heard: Sequence[Told],
         begin: Callable[..., Run],
     ) -> None:
         """Begin the next run, once, with the keys of its first batches.
 
+        Not if copies of the dataset would be told of it, and once were of one that did not come. Not if keys cannot be
+        drawn either: whatever a sampler raises belongs to the next run, which draws them when it begins.
+
         Args:
             settings: What it will be made with, if nobody changes them.
             told: What the dataset has heard.
+            heard: What copies of it have, in the run that is over.
             begin: Begins a run, of which it is given the keys of the first batches, the progress in which they are
                 counted as read, what the dataset will have heard, and whether there are no other batches.
         """
@@ -105,11 +125,19 @@ class Foresight:
             return
         epochs = set_epochs(settings.index_sampler)
         self._over = epochs, told
+        next_told = self._guess.dataset(told)
+        if next_told is None or not (self._tells or next_told == heard):
+            return
         progress = Progress(knows_places=settings.knows_places)
-        keys, is_whole = _draw(settings, self._guess.samplers(epochs), settings.window, progress)
+        try:
+            keys, is_whole = _draw(settings, self._guess.samplers(epochs), settings.window, progress)
+            text = _written(keys)
+        except Exception:
+            log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
+            return
         if keys:
-            run = begin(keys, progress, self._guess.dataset(told), is_whole=is_whole)
-            self._foreseen = _Foreseen(run, keys, is_whole, settings)
+            run = begin(keys, progress, next_told, is_whole=is_whole)
+            self._foreseen = _Foreseen(run, len(keys), text, is_whole, settings, heard)
 
     def compare(self, settings: Settings, spec: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
         """Return the run that was begun ahead, if it is the one that begins now, and the keys that are to be read.
@@ -120,13 +148,21 @@ class Foresight:
             plan: The keys of its batches.
         """
         foreseen, self._foreseen = self._foreseen, None
-        if self._over is not None:
-            self._guess.learn(*self._over, set_epochs(settings.index_sampler), spec.epochs)
+        over, self._over = self._over, None
+        if over is not None:
+            self._guess.learn(*over, set_epochs(settings.index_sampler), spec.epochs)
         self._is_due = deque([True])
-        if foreseen is None or not foreseen.is_of(settings, spec):
+        self.told_in_vain = False
+        if foreseen is None:
             return None, plan
-        keys = list(islice(plan, len(foreseen.keys) + foreseen.is_whole))
-        return (foreseen.run, plan) if keys == foreseen.keys else (None, chain(keys, plan))
+        if foreseen.is_of(settings, spec):
+            keys, error = _read(plan, foreseen.batches + foreseen.is_whole)
+            if error is None and foreseen.has(keys):
+                return foreseen.run, plan
+            plan = chain(keys, _raised(error), plan)
+        self._tells = self._tells and foreseen.run.epoch.epochs == foreseen.heard
+        self.told_in_vain = foreseen.told(spec.epochs)
+        return None, plan
 
 
 class _Foreseen(NamedTuple):
@@ -134,27 +170,43 @@ class _Foreseen(NamedTuple):
 
     Attributes:
         run: What workers are at.
-        keys: Of its first batches.
+        batches: How many were begun.
+        text: Their keys, written down.
         is_whole: There are no others.
         settings: What it is made with.
+        heard: What copies of the dataset had heard before it.
     """
 
     run: Run
-    keys: list[Any]
+    batches: int
+    text: bytes
     is_whole: bool
     settings: Settings
+    heard: Sequence[Told]
+
+    def told(self, epochs: Sequence[Told]) -> bool:
+        """Whether copies have heard of some of these epochs in it, and not before."""
+        of_each = zip(epochs, self.run.epoch.epochs, self.heard, strict=False)
+        return any(now == ahead != before for now, ahead, before in of_each)
+
+    def has(self, keys: list[Any]) -> bool:
+        """Whether these are the keys of its batches."""
+        try:
+            return _written(keys) == self.text
+        except Exception:
+            return False
 
     def is_of(self, settings: Settings, spec: EpochSpec) -> bool:
         """Whether its batches are those of another run, as far as their keys are the same."""
         return _seen_by_workers(self.run.epoch) == _seen_by_workers(spec) and _same(self.settings, settings)
 
 
-def make_foresight(settings: Settings, told: Sequence[Told]) -> Foresight | None:
+def make_foresight(settings: Settings) -> Foresight | None:
     """Return what begins next runs ahead; warn and return None where none can be."""
     known = (*KNOWN_SAMPLERS, ElasticSampler)
     unknown = [each for each in samplers_within(settings.index_sampler) if type(each) not in known]
     if not unknown:
-        return Foresight(settings, told)
+        return Foresight(settings)
     warn(
         f"prefetch_epochs has no effect: drawing the order of {type(unknown[0]).__name__} ahead might move more than "
         "random generators"
@@ -190,6 +242,48 @@ def _draw(settings: Settings, epochs: Sequence[int | None], count: int, progress
         rng.restore(generators)
 
 
+class _Writer(pickle.Pickler):
+    """Writes keys down: the same for two only if they are, types and dtypes included, and as they are at this moment.
+
+    They are not compared themselves: what ``==`` says of two tensors is a tensor, and a key that is a part of the
+    sampler's own indices changes with them.
+    """
+
+    def reducer_override(self, thing: Any) -> Any:
+        """Write of a tensor what is in it, and not all that it is a view of."""
+        if not isinstance(thing, torch.Tensor):
+            return NotImplemented
+        numbers = thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tuple, ([str(thing.dtype), list(thing.shape), numbers],)
+
+
+def _written(keys: list[Any]) -> bytes:
+    """Return the keys of batches as bytes that tell them from others."""
+    text = io.BytesIO()
+    _Writer(text, pickle.HIGHEST_PROTOCOL).dump([listed(each) for each in keys])
+    return text.getvalue()
+
+
+def _read(plan: Iterator[Any], count: int) -> tuple[list[Any], Exception | None]:
+    """Read so many batches of keys, or until the sampler raises, or ends."""
+    keys: list[Any] = []
+    try:
+        while len(keys) < count:
+            keys.append(next(plan))
+    except StopIteration:
+        pass
+    except Exception as error:
+        return keys, error
+    return keys, None
+
+
+def _raised(error: Exception | None) -> Iterator[Any]:
+    """Raise in the place of a batch of keys what the sampler has raised there."""
+    if error is not None:
+        raise error
+    yield from ()
+
+
 def _plus(number: int | None, step: int) -> int | None:
     return None if number is None else number + step
 
@@ -198,9 +292,16 @@ def _step(before: int | None, now: int | None) -> int:
     return 0 if before is None or now is None else now - before
 
 
+def _told_step(before: Told, now: Told) -> Told | None:
+    """Return by how much number and calls have changed; None if this was the first call, or the first number."""
+    if (now.calls and not before.calls) or (before.number is None and now.number is not None):
+        return None
+    return Told(_step(before.number, now.number), now.calls - before.calls)
+
+
 def _seen_by_workers(spec: EpochSpec) -> EpochSpec:
-    """Return of a run what its batches are made from: not its number, nor how often the dataset was told something."""
-    return spec._replace(number=0, epochs=tuple(Told(each.number) for each in spec.epochs))
+    """Return of a run what its batches are made from: not its number. Who is told the same again may begin anew."""
+    return spec._replace(number=0)
 
 
 def _same(one: Settings, other: Settings) -> bool:

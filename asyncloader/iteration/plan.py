@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
-from asyncloader.epochs import epoch_of
+from asyncloader.epochs import epoch_of, restore
 from asyncloader.protocols import is_stateful, probe
 from asyncloader.samplers.random_order import indices, skip, take, take_array
 from asyncloader.workers.protocol.indices import Indices
@@ -92,7 +92,6 @@ class Plan:
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
         self._pace = pace
-        progress.set_epochs = set_epochs(index_sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -213,9 +212,7 @@ def may_be_looked_at(index_sampler: Any) -> bool:
 
 def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Sequence[int | None]) -> None:
     """Load the state of a sampler, before it is iterated over; set epochs as they had been set."""
-    for sampler, epoch in zip(samplers_within(index_sampler), epochs, strict=False):
-        if epoch is not None and epoch_of(sampler) not in (None, epoch):
-            sampler.set_epoch(epoch)
+    restore(samplers_within(index_sampler), epochs)
     sampler = stateful_sampler(index_sampler)
     if sampler is not None and states is not None and states["sampler"] is not None:
         sampler.load_state_dict(states["sampler"])

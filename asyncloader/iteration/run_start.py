@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncloader.engine.progress import Progress, SamplerState
-from asyncloader.epochs import Told, restore, tell, told
+from asyncloader.epochs import Told, listeners, restore, tell
 from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
-from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within, set_epochs
+from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
 from asyncloader.protocols import is_stateful
@@ -92,7 +92,7 @@ def begin(
     if state is not None:
         left_alone = [now == saved for now, saved in zip_longest(rng.check(), state["check"][: len(before)])]
         if state["is_over"]:
-            _finish_last_run(settings.index_sampler, states, state["drawn"], runs.epochs_when_loaded)
+            _finish_last_run(settings.index_sampler, states, state["drawn"], runs)
         begun = rng.from_text(state["draws"])
         rng.restore(begun)
     if prepare is not None:
@@ -103,7 +103,9 @@ def begin(
             begun = rng.capture()
     samplers = _load_samplers(settings.index_sampler, state, states, runs.latest)
     if state is not None:
-        restore(settings.dataset, state.get("dataset_epochs", ()))
+        with runs.telling():
+            restore(listeners(settings.dataset), state.get("dataset_epochs", ()))
+            runs.restored(state, settings)
     news = runs.told_since(state, settings)
     is_dataset_loaded = inline and _load_dataset(settings, state, news)
     order = _Order(iterate(), begun, inline, samplers)
@@ -117,7 +119,8 @@ def begin(
     starts = _starts(settings, None if is_dataset_loaded else state, news)
     progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
     plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)
-    epochs = [each.number for each in told(settings.dataset, runs.told)]
+    progress.set_epochs = runs.heard_by_samplers(settings.index_sampler)
+    epochs = [each.number for each in runs.heard(settings.dataset)]
     checkpointer = Checkpointer(
         settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
     )
@@ -224,21 +227,19 @@ def _draw_base_seed(settings: Settings) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=settings.generator)
 
 
-def _finish_last_run(
-    index_sampler: Any, states: dict[str, Any] | None, drawn: int, epochs_when_loaded: list[int | None]
-) -> None:
+def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
     """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another.
 
     An epoch that the user has set since the state was loaded is the one that begins now.
     """
     if states is None:
         return
-    chosen = set_epochs(index_sampler)
+    chosen = runs.heard_by_samplers(index_sampler)
     load_samplers(index_sampler, states, ())
     plan = Plan(index_sampler, iter(index_sampler), Progress(), Pace())
     plan.go_on(states, drawn)
     next(plan, None)
-    for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, epochs_when_loaded, strict=False):
+    for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, runs.epochs_when_loaded, strict=False):
         if epoch is not None and epoch != loaded:
             sampler.set_epoch(epoch)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
 from asyncloader.engine.slicer import Slicer
-from asyncloader.epochs import Told, told
+from asyncloader.epochs import Told, numbers, told
 from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state, is_between_runs
-from asyncloader.iteration.plan import set_epochs
+from asyncloader.iteration.plan import samplers_within
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace
 from asyncloader.observe.traffic import Traffic
@@ -34,6 +36,7 @@ class Runs:
         loaded: A state that the next one begins from.
         yielded: Makes states of the newest one where batches are held back from the consumer, or None.
         told: Of an epoch by `set_epoch` of the loader, at last.
+        is_telling: It is being called: of copies that are made now nobody knows what they have heard.
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
         slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
@@ -48,6 +51,8 @@ class Runs:
         self.loaded: dict[str, Any] | None = None
         self.yielded: _Yielded | None = None
         self.told = Told()
+        self.is_telling = False
+        self._restored: tuple[list[int | None], list[int | None]] = [], []  # what a state has told since then
         self.epochs_when_loaded: list[int | None] = []
         self.told_when_loaded: tuple[Told, ...] = ()
         self.slicer = Slicer()
@@ -91,16 +96,56 @@ class Runs:
         self.latest = self.yielded = None
         self.begun = 0
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell samplers and the dataset of an epoch, in what is inside."""
+        self.is_telling = True
+        try:
+            yield
+        finally:
+            self.is_telling = False
+
+    def tell(self, epoch: int) -> None:
+        """Note that `set_epoch` of the loader has told samplers and the dataset of an epoch."""
+        self.told = Told(epoch, self.told.calls + 1)
+        self._restored = [], []
+
+    def tell_anew(self) -> None:
+        """Have copies of the dataset in workers hear once more what they were told last."""
+        self.told = self.told._replace(calls=self.told.calls + 1)
+
+    def heard(self, dataset: Any) -> tuple[Told, ...]:
+        """Return what each of a dataset's listeners was told at last: by the user, a state, or the loader."""
+        return told(dataset, self.told, self._restored[1])
+
+    def heard_by_samplers(self, index_sampler: Any) -> list[int | None]:
+        """Return what samplers, from the outermost on, were told at last."""
+        return numbers(samplers_within(index_sampler), self.told.number, self._restored[0])
+
+    def restored(self, state: dict[str, Any], settings: Settings) -> None:
+        """Note what samplers and the dataset were told that a run goes on with; so it is until the loader tells them.
+
+        Those that do not show it say nothing of it themselves.
+        """
+        before = self.heard_by_samplers(settings.index_sampler), [each.number for each in self.heard(settings.dataset)]
+        since = state["set_epochs"], state.get("dataset_epochs", ())
+        self._restored = _changed(before[0], since[0]), _changed(before[1], since[1])
+
     def note_epochs(self, settings: Settings) -> None:
         """Note which epochs are set when a state is loaded: one that is set afterwards goes before the state's."""
-        self.epochs_when_loaded = set_epochs(settings.index_sampler)
-        self.told_when_loaded = told(settings.dataset, self.told)
+        self.epochs_when_loaded = self.heard_by_samplers(settings.index_sampler)
+        self.told_when_loaded = self.heard(settings.dataset)
 
     def told_since(self, state: dict[str, Any] | None, settings: Settings) -> tuple[Told, ...]:
         """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
-        now = told(settings.dataset, self.told)
+        now = self.heard(settings.dataset)
         is_news = state is not None and is_between_runs(state) and now != self.told_when_loaded
         return now if is_news else ()
+
+    def number_is_set(self) -> None:
+        """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
+        if self.latest is not None:
+            self.latest.progress.num_workers = None
 
     def open_trace(self, settings: Settings) -> Trace | None:
         """Return where the timeline of a run is written: one file for all runs."""
@@ -110,3 +155,7 @@ class Runs:
             self._trace = Trace(settings.trace)
             weakref.finalize(self, self._trace.write, wait=False)
         return self._trace
+
+
+def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:
+    return [was if now is None else now for was, now in zip(before, chain(since, repeat(None)), strict=False)]

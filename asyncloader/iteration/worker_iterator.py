@@ -32,13 +32,12 @@ from asyncloader.engine.session import Session, State
 from asyncloader.engine.staff import END_GRACE_S, Staff
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
+from asyncloader.iteration import auto_number, workplace
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.foresight import make_foresight
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
-from asyncloader.iteration.workplace import make_auto, make_pool, make_scheduler, make_turnover, policy_of
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.meter import Meter
 from asyncloader.settings import AutoWorkers, Settings
 from asyncloader.workers.child.bootstrap import refuse_in_main
 from asyncloader.workers.parent.pool import WorkerHandle
@@ -95,7 +94,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._session = self._make_session(run)
         self._finalizer = weakref.finalize(self, self._session.request_close)
         self._finalizer.atexit = False
-        self._foresight = make_foresight(self._settings, self._epochs()) if self._settings.prefetch_epochs else None
+        self._foresight = make_foresight(self._settings) if self._settings.prefetch_epochs else None
         run.begin(self._session.waker())
         self._is_at(run, start)
         # The first window is read before the workers start: they find their tickets waiting.
@@ -140,6 +139,9 @@ class WorkerIterator(BaseIterator[T_co]):
         run, plan = None, iter(start.plan)
         if self._foresight is not None:
             run, plan = self._foresight.compare(self._settings, spec, plan)
+            if self._foresight.told_in_vain:
+                self._runs.tell_anew()
+                spec = spec._replace(epochs=self._epochs())
         if run is None:
             run = self._make_run(spec, plan, progress)
             self._session.push(run)
@@ -151,7 +153,7 @@ class WorkerIterator(BaseIterator[T_co]):
     def _foresee(self) -> None:
         """Begin the next run: all batches of this one are made, and are there to be taken."""
         if self._foresight is not None and self.is_usable:
-            self._foresight.foresee(self._settings, self._epochs(), self._begin_ahead)
+            self._foresight.foresee(self._settings, self._epochs(), self._run.epoch.epochs, self._begin_ahead)
 
     def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
         """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
@@ -170,6 +172,10 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self._finalizer()
+        if (settings := self._settings).is_auto:
+            number = auto_number.found(state, settings, len(self._session.staff.crew.here))
+            self._settings = replace(settings, num_workers=number)
+            auto_number.note(loader, number)
         self._start(loader, state, wait=False)
 
     def _spec_of(self, start: RunStart) -> EpochSpec:
@@ -181,27 +187,9 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         settings = self._settings
         faults = Faults()
-        scheduler = make_scheduler(settings, progress, self._runs.slicer, faults)
+        scheduler = workplace.make_scheduler(settings, progress, self._runs.slicer, faults)
         window = scheduler.window or settings.window  # that of one worker, where all are yet to come
-        meter = Meter(
-            spec.key[1],
-            settings.num_places,
-            window,
-            faults,
-            self._runs.open_trace(settings),
-            self._runs.traffic,
-            is_iterable=settings.is_iterable,
-            scheduling=settings.scheduling,
-            could_split=settings.could_split,
-            max_buffered_bytes=settings.max_buffered_bytes,
-            persistent_workers=settings.persistent_workers,
-            concurrency=settings.samples_at_once,
-            in_process=settings.is_in_process,
-            elsewhere=settings.remote is not None,
-            auto=settings.is_auto,
-            renews=settings.renews,
-            can_renew=not (settings.is_in_process or settings.why_workers_stay),
-        )
+        meter = workplace.make_meter(settings, self._runs, spec.key[1], window, faults)
         kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
         limit = ErrorLimit(settings, progress, faults)
         return Run(scheduler, spec, meter, plan, progress, limit, window, **kind)
@@ -211,20 +199,20 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_session(self, run: Run) -> Session:
         portal = get_portal()
         settings, runs = self._settings, self._runs
-        pool = make_pool(settings, self._worker_spec(), portal.loop, runs.traffic, runs.elsewhere)
+        original = workplace.make_original(self._dataset, runs)
+        pool = workplace.make_pool(settings, self._worker_spec(), portal.loop, runs.traffic, runs.elsewhere, original)
         pinner = self._make_pinner(portal)
-        auto = make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
-        turnover, first = make_turnover(settings, pool, portal.loop), settings.first_elsewhere
-        staff = Staff(portal.loop, pool, policy_of(settings), settings.num_places, auto, turnover, first)
-        return Session(portal, pool, run, staff, pinner)
+        auto = workplace.make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
+        turnover, first = workplace.make_turnover(settings, pool, portal.loop), settings.first_elsewhere
+        staff = Staff(portal.loop, pool, workplace.policy_of(settings), settings.num_places, auto, turnover, first)
+        return workplace.watched(Session(portal, pool, run, staff, pinner), original)
 
     def note_number(self, num_workers: int, elsewhere: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
-        number, self._runs.elsewhere = AutoWorkers(num_workers), elsewhere
-        self._checkpointer.progress.num_workers = num_workers
-        loader = self._loader()
-        if loader is not None and isinstance(loader.num_workers, AutoWorkers):
-            loader.num_workers = number
+        self._runs.elsewhere = elsewhere
+        if self._settings.is_auto:  # otherwise it was set meanwhile
+            self._checkpointer.progress.num_workers = num_workers
+            auto_number.note(self._loader(), num_workers)
 
     def _make_pinner(self, portal: Portal) -> Pinner | None:
         return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None

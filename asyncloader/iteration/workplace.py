@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,13 +15,17 @@ from asyncloader.engine.progress import Progress
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.renewal import Renewal
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.session import Session
 from asyncloader.engine.slicer import Slicer
 from asyncloader.engine.split import SplitScheduler
 from asyncloader.engine.staff import END_GRACE_S, Auto
 from asyncloader.engine.turnover import Turnover
+from asyncloader.epochs import Told
 from asyncloader.iteration.plan import may_be_looked_at
+from asyncloader.iteration.runs import Runs
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
+from asyncloader.observe.meter import Meter
 from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import has_samples, is_collated, is_stateful, probe
 from asyncloader.settings import Settings
@@ -31,11 +36,17 @@ from asyncloader.workers.child.gather import gathers
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.pool import Pool
 from asyncloader.workers.protocol.messages import WorkerSpec
+from asyncloader.workers.protocol.original import Original
 from asyncloader.workers.protocol.pickled_spec import pickle_for_elsewhere
 
 
 def make_pool(
-    settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop, traffic: Traffic, elsewhere: int
+    settings: Settings,
+    spec: WorkerSpec,
+    loop: asyncio.AbstractEventLoop,
+    traffic: Traffic,
+    elsewhere: int,
+    original: Original,
 ) -> Backend:
     """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes, on other machines.
 
@@ -45,14 +56,15 @@ def make_pool(
         loop: The portal's.
         traffic: Counts what comes from other machines.
         elsewhere: How many there are to be on other machines at the beginning, where that looks after itself.
+        original: The dataset in the spec.
 
     Raises:
         Exception: as the pickling of the dataset or a function raises it, or who launches workers elsewhere.
     """
     if settings.is_in_process:
-        return LocalPool(loop, spec, on_threads=settings.num_workers > 0)
+        return LocalPool(loop, spec, on_threads=settings.num_workers > 0, original=original)
     if settings.remote is None:
-        return _make_local(settings, spec, loop)
+        return _make_local(settings, spec, loop, original)
     # Imported where they are asked for: a loader without workers on other machines needs none of it.
     from asyncloader.workers.remote.pool import RemotePool
     from asyncloader.workers.remote.together import Together
@@ -60,16 +72,37 @@ def make_pool(
     launcher = settings.remote.launcher()
     launcher.open(pickle_for_elsewhere(replace(spec, origin=None)))
     first = settings.first_elsewhere
-    local = _make_local(settings, spec, loop) if spec.num_workers else None
+    local = _make_local(settings, spec, loop, original) if spec.num_workers else None
     slots, wanted = settings.num_slots, elsewhere if settings.is_auto else None
     remote = RemotePool(loop, spec, settings.remote, launcher, first, traffic, wanted=wanted, slots=slots)
     return remote if local is None else Together(local, remote, first)
 
 
-def _make_local(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop) -> Pool:
-    pool = Pool(loop, settings.start_context, spec)
+def _make_local(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop, original: Original) -> Pool:
+    pool = Pool(loop, settings.start_context, spec, original)
     pool.pack()
     return pool
+
+
+def make_original(dataset: Any, runs: Runs) -> Original:
+    """Return what knows what a loader's dataset has heard. It keeps neither the runs of the loader alive nor it."""
+    return Original(dataset, partial(_heard, weakref.ref(runs), dataset))
+
+
+def _heard(runs: weakref.ref[Runs], dataset: Any) -> tuple[Told, ...]:
+    alive = runs()
+    return () if alive is None or alive.is_telling else alive.heard(dataset)
+
+
+def watched(session: Session, original: Original) -> Session:
+    """Have it be known when a run of this session is over, and return the session."""
+    original.is_over = partial(_is_over, weakref.ref(session))
+    return session
+
+
+def _is_over(session: weakref.ref[Session]) -> bool:
+    alive = session()
+    return alive is not None and alive.run.ended
 
 
 def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, faults: Faults) -> Scheduler:
@@ -104,6 +137,37 @@ def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, fault
         first=progress.position,
         next_worker=progress.next_worker,
         **options,
+    )
+
+
+def make_meter(settings: Settings, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
+    """Return what counts what happens in a run.
+
+    Args:
+        settings: Of the run.
+        runs: Of the loader.
+        epoch: Its number.
+        window: Batches in flight or waiting.
+        faults: Of the run.
+    """
+    return Meter(
+        epoch,
+        settings.num_places,
+        window,
+        faults,
+        runs.open_trace(settings),
+        runs.traffic,
+        is_iterable=settings.is_iterable,
+        scheduling=settings.scheduling,
+        could_split=settings.could_split,
+        max_buffered_bytes=settings.max_buffered_bytes,
+        persistent_workers=settings.persistent_workers,
+        concurrency=settings.samples_at_once,
+        in_process=settings.is_in_process,
+        elsewhere=settings.remote is not None,
+        auto=settings.is_auto,
+        renews=settings.renews,
+        can_renew=not (settings.is_in_process or settings.why_workers_stay),
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -25,6 +27,7 @@ from torch.utils.data import (
 )
 
 from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, WorkerDiedError, sample_rng
+from asyncloader.iteration.foresight import Foresight
 from asyncloader.samplers import ElasticSampler
 
 LENGTH = 23
@@ -387,3 +390,254 @@ def test_what_cannot_be_foreseen_is_told() -> None:
     with pytest.warns(UserWarning, match="the order of Own"):
         assert [len(list(loader)) for _ in range(2)] == [4, 4]
     loader.close()
+
+
+class Echo(Dataset[Any]):
+    """Gives what it is asked for, as text."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, key: Any) -> str:
+        kind = getattr(key, "dtype", type(key).__name__)
+        return f"{kind} {key.tolist() if hasattr(key, 'tolist') else key}"
+
+
+class Odd:
+    """A key of which nobody can say whether it is the same as another one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("who knows")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"number {self.number}"
+
+
+class Vague(Odd):
+    """A key whose comparisons have no result."""
+
+    def __eq__(self, other: object) -> Any:
+        return NotImplemented if isinstance(other, int) else [self, other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ANY_KEYS: dict[str, Callable[[], Any]] = {
+    "numbers": lambda: list(range(6)),
+    "tensors": lambda: torch.arange(12).view(6, 2),
+    "tensors of one": lambda: torch.arange(6),
+    "halves": lambda: torch.arange(12, dtype=torch.bfloat16).view(6, 2),
+    "empty tensors": lambda: [torch.empty(0) for _ in range(6)],
+    "arrays": lambda: np.arange(12).reshape(6, 2),
+    "numbers of numpy": lambda: np.arange(6),
+    "tuples": lambda: [(each, torch.tensor([each, each])) for each in range(6)],
+    "dictionaries": lambda: [{"at": np.array([each, each])} for each in range(6)],
+    "words": lambda: list("abcdef"),
+    "not a number": lambda: [math.nan] * 6,
+    "odd": lambda: [Odd(each) for each in range(6)],
+    "vague": lambda: [Vague(each) for each in range(6)],
+}
+
+
+@pytest.fixture
+def taken_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note at each run that was foreseen whether it was the one that came."""
+    taken: list[bool] = []
+    compare = Foresight.compare
+
+    def noting(self: Foresight, *args: Any) -> Any:
+        is_there = self._foreseen is not None
+        found = compare(self, *args)
+        if is_there:
+            taken.append(found[0] is not None)
+        return found
+
+    monkeypatch.setattr(Foresight, "compare", noting)
+    return taken
+
+
+def of_keys(keys: Any, prefetch_epochs: int = 1, **options: Any) -> DataLoader[Any]:
+    """Return a loader that draws these, in an order that can be known ahead."""
+    sampler: Any = SubsetRandomSampler(keys, torch.Generator().manual_seed(4))
+    options = {**AHEAD, "prefetch_epochs": prefetch_epochs, "num_workers": 1, **options}
+    return DataLoader(Echo(), sampler=sampler, generator=torch.Generator().manual_seed(5), **options)
+
+
+def epoch_to_its_end(loader: DataLoader[Any]) -> list[Any]:
+    """Take an epoch, its last batch when all of them are made."""
+    iterator: Any = iter(loader)
+    seen = list(itertools.islice(iterator, len(loader) - 1))
+    wait_for(lambda: iterator._run.ended)
+    return seen + list(iterator)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("backend", ["process", "thread"])
+@pytest.mark.parametrize("kind", ANY_KEYS)
+def test_keys_of_any_kind_are_the_same_or_not(
+    kind: str, backend: str, batch_size: int | None, taken_ahead: list[bool]
+) -> None:
+    """By what is in them: what was made ahead is taken, and is what would have been made then."""
+    seen = []
+    for prefetch_epochs in (0, 1):
+        loader = of_keys(ANY_KEYS[kind](), prefetch_epochs, batch_size=batch_size, worker_backend=backend)
+        seen.append([epoch_to_its_end(loader) for _ in range(3)])
+        loader.close()
+    assert seen[0] == seen[1]
+    assert taken_ahead == [True, True]
+
+
+def change_tensors(sampler: Any) -> None:
+    sampler.indices.add_(1)
+
+
+def change_arrays(sampler: Any) -> None:
+    sampler.indices[:] += 1
+
+
+def change_lists(sampler: Any) -> None:
+    for key in sampler.indices:
+        key[0] += 1
+
+
+def change_dtypes(sampler: Any) -> None:
+    sampler.indices = sampler.indices.astype(np.float64)
+
+
+def change_types(sampler: Any) -> None:
+    sampler.indices = [float(each) for each in sampler.indices]
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+@pytest.mark.parametrize(
+    ("make_keys", "change"),
+    [
+        (lambda: torch.arange(12).view(6, 2), change_tensors),
+        (lambda: torch.arange(6), change_tensors),
+        (lambda: np.arange(12).reshape(6, 2), change_arrays),
+        (lambda: [[each] for each in range(6)], change_lists),
+        (lambda: np.arange(12).reshape(6, 2), change_dtypes),
+        (lambda: list(range(6)), change_types),
+    ],
+    ids=["rows", "scalars", "arrays", "lists", "dtypes", "types"],
+)
+def test_keys_that_are_changed_in_place(
+    make_keys: Any, change: Callable[[Any], None], backend: str, taken_ahead: list[bool]
+) -> None:
+    """When the next epoch is being made of them already: it is made anew."""
+    seen = []
+    for prefetch_epochs in (0, 1):
+        loader = of_keys(make_keys(), prefetch_epochs, worker_backend=backend)
+        epochs = [epoch_to_its_end(loader)]
+        change(loader.sampler)
+        epochs += [epoch_to_its_end(loader), epoch_to_its_end(loader)]
+        seen.append(epochs)
+        loader.close()
+    assert seen[0] == seen[1]
+    assert taken_ahead == [False, True]
+
+
+def test_keys_that_cannot_be_written_down() -> None:
+    """Threads can be given such; nothing is begun ahead of them."""
+
+    class Own:
+        def __repr__(self) -> str:
+            return "own"
+
+    seen = []
+    for prefetch_epochs in (0, 1):
+        loader = of_keys([Own() for _ in range(6)], prefetch_epochs)
+        seen.append([epoch_to_its_end(loader) for _ in range(3)])
+        loader.close()
+    assert seen[0] == seen[1]
+
+
+class Grows(Epochs):
+    """Has another length later on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 20
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("taken", [0, 2, 4, 5, 6], ids=["first", "middle", "last", "end", "over"])
+def test_what_a_sampler_raises_of_the_next_epoch_is_raised_there(taken: int) -> None:
+    """And not by this one, none of whose batches is lost: the dataset became longer in it, or after it."""
+    seen = []
+    for prefetch_epochs in (0, 1):
+        torch.manual_seed(3)
+        dataset = Grows()
+        sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+        options = {**AHEAD, "prefetch_epochs": prefetch_epochs}
+        loader = DataLoader(dataset, 2, sampler=sampler, num_workers=1, **options)
+        iterator: Any = iter(loader)
+        log: list[Any] = [plain(next(iterator, [])) for _ in range(taken)]
+        wait_for(lambda it=iterator, count=taken: count < 4 or it._run.ended)
+        dataset.length = 30
+        log += map(plain, iterator)
+        iterator = iter(loader)
+        with pytest.raises(AssertionError, match="does not match total_size"):
+            next(iterator)
+        dataset.length = 20
+        log += [plain(batch) for _ in range(2) for batch in loader]
+        loader.close()
+        seen.append(log)
+    assert seen[0] == seen[1]
+    assert len(seen[1]) == 15 + (taken == 6)
+
+
+async def test_the_same_in_async_for() -> None:
+    """The epoch in which it happens is whole."""
+    dataset = Grows()
+    loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=2, rank=0), num_workers=1, **AHEAD)
+    keys = []
+    async for batch in loader:
+        keys += plain(batch)[0]
+        dataset.length = 30
+    assert len(keys) == 10
+    with pytest.raises(AssertionError, match="does not match total_size"):
+        await anext(aiter(loader))
+    await asyncio.to_thread(loader.close)
+
+
+class Bad:
+    """Indices of which one cannot be had at times."""
+
+    def __init__(self) -> None:
+        self.is_bad = False
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, at: int) -> int:
+        if self.is_bad and at == 3:
+            raise LookupError("not now")
+        return at
+
+
+def test_what_a_sampler_raises_stands_in_its_place() -> None:
+    """Also where the epoch could be foreseen without it: the batches before it come, and those after nothing."""
+    seen = []
+    for prefetch_epochs in (0, 1):
+        indices = Bad()
+        loader = of_keys(indices, prefetch_epochs, batch_size=1, prefetch_factor=6)
+        epoch_to_its_end(loader)
+        indices.is_bad = True
+        iterator, log = iter(loader), []
+        for _ in range(8):
+            try:
+                log.append(next(iterator, "the end"))
+            except LookupError as error:
+                log.append(str(error))
+        loader.close()
+        seen.append(log)
+    assert seen[0] == seen[1]
+    assert "not now" in seen[1]

@@ -221,7 +221,7 @@ class BatchMaker:
             with self.opening():
                 dataset = self._reseed_pipe(spec.dataset)
                 tell(dataset, epoch.epochs, self._epochs)
-                self._epochs = epoch.epochs
+                self._epochs = epoch.epochs or self._epochs
                 self.keeper = None
                 if epoch.starts is not None:
                     start = epoch.starts[self._id]

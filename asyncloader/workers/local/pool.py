@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from asyncloader.epochs import listeners
 from asyncloader.workers.backend import Launch, Listener
-from asyncloader.workers.local.worker import LocalWorker
+from asyncloader.workers.local.worker import LocalWorker, private_copy
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.workers.protocol.original import Original
 from asyncloader.workers.protocol.outcome import Outcome
 
 
@@ -26,13 +28,24 @@ class LocalPool:
         loop: The portal's loop.
         spec: What the workers work with.
         on_threads: Each on a thread; otherwise there is one, on the loop itself.
+        original: The dataset in the spec, if it may change while workers are made of it. One that hears of epochs is
+            copied here, in the consumer's thread: copies that are made later, of this one, have not heard of others.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, spec: WorkerSpec, *, on_threads: bool) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        spec: WorkerSpec,
+        *,
+        on_threads: bool,
+        original: Original | None = None,
+    ) -> None:
         self.processes: dict[int, LocalWorker] = {}
         self.listener: Listener | None = None
         self._loop = loop
-        self._spec = spec
+        is_copied = on_threads and any(True for _ in listeners(spec.dataset))
+        self._spec = spec.with_dataset(private_copy(spec.dataset)) if is_copied else spec
+        self._original = original
         self._on_threads = on_threads
         self._epoch: EpochSpec
         self._leaving: set[LocalWorker] = set()
@@ -77,7 +90,8 @@ class LocalPool:
 
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id: one more, or in the place of one that has ended or was discarded."""
-        epoch = self._epoch._replace(num_workers=num_workers if self._on_threads else 0)
+        epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
+        epoch = epoch._replace(num_workers=num_workers if self._on_threads else 0)
         self.processes[worker] = self._start_one(worker, epoch)
 
     def begin_epoch(self, epoch: EpochSpec) -> None:

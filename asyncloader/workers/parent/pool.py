@@ -29,6 +29,7 @@ from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import RemoteError
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Slice, Together, WorkerSpec, pack_tickets
+from asyncloader.workers.protocol.original import Forked, Original
 from asyncloader.workers.protocol.outcome import OUTCOMES, unpack
 from asyncloader.workers.protocol.pickled_spec import PickledSpec
 
@@ -40,14 +41,22 @@ class Pool:
         loop: The portal's loop.
         context: How processes are started.
         spec: What the workers work with.
+        original: The dataset in that, if it may change while workers are made of it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, context: BaseContext, spec: WorkerSpec) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: BaseContext,
+        spec: WorkerSpec,
+        original: Original | None = None,
+    ) -> None:
         self.processes: dict[int, WorkerProcess] = {}
         self.listener: Listener | None = None
         self._loop = loop
         self._context = context
         self._spec = spec
+        self._original = original
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
         self._slabs.live_on(loop)
@@ -115,7 +124,10 @@ class Pool:
                 if self._closing:  # while one was being launched
                     break
                 self._outstanding[worker] = 0
-                self.processes[worker] = yield from self._start_one(worker, epoch)
+                begun = self._epoch
+                self.processes[worker] = yield from self._start_one(worker, begun)
+                if self._epoch is not begun:  # while it was being launched
+                    self.processes[worker].channel.send(Kind.EPOCH, pickle.dumps(self._epoch))
                 started()
         except BaseException:
             self._closing = True
@@ -132,7 +144,7 @@ class Pool:
             yield from process.start(
                 self._context,
                 loans.starting,
-                self._source,
+                self._source_of(epoch),
                 self._slabs.handle(),
                 epoch,
                 self._spec.origin,
@@ -142,6 +154,12 @@ class Pool:
             raise
         self._loans[process] = loans
         return process
+
+    def _source_of(self, epoch: EpochSpec) -> Any:
+        """Return what a worker that is started now works with."""
+        if self._original is None or self._context.get_start_method() != "fork":
+            return self._source
+        return Forked(self._spec, self._original, epoch)
 
     def discard(self, worker: int) -> None:
         """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""
@@ -172,7 +190,8 @@ class Pool:
         self.processes[worker] = successor
 
     def _start_beside(self, worker: int, num_workers: int) -> WorkerProcess:
-        return carry_out(self._start_one(worker, self._epoch._replace(num_workers=num_workers)))
+        epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
+        return carry_out(self._start_one(worker, epoch._replace(num_workers=num_workers)))
 
     def renew(self, worker: int, num_workers: int) -> None:
         """Start a process that is to take the place of this worker id's."""

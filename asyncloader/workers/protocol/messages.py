@@ -157,7 +157,7 @@ class EpochSpec(NamedTuple):
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
         key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
         shared_seed: For IterDataPipe.
-        epochs: What the dataset was told by `set_epoch`; nothing where there are no workers.
+        epochs: What the dataset was told by `set_epoch`; nothing where there are no workers, or the run is over.
         starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
             is replaced the session writes down where the next one begins.
         num_workers: How many workers there are, for one that comes later than the first; 0 for as many as those.
@@ -186,7 +186,7 @@ class WorkerSpec:
         is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
         modes: Of the thread that iterates; None where the worker is not to have them.
         origin: What else workers take over from that thread.
-        epochs: What the dataset has been told by `set_epoch`.
+        epochs: What the dataset has been told by `set_epoch`: what this worker's copy was when it was made.
     """
 
     dataset: Any

@@ -1,0 +1,24 @@
+"""``num_workers="auto"``: what the number has come to, in a loader and in its states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncloader.settings import AutoWorkers, Settings
+
+
+def note(loader: Any, num_workers: int) -> None:
+    """Have a loader, if it is there, say how many workers there are now; unless its number was set meanwhile."""
+    if loader is not None and isinstance(loader.num_workers, AutoWorkers):
+        loader.num_workers = AutoWorkers(num_workers)
+
+
+def found(state: dict[str, Any], settings: Settings, now: int) -> AutoWorkers:
+    """Return with how many workers a run goes on from a state: with what it had come to, as far as that may be here.
+
+    Args:
+        state: It says nothing of a number that was fixed.
+        settings: Of the loader.
+        now: How many there are.
+    """
+    return AutoWorkers(min(state.get("num_workers") or now, settings.most_waiting))

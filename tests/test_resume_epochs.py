@@ -1,0 +1,308 @@
+"""States of states: a run that is interrupted again and again is of one epoch, whoever shows it or keeps it to himself.
+
+set_epoch(5) ── 3 batches ── state ──> 3 batches ── state ──> 3 batches ── ... ──> the end ──> the next run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from torch.utils.data import BatchSampler, ConcatDataset, IterableDataset, Sampler, Subset
+
+from asyncloader import DataLoader
+
+LENGTH = 16
+PART = 3
+WAYS = [(0, False), (1, False), (1, True)]
+
+
+class Shown:
+    """Augments by the epoch, and shows it."""
+
+    def __init__(self, length: int = LENGTH, first: int = 0) -> None:
+        self.epoch = 0
+        self.length = length
+        self.first = first
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return int(100 * self.epoch + self.first + index)
+
+
+class Hidden(Shown):
+    """Keeps the epoch to itself."""
+
+    def __init__(self, length: int = LENGTH, first: int = 0) -> None:
+        self._epoch = 0
+        self.length = length
+        self.first = first
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self._epoch + self.first + index
+
+
+class Numpys(Shown):
+    """Shows it as a number of numpy's."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = cast(int, np.int64(epoch))
+
+
+class HiddenStream(IterableDataset[int]):
+    """Keeps it to itself, and has no state."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([100 * self._epoch + index for index in range(LENGTH)])
+
+
+class HiddenOrder(Sampler[int]):
+    """A sampler that does."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([100 * self._epoch + index for index in range(LENGTH)])
+
+
+class Keys:
+    """Gives the keys themselves."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, key: int) -> int:
+        return key
+
+
+def nested() -> Any:
+    """Of two of which one shows it, inside of torch's wrappers."""
+    half = LENGTH // 2
+    hidden: Any = Hidden(half, half)
+    return ConcatDataset([cast(Any, Shown(half)), Subset(hidden, range(half))])
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shown": lambda: {"dataset": Shown()},
+    "hidden": lambda: {"dataset": Hidden()},
+    "numpys": lambda: {"dataset": Numpys()},
+    "nested": lambda: {"dataset": nested()},
+    "stream": lambda: {"dataset": HiddenStream()},
+    "sampler": lambda: {"dataset": Keys(), "sampler": HiddenOrder()},
+    "batch sampler": lambda: {"dataset": Keys(), "batch_sampler": BatchSampler(HiddenOrder(), 1, drop_last=False)},
+}
+
+
+def make(kind: str, num_workers: int, persistent: bool, **options: Any) -> DataLoader[Any]:
+    """Return a loader whose samples tell their epoch."""
+    workers = {
+        "num_workers": min(num_workers, 1) if kind == "stream" else num_workers,
+        "persistent_workers": persistent,
+    }
+    return DataLoader(**{**KINDS[kind](), **workers, **options})
+
+
+def in_epoch(epoch: int) -> list[int]:
+    """What it should give."""
+    return [100 * epoch + index for index in range(LENGTH)]
+
+
+def part_of_run(loader: DataLoader[Any], count: int) -> tuple[list[int], dict[str, Any]]:
+    """Take so many batches, and then a state; what is left is dropped."""
+    with iter(loader) as iterator:
+        samples = [int(next(iterator)[0]) for _ in range(count)]
+        return samples, json.loads(json.dumps(loader.state_dict()))
+
+
+def part_of_async_run(loader: DataLoader[Any], count: int) -> tuple[list[int], dict[str, Any]]:
+    """Do it in a loop."""
+
+    async def take() -> tuple[list[int], dict[str, Any]]:
+        async with aiter(loader) as iterator:
+            samples = [int((await anext(iterator))[0]) for _ in range(count)]
+            return samples, json.loads(json.dumps(loader.state_dict()))
+
+    return asyncio.run(take())
+
+
+def rest_of_run(loader: DataLoader[Any]) -> list[int]:
+    """Take all that is left."""
+    return [int(batch[0]) for batch in loader]
+
+
+def told(state: dict[str, Any]) -> set[int | None]:
+    """Return which epochs are in a state."""
+    return {epoch for epoch in (*state["dataset_epochs"], *state["set_epochs"]) if epoch is not None}
+
+
+@pytest.mark.parametrize("part", [part_of_run, part_of_async_run])
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_resumed_again_and_again(kind: str, num_workers: int, persistent: bool, part: Any) -> None:
+    """Each time by another program, that says nothing of epochs, or what is so already, or another one for later."""
+    loader = make(kind, num_workers, persistent)
+    loader.set_epoch(5)
+    samples, state = part(loader, PART)
+    for says in (None, 5, 9, None):
+        assert told(state) == {5}
+        loader = make(kind, num_workers, persistent)
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        if says is not None:
+            loader.set_epoch(says)
+        more, state = part(loader, PART)
+        samples += more
+    loader = make(kind, num_workers, persistent)
+    loader.load_state_dict(state)
+    assert samples + rest_of_run(loader) == in_epoch(5)
+    loader.close()
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_that_goes_back(kind: str, num_workers: int, persistent: bool) -> None:
+    """The same one was told of other epochs meanwhile; whoever loads its states knows nothing of that."""
+    loader = make(kind, num_workers, persistent)
+    loader.set_epoch(5)
+    samples, state = part_of_run(loader, PART)
+    for link in range(4):
+        loader.set_epoch(7 + link)
+        assert rest_of_run(loader) == in_epoch(7 + link)
+        loader.load_state_dict(state)
+        more, state = part_of_run(loader, PART)
+        samples += more
+        assert told(state) == {5}
+    other = make(kind, num_workers, persistent)
+    other.load_state_dict(state)
+    assert samples + rest_of_run(other) == in_epoch(5)
+    for each in (loader, other):
+        each.close()
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_runs_after_one_that_was_resumed(kind: str, num_workers: int, persistent: bool) -> None:
+    """They are of that epoch too until somebody tells them another, and so are their states."""
+    loader = make(kind, num_workers, persistent)
+    loader.set_epoch(5)
+    _, state = part_of_run(loader, PART)
+    loader = make(kind, num_workers, persistent)
+    loader.load_state_dict(state)
+    assert rest_of_run(loader) == in_epoch(5)[PART:]
+    for says, epoch in ((None, 5), (6, 6), (None, 6)):
+        if says is not None:
+            loader.set_epoch(says)
+        assert rest_of_run(loader) == in_epoch(epoch)
+    samples, state = part_of_run(loader, PART)
+    assert told(state) == {6}
+    other = make(kind, num_workers, persistent)
+    other.load_state_dict(state)
+    assert samples + rest_of_run(other) == in_epoch(6)
+    for each in (loader, other):
+        each.close()
+
+
+@pytest.mark.parametrize("kind", ["shown", "hidden", "nested", "sampler"])
+def test_an_iterator_that_goes_back(kind: str) -> None:
+    """By its own load_state_dict, to the epoch before."""
+    loader = make(kind, 1, True)
+    loader.set_epoch(5)
+    first, state = part_of_run(loader, PART)
+    loader.set_epoch(7)
+    iterator = iter(loader)
+    assert int(next(iterator)[0]) == 700
+    iterator.load_state_dict(state)
+    more = [int(next(iterator)[0]) for _ in range(PART)]
+    state = iterator.state_dict()
+    assert told(state) == {5}
+    assert first + more + [int(batch[0]) for batch in iterator] == in_epoch(5)
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", ["shown", "hidden", "nested"])
+def test_epochs_that_are_begun_ahead(kind: str) -> None:
+    """After a run that was resumed, they are guessed from the epoch that it was of."""
+    loader = make(kind, 1, True)
+    loader.set_epoch(5)
+    _, state = part_of_run(loader, PART)
+    loader = make(kind, 1, True, prefetch_epochs=1)
+    loader.load_state_dict(state)
+    assert rest_of_run(loader) == in_epoch(5)[PART:]
+    for epoch in (6, 7, 8):
+        loader.set_epoch(epoch)
+        assert rest_of_run(loader) == in_epoch(epoch)
+    assert rest_of_run(loader) == in_epoch(8)
+    loader.close()
+
+
+class HiddenPlace(HiddenOrder):
+    """Has a state, of its epoch too, and goes on to the next one by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._place = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch, self._place = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self._place < LENGTH:
+            self._place += 1
+            yield 100 * self._epoch + self._place - 1
+        self._epoch, self._place = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "place": self._place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._epoch, self._place = state["epoch"], state["place"]
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
+@pytest.mark.parametrize("says", [None, 9])
+def test_an_epoch_that_is_set_goes_before_the_state_of_a_sampler(
+    num_workers: int, persistent: bool, says: int | None
+) -> None:
+    """Where the state is that of the end of a run, also of a sampler that does not show its epoch."""
+
+    def made() -> DataLoader[Any]:
+        return DataLoader(
+            cast(Any, Keys()), sampler=HiddenPlace(), num_workers=num_workers, persistent_workers=persistent
+        )
+
+    loader = made()
+    loader.set_epoch(5)
+    assert rest_of_run(loader) == in_epoch(5)
+    state = loader.state_dict()
+    loader.close()
+    other = made()
+    other.load_state_dict(state)
+    if says is not None:
+        other.set_epoch(says)
+    assert rest_of_run(other) == in_epoch(says or 6)
+    other.close()
