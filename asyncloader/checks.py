@@ -18,22 +18,22 @@ def one_of(name: str, value: object, kind: object) -> None:
 
 
 def says_auto(num_workers: object) -> bool:
-    """Whether a number of workers is "auto", with which a loader is made.
+    """Whether a number of workers is "auto", with which a loader is made. Of other words torch says what they are not.
 
     Raises:
-        ConfigurationError: if it is another word.
+        ConfigurationError: if it is nearly that word.
     """
     if not isinstance(num_workers, str) or num_workers == "auto":
         return num_workers == "auto"
-    close = "'auto'" if get_close_matches(num_workers.strip().lower(), ["auto"]) else num_workers.strip()
-    meant = f". Did you mean {close}?" if close == "'auto'" or close.isdecimal() else ""
-    raise ConfigurationError(
-        f'num_workers should be an integer of at least 0, or "auto", but got {num_workers!r}{meant}'
-    )
+    if get_close_matches(num_workers.strip().lower(), ["auto"]):
+        raise ConfigurationError(
+            f"num_workers should be an integer or 'auto', but got {num_workers!r}. Did you mean 'auto'?"
+        )
+    return False
 
 
 def no_word(num_workers: object) -> None:
-    """Raise a ConfigurationError if the number of workers of a loader that is made already was set to a word."""
+    """Raise a ConfigurationError if the number of workers of a loader that is made already was set to "auto"."""
     if says_auto(num_workers):
         raise ConfigurationError(
             "num_workers should be a number where it is set later, but got 'auto': make the loader with "
