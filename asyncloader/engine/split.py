@@ -215,11 +215,7 @@ class SplitScheduler(Scheduler):
                 runs.append([])
             runs[-1].append(ticket)
         spare = {seq for run in runs if len(run) > 1 for seq in self._cut_run(run)}
-        self._unsent = [entry for entry in sorted(self._unsent) if entry[0] not in spare]
-        actions: list[Action] = []
-        for seq in sorted(spare):
-            self._parts.pop(seq)
-            actions += super().ready(seq, PART)
+        actions = self._spare(spare)
         self._slices = len(self._slicer.cut(self._size, self.roster.num_takers)) - 1
         return actions + self._note_window()
 
@@ -247,11 +243,16 @@ class SplitScheduler(Scheduler):
             for _, ticket in self._unsent
             if type(ticket.part) is Part and ticket.part.batch is batch and ticket.part.begin >= begin
         }
+        batch.missing -= len(spare)
+        return self._spare(spare)
+
+    def _spare(self, seqs: set[int]) -> list[Action]:
+        """Tickets are not needed any more: nobody gets them, and they are passed over in the order."""
+        if not seqs:
+            return []
+        self._unsent = [entry for entry in sorted(self._unsent) if entry[0] not in seqs]
         actions: list[Action] = []
-        if spare:
-            self._unsent = [entry for entry in sorted(self._unsent) if entry[0] not in spare]
-            batch.missing -= len(spare)
-        for seq in sorted(spare):
+        for seq in sorted(seqs):
             self._parts.pop(seq)
             actions += super().ready(seq, PART)
         return actions
