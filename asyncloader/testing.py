@@ -233,8 +233,3 @@ def _compare(what: str, found: Sequence[Any], expected: Sequence[Any], thing: st
             raise AssertionError(f"{what}: {thing} {number} {told}{more}.")
     many = {"batch": "batches", "sample": "samples"}[thing]
     assert len(found) == len(expected), f"{what} has {len(found)} {many}, and should have {len(expected)}."
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Compare two batches bit for bit, through all containers."""
-    return difference(one, other) is None

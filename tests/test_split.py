@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError
 from asyncloader.engine import slicer
-from asyncloader.testing import _same as same
 from tests.faults.datasets import DEATHS, Augmented, Deadly, plain
+from tests.sameness import same
 
 OPTIONS: dict[str, Any] = {"scheduling": "split", "seeding": "sample"}
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from torch.utils.data import default_collate
 
-from asyncloader.testing import _same as same
 from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.room import Room, make_room
 from asyncloader.transport.rows import RowsOf, layout_of
 from asyncloader.transport.slab import SlabPool
+from tests.sameness import same
 from tests.transport.wire import make_pool
 
 Point = namedtuple("Point", ["x", "label"])
