@@ -140,7 +140,6 @@ class WorkerProcess:
     def _connect(self) -> Ends:
         ours, theirs = open_pair()
         self._sock = ours
-        self.channel = Channel(self._loop, ours, self._on_frame, self._on_channel_closed)
         _parent_ends.add(self)
         ends = Ends(theirs)
         try:
@@ -178,6 +177,8 @@ class WorkerProcess:
             self._descriptors["pid"] = os.pidfd_open(self.pid)
 
     def _watch(self) -> None:
+        """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""
+        self.channel = Channel(self._loop, self._sock, self._on_frame, self._on_channel_closed)
         if "pid" in self._descriptors:
             self._loop.add_reader(self._descriptors["pid"], self._on_exit)
         else:
@@ -322,6 +323,8 @@ class WorkerProcess:
             self._close_descriptor(name)
         if hasattr(self, "channel"):
             self.channel.close()
+        elif hasattr(self, "_sock"):
+            self._sock.close()
         if hasattr(self, "_executor"):
             self._executor.shutdown(wait=False)
         _parent_ends.discard(self)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -363,22 +364,6 @@ def test_what_the_main_program_defines(way: str, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("[0, 2, 4, 6, 5, 12, 14]\n" * 3, "", 0)
 
 
-@pytest.mark.slow
-def test_a_script_without_a_guard_ends_in_an_error(tmp_path: Path) -> None:
-    """Under spawn every worker runs the script again: bounded, with multiprocessing's advice."""
-    script = SCRIPT.replace(
-        'if __name__ == "__main__":\n    for method in ("fork", "forkserver", "spawn"):', "if True:"
-    )
-    script = script.replace("        train(method)", "    train('spawn')")
-    (tmp_path / "program.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 1
-    assert "freeze_support" in done.stderr
-    assert "WorkerStartError: Workers end before they can take a batch" in done.stderr
-
-
 def test_representations(tmp_path: Path) -> None:
     """What a debugger shows: who, where, how far."""
     iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=2))
@@ -411,3 +396,29 @@ def test_a_worker_begins_before_the_next_one_is_started(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(process.WorkerProcess, "start", start_late)
     assert squares_of(DataLoader(Telling(), num_workers=2, multiprocessing_context="fork")) == list(range(8))
+
+
+class Patient(Squares):
+    """Its samples take a while."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.1)
+        return index
+
+
+def test_a_worker_is_up_before_its_trainer_has_its_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it says while the thread that forked it waits for a turn is heard: nobody takes it for one that hangs."""
+    launch = process.WorkerProcess._launch
+
+    def launch_and_wait(*args: Any) -> None:
+        launch(*args)
+        time.sleep(0.3)  # in the thread of the consumer: the loop turns
+
+    monkeypatch.setattr(process.WorkerProcess, "_launch", launch_and_wait)
+    monkeypatch.setattr(process, "_UP_S", 0.2)
+    loader = DataLoader(Patient(), num_workers=2, multiprocessing_context="fork")
+    assert squares_of(loader) == list(range(8))
+    assert loader.stats().replacements == 0
+    assert caplog.text == ""
