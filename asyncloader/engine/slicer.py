@@ -3,8 +3,8 @@
     made, carried ──> Slicer ──> cut: where the slices of a batch begin; one slice: it stays whole
                              └─> window: batches in flight or waiting
 
-A slice costs what a ticket costs, some 0.2 ms of a worker and of the loop thread together, and bringing its samples to
-those of the others. So a slice takes a worker some while at least, and a batch of cheap samples, or of such that are
+A slice costs what a ticket costs, some 0.4 ms of the loop thread and of a worker that waits, and bringing its samples
+to those of the others. So a slice takes a worker some while at least, and a batch of cheap samples, or of such that are
 dear to carry, stays whole. Otherwise slices become smaller towards the end of a batch, as far as that allows: where
 samples take unlike times, or workers start at different ones, that is what keeps all busy until the batch is done.
 A loader's first slices have one sample each: what these cost decides about the rest.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-_LEAST_SLICE_S = 0.01
+_LEAST_SLICE_S = 0.02
 """A slice that takes a worker less is not worth its ticket: 2 % of it."""
 _SHARE = 2
 """A slice has what is left of the batch, divided by the workers and by this: guided self-scheduling (Polychronopoulos

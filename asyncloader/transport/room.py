@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -22,21 +23,23 @@ class Room:
         count: How many these are.
         regions: Its slabs.
         memories: Of these.
+
+    Attributes:
+        nbytes: Of the batch.
     """
 
     def __init__(self, layout: Layout, count: int, regions: list[Region], memories: list[memoryview]) -> None:
         self.layout = layout
         self.count = count
+        self.nbytes = count * sum(leaf.nbytes for leaf in layout.leaves)
         self.regions = regions
         self._memories = memories
-
-    @property
-    def nbytes(self) -> int:
-        """Of the batch."""
-        return self.count * sum(leaf.nbytes for leaf in self.layout.leaves)
+        self._pickled = b""
 
     def __reduce__(self) -> Any:
-        return Rows, tuple(self.rows())
+        if not self._pickled:  # all slices of the batch are told the same
+            self._pickled = pickle.dumps(self.rows(), 5)
+        return pickle.loads, (self._pickled,)
 
     def rows(self) -> Rows:
         """Return what a worker has to know of it."""

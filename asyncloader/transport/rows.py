@@ -14,6 +14,7 @@ dtype and shape. Whatever else samples are, `layout_of` is None, and they are co
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from functools import lru_cache
@@ -54,7 +55,7 @@ class Leaf(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of one row."""
-        return self.torch_dtype.itemsize * int(np.prod(self.shape, dtype=np.int64)) if self.dtype else 0
+        return self.torch_dtype.itemsize * math.prod(self.shape) if self.dtype else 0
 
     @property
     def stored(self) -> np.dtype[Any]:

@@ -173,7 +173,7 @@ def _throughput(bench: Bench, rounds: int) -> None:
     names = ("ours, static", "torch", "ours, split")
     images = torch.randn(512, 3, 224, 224)
     loads: dict[str, tuple[Any, int]] = {
-        "large floats": (Images(images, 512 if bench.quick else 4096), 64),
+        "large floats": (Images(images, 512 if bench.quick else 16_384), 64),
         "photographs": (Photographs((500, 375), 32 * (24 if bench.quick else 96), (224, 224)), 32),
         "tiny samples": (Ints(100_000 if bench.quick else 1_000_000), 64),
     }

@@ -39,15 +39,15 @@ def test_slices_cover_the_batch_and_none_is_empty(count: int, num_workers: int, 
     ("making_s", "count", "num_workers", "slices"),
     [
         (20e-3, 64, 4, 27),  # of 8 samples at first, of one in the end
-        (1e-3, 64, 4, 6),  # of 10 ms each
-        (1e-3, 19, 4, 1),  # not twice 10 ms
+        (1e-3, 64, 4, 3),  # of 20 ms each
+        (1e-3, 39, 4, 1),  # not twice 20 ms
         (10e-6, 512, 4, 1),
         (1.0, 1, 4, 1),
         (1.0, 64, 1, 1),  # nobody to share with
     ],
 )
 def test_a_slice_is_worth_its_ticket(making_s: float, count: int, num_workers: int, slices: int) -> None:
-    """Slices take a worker 10 ms at least; a batch that does not take two of these stays whole."""
+    """Slices take a worker 20 ms at least; a batch that does not take two of these stays whole."""
     assert len(slicer_of(making_s).cut(count, num_workers)) - 1 == slices
 
 
@@ -73,7 +73,7 @@ def test_means_follow_what_samples_cost_now() -> None:
     """After some dozens of tickets the first ones are forgotten."""
     slicer = slicer_of(1e-6)
     for _ in range(200):
-        slicer.made(1, 20e-3)
+        slicer.made(1, 21e-3)
     assert len(slicer.cut(64, 4)) - 1 == 27
 
 
