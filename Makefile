@@ -11,6 +11,8 @@ MINUTES ?= 10
 # runs them in one.
 JOBS ?= 2
 BESIDE := -n $(JOBS) --dist worksteal
+# The suites that have no packages of their own, and that can be collected without those.
+CORE := --ignore=tests/frameworks --ignore=tests/ray
 QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services and not browser and not ray
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
@@ -30,11 +32,11 @@ demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
 
 test: $(READY) ## the tests that are quick
-	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" --ignore=tests/frameworks --ignore=tests/ray
+	$(BIN)/python -m pytest $(BESIDE) -m "$(QUICK)" $(CORE)
 
 # Not beside each other: frameworks and Ray each start clusters of Ray, and a program takes part in the latest of a machine.
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) chromium ## all tests, those that are slow, soak, need a GPU or train with frameworks included
-	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest $(BESIDE) --ignore=tests/frameworks --ignore=tests/ray
+	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest $(BESIDE) $(CORE)
 	$(BIN)/python -m pytest tests/frameworks
 	$(BIN)/python -m pytest tests/ray
 
@@ -48,13 +50,13 @@ test-ray: $(RAY_READY) ## workers on the nodes of a Ray cluster: several raylets
 	$(BIN)/python -m pytest -m "ray and not slow" tests/ray
 
 test-browser: $(READY) chromium ## look at the page of a timeline in Chrome or chromium; Debian's is installed if there is none (as root)
-	$(BIN)/python -m pytest -m browser
+	$(BIN)/python -m pytest -m browser $(CORE)
 
 chromium:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 
 soak: $(READY) ## the soak tests, for MINUTES=10
-	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak -o faulthandler_timeout=0
+	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak $(CORE) -o faulthandler_timeout=0
 
 lint: $(READY) ## ruff, its format, and what may import what
 	$(BIN)/ruff check .

@@ -3,8 +3,7 @@
 python docs/draw_timeline.py
 
 It makes the run itself, of about a second: every 160th sample takes 150 ms, the others 2; batches of 8, two workers,
-steps of 8 ms. Of five runs it shows the shortest, which the machine disturbed least. It puts white labels onto
-what took long: the page's own are faint when a batch was clicked, and the path of that batch runs through its label.
+steps of 8 ms. Of five runs it shows the shortest, which the machine disturbed least.
 """
 
 from __future__ import annotations
@@ -35,28 +34,6 @@ WHERE = """batch => {
 }"""
 """Where on the page a batch is."""
 
-LABEL = """clicked => {
-    const {left, top} = canvas.getBoundingClientRect();
-    for (const t of rows) for (const s of t.slices) {
-        const isClicked = s.name === "batch " + clicked;
-        if (s.to - s.from < 7e4 || s.name === "train" || s.batch === clicked && !isClicked) continue;
-        const label = document.createElement("span");
-        label.textContent = s.name + (isClicked ? ", clicked" : "");
-        label.style = `position: fixed; left: ${left + x(s.from) + 5}px; top: ${top + t.top + s.row * ROW + 1}px;
-                       font: 11px/13px system-ui, sans-serif; padding: 0 3px; background: #fff; color: #1b1f24`;
-        document.body.append(label);
-    }
-}"""
-"""Put labels onto what took more than 70 ms; what belongs to the batch that was clicked can be read as it is."""
-
-LEAVE_OUT_THE_END = """() => {
-    const wanted = (last - first) / (width() / 110), power = 10 ** Math.floor(Math.log10(wanted));
-    const step = [1, 2, 5, 10].map(f => f * power).find(s => s >= wanted);
-    const tick = first + Math.floor((last - first) / step) * step;
-    if (x(last) - x(tick) < 50) look(first, tick - 1);
-}"""
-"""Let the view end before the last tick, if the page would cut its label."""
-
 
 class Sleeps(Dataset[Tensor]):
     """Some samples are slow."""
@@ -86,10 +63,8 @@ def photograph(page_file: Path) -> None:
         page = browser.new_page(viewport=SIZE, device_scale_factor=2)
         page.goto(page_file.as_uri())
         page.wait_for_function("canvas.clientWidth > 0 && viewer.drawn > 0")
-        page.evaluate(LEAVE_OUT_THE_END)
         page.mouse.click(*page.evaluate(WHERE, CLICKED))
         page.mouse.move(0, 0)
-        page.evaluate(LABEL, CLICKED)
         page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         page.screenshot(path=PICTURE)
         browser.close()
