@@ -77,7 +77,9 @@ Measured = dict[str, dict[int, StepTime]]
 def stateful(dataset: SleepingDataset, workers: int) -> Batches:
     """Make torchdata's loader."""
     loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    made: Batches = loader(dataset, BATCH_SIZE, num_workers=workers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torch, which torchdata has not heard of
+        made: Batches = loader(dataset, BATCH_SIZE, num_workers=workers)
     return made
 
 

@@ -519,6 +519,17 @@ async def test_after_an_exception_comes_the_next_batch(num_workers: int, face: s
     assert results == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15]]
 
 
+@WORKERS
+def test_a_cancelled_error_of_a_sample_costs_its_batch(num_workers: int) -> None:
+    """Of a loop of its own, for example: nothing has cancelled the consumer, for whom the batch would be kept."""
+    dataset = Numbers(16, error=asyncio.CancelledError(), at=5)
+    results = results_of_for(iter(DataLoader(dataset, batch_size=4, num_workers=num_workers)))
+    error = results.pop(1)
+    assert type(error) is RuntimeError
+    assert "CancelledError" in str(error)
+    assert results == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15]]
+
+
 def bad_sampler() -> Iterator[int]:
     """Name six numbers, then raise."""
     yield from range(6)

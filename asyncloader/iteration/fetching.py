@@ -7,6 +7,7 @@ FetchThread   takes keys, hands batches over
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
@@ -28,8 +29,11 @@ from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure
 
 
 def is_of_a_sample(error: BaseException) -> bool:
-    """Whether a SystemExit was raised by an awaited sample, on the loop, and not by a signal handler in this thread."""
-    return getattr(error, "asyncloader_of_a_sample", False) is True
+    """Whether what is no Exception is a sample's all the same, and not of a signal handler in this thread.
+
+    A CancelledError, which no handler raises; and a SystemExit of an awaited sample, which was raised on the loop.
+    """
+    return isinstance(error, asyncio.CancelledError) or getattr(error, "asyncloader_of_a_sample", False) is True
 
 
 class InlineHost:

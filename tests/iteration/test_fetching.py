@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +64,7 @@ def test_what_a_sample_raises_is_raised_as_it_is(error: Exception) -> None:
     assert not hasattr(error, "__notes__")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), GeneratorExit()])
 def test_an_interruption_is_no_failure_of_the_batch(error: BaseException) -> None:
     """It passes through, and the batch can be made anew, with the same number."""
     maker = make_maker()
