@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from multiprocessing.context import BaseContext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -401,9 +401,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""
         write_state(self.state_dict(), path)
 
-    async def asave_state(self, path: str | PathLike[str]) -> None:
+    def asave_state(self, path: str | PathLike[str]) -> Coroutine[Any, Any, None]:
         """Write `state_dict`, as of this call, to a file as `save_state` does, without blocking the loop."""
-        await awrite_state(self.state_dict(), path)
+        return awrite_state(self.state_dict(), path)
 
     def load_state(self, path: str | PathLike[str], *, weights_only: bool = True) -> None:
         """Load the state that `save_state` has written: see `load_state_dict`.

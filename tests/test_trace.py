@@ -85,6 +85,25 @@ def test_all_runs_of_a_loader_are_in_one_file(tmp_path: Path) -> None:
     assert sum(slice_["name"] == "take" for slice_ in tracks["consumer"]) == 21
 
 
+def test_loaders_that_name_one_file_share_it(tmp_path: Path) -> None:
+    """As those for training and validation do; whoever names it after they have gone writes it anew."""
+    path = tmp_path / "run.json"
+
+    def takes() -> int:
+        return sum(event["name"] == "take" for event in json.loads(path.read_text()))
+
+    train, validation = (DataLoader(range(count), 2, num_workers=1, trace=str(path)) for count in (2000, 20))
+    for _ in range(2):
+        for loader in (train, validation):
+            for _ in loader:
+                pass
+    assert takes() == 2 * (1000 + 10)
+    del train, validation, loader
+    for _ in DataLoader(range(20), 2, trace=path):
+        pass
+    assert takes() == 10
+
+
 def test_tracing_a_part_of_a_program(tmp_path: Path) -> None:
     """Runs that begin inside are in the file, of any loader, also without workers; others are not."""
     path = tmp_path / "part.json"

@@ -45,6 +45,9 @@ log = logging.getLogger("asyncloader")
 
 VERSION = 2
 
+_DIVISION = ("batch_size", "num_replicas", "rank")
+"""What of samplers says which samples batch n has."""
+
 
 def check(state: dict[str, Any], settings: Settings) -> None:
     """See whether a state fits what is to be iterated over.
@@ -56,8 +59,17 @@ def check(state: dict[str, Any], settings: Settings) -> None:
         version = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise StateMismatchError("version", version, VERSION, "It is not a state of this version of asyncloader.")
     _same("kind", state["kind"], _kind(settings))
-    for name, now in describe(settings).items():
-        _same(name, state["fits"].get(name), now)
+    saved, here = state["fits"], describe(settings)
+    division = here.pop("division")
+    for name, now in here.items():
+        _same(name, saved.get(name), now)
+    if state["ahead"]:
+        advice = (
+            "(It is batch_size, num_replicas and rank of each sampler.) With in_order=False a state names batches that "
+            "came early by their numbers, which are other samples in another division. Save between epochs, or with "
+            "in_order=True."
+        )
+        _same("division", saved.get("division"), division, advice)
     if state["workers"] is not None and not is_between_runs(state):
         advice = "A dataset with a state of its own in each worker can only go on with as many workers."
         _same("num_workers", len(from_plain(state["workers"])), settings.num_places, advice)
@@ -76,6 +88,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         "samples": None if elastic or settings.is_iterable else _length(settings.sampler),
         "num_replicas": None if elastic or divided is None else divided.num_replicas,
         "rank": None if elastic or divided is None else divided.rank,
+        "division": [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers],
     }
 
 
@@ -89,7 +102,12 @@ def _kind(settings: Settings) -> str:
 
 
 def _is_divided(sampler: Any) -> bool:
-    return isinstance(probe(sampler, "num_replicas"), int) and isinstance(probe(sampler, "rank"), int)
+    return _whole(sampler, "num_replicas") is not None and _whole(sampler, "rank") is not None
+
+
+def _whole(sampler: Any, name: str) -> int | None:
+    value = probe(sampler, name)
+    return value if isinstance(value, int) else None
 
 
 def _length(thing: Any) -> int | None:

@@ -15,7 +15,7 @@ from asyncloader.epochs import Told, numbers, told
 from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state, is_between_runs
 from asyncloader.iteration.plan import samplers_within
 from asyncloader.observe.meter import Meter
-from asyncloader.observe.trace import Trace, active_trace
+from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.settings import Settings
 
@@ -148,11 +148,11 @@ class Runs:
             self.latest.progress.num_workers = None
 
     def open_trace(self, settings: Settings) -> Trace | None:
-        """Return where the timeline of a run is written: one file for all runs."""
+        """Return where the timeline of a run is written: one file for all runs, and for other loaders that name it."""
         if settings.trace is None:
             return active_trace()
         if self._trace is None or self._trace.path != Path(settings.trace):
-            self._trace = Trace(settings.trace)
+            self._trace = shared_trace(settings.trace)
             weakref.finalize(self, self._trace.write, wait=False)
         return self._trace
 

@@ -23,23 +23,23 @@ from asyncloader.workers.protocol.snapshot import says_all
 
 def write_state(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state; whoever reads the file meanwhile, or after a crash, finds the one before or this one."""
-    with _beside(path) as temporary:
+    with _beside(path) as (temporary, target):
         with open(temporary, "xb") as file:
             file.write(_packed(state))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
 
 
 async def awrite_state(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state as `write_state` does, without blocking the loop."""
     data = _packed(state)
-    with _beside(path) as temporary:
+    with _beside(path) as (temporary, target):
         async with aiofiles.open(temporary, "xb") as file:
             await file.write(data)
             await file.flush()
             await aiofiles.os.wrap(os.fsync)(file.fileno())
-        await aiofiles.os.replace(temporary, path)
+        await aiofiles.os.replace(temporary, target)
 
 
 def read_state(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
@@ -59,12 +59,12 @@ async def aread_state(path: str | os.PathLike[str], *, weights_only: bool = True
 
 
 @contextlib.contextmanager
-def _beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a name for a file that is to take the place of another, and leave nothing under it."""
-    target = Path(path)
+def _beside(path: str | os.PathLike[str]) -> Iterator[tuple[Path, Path]]:
+    """Give a name for a file that is to take the place of another, which a link may lead to; leave nothing under it."""
+    target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        yield temporary
+        yield temporary, target
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -263,6 +264,17 @@ def _taken(seq: int, last_at: float, asked_at: float, now: float, ready: int) ->
 # ------------------------------------------------------------------------------------------------------- faces
 
 _active: list[Trace] = []
+_shared: weakref.WeakValueDictionary[tuple[int, str], Trace] = weakref.WeakValueDictionary()
+_sharing = threading.Lock()
+
+
+def shared_trace(path: str | os.PathLike[str]) -> Trace:
+    """Return the timeline that loaders of this process write into a file: one, as long as any of them is there."""
+    key = os.getpid(), os.path.realpath(path)
+    with _sharing:
+        if (trace := _shared.get(key)) is None:
+            trace = _shared[key] = Trace(path)
+    return trace
 
 
 @contextlib.contextmanager

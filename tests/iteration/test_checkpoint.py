@@ -16,7 +16,7 @@ from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.iteration.checkpoint import Checkpointer, check, describe, initial_state, is_between_runs
 from asyncloader.iteration.plan import samplers_within
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
-from asyncloader.samplers import ElasticSampler
+from asyncloader.samplers import ElasticSampler, PackingBatchSampler
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.snapshot import Frozen, Start, Untold
 
@@ -107,12 +107,38 @@ def test_what_is_no_state_of_this_version(state: Any) -> None:
 
 
 def test_a_state_of_an_elastic_sampler_fits_any_division() -> None:
-    """Batch size, samples and ranks are not described."""
+    """Batch size, samples and ranks may be others."""
     one = settings_of(sampler=ElasticSampler(range(12), num_replicas=1, rank=0))
     two = settings_of(sampler=ElasticSampler(range(12), num_replicas=2, rank=1), batch_size=3)
-    assert describe(one) == describe(two)
     assert describe(one)["dataset_length"] == 12
     check(initial_state(one, 0), two)
+
+
+def elastic(num_replicas: int = 1, rank: int = 0) -> ElasticSampler:
+    return ElasticSampler(range(12), num_replicas=num_replicas, rank=rank)
+
+
+def packing(batch_size: int) -> dict[str, Any]:
+    return {"batch_size": 1, "batch_sampler": PackingBatchSampler([4] * 12, block_size=8, batch_size=batch_size)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"sampler": elastic()}, {"sampler": elastic(), "batch_size": 3}),
+        ({"sampler": elastic()}, {"sampler": elastic(2)}),
+        ({"sampler": elastic(2)}, {"sampler": elastic(2, 1)}),
+        (packing(2), packing(4)),
+    ],
+)
+def test_batches_that_came_early_are_of_one_division(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The state has their numbers: in another division these are other samples, and some would be lost."""
+    progress = Progress(position=0, ahead={1, 3})
+    state = checkpointer_of(settings_of(**one), progress).state_dict()
+    check(state, settings_of(**one))
+    with pytest.raises(StateMismatchError, match=r"division was .* in_order=True"):
+        check(state, settings_of(**other))
+    check({**state, "ahead": []}, settings_of(**other))
 
 
 def test_workers_with_states_of_their_own_are_as_many_as_before() -> None:

@@ -67,19 +67,35 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
 
 
 async def test_an_async_trainer_does_it_without_blocking_its_loop(tmp_path: Path) -> None:
-    """The state is that of the call, also if the run goes on while it is written."""
+    """The state is that of the call, also if the run goes on before it is awaited, or while it is written."""
     whole = numbers(make())
     loader, path = make(), tmp_path / "loader.json"
     iterator = aiter(loader)
     await anext(iterator)
-    saving = asyncio.ensure_future(loader.asave_state(path))
+    saving = loader.asave_state(path)
+    await anext(iterator)
+    writing = asyncio.ensure_future(saving)
     await asyncio.sleep(0)  # it begins
     await anext(iterator)
-    await saving
+    await writing
     resumed = make()
     await resumed.aload_state(path)
     assert [int(number) async for batch in resumed for number in batch] == whole[4:]
     assert os.listdir(tmp_path) == ["loader.json"]
+
+
+def test_a_link_leads_to_the_state_afterwards_too(tmp_path: Path) -> None:
+    """The file that it names is replaced, and not the link."""
+    loader, there, link = make(), tmp_path / "runs" / "7.json", tmp_path / "latest.json"
+    there.parent.mkdir()
+    link.symlink_to(there)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+        loader.save_state(link)
+        assert json.loads(there.read_text()) == loader.state_dict()
+    assert link.is_symlink()
+    assert os.listdir(there.parent) == ["7.json"]
 
 
 def test_states_with_objects_of_the_users(tmp_path: Path) -> None:
