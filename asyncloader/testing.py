@@ -27,6 +27,15 @@ __all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async"]
 
 MakeLoader = Callable[[], DataLoader[Any]]
 
+_OF_WORKERS = (
+    "persistent_workers",
+    "prefetch_factor",
+    "multiprocessing_context",
+    "timeout",
+    "max_tasks_per_child",
+    "max_worker_memory",
+)
+
 
 def assert_resumable(
     make_loader: MakeLoader, *, resume_with: MakeLoader | None = None, restore_generators: bool = True
@@ -88,7 +97,8 @@ def assert_reproducible(
         scheduling: How batches are divided among workers; "split" too, for datasets that it is for.
         epochs: How many of each loader are compared.
         seed: What torch is seeded with before each loader.
-        options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``.
+        options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``. What is about workers only
+            those with workers get.
 
     Raises:
         AssertionError: with the loader, the epoch and the place in its order of the first sample that differs or cannot
@@ -126,6 +136,8 @@ def _varied(values: dict[str, Sequence[Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def _samples(dataset: Any, epochs: int, seed: int, options: dict[str, Any]) -> list[list[Any]]:
+    if not options["num_workers"]:
+        options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
     torch.manual_seed(seed)
     loader = DataLoader(dataset, **options)
     try:

@@ -310,6 +310,12 @@ def test_what_is_not_reproducible_is_told() -> None:
         assert_reproducible(Drawing, batch_sizes=[4], num_workers=(0, 1), seeding="worker")
 
 
+def test_options_of_workers_are_for_loaders_that_have_some() -> None:
+    """The first loader has none, which is no error."""
+    of_workers: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3, "multiprocessing_context": "fork"}
+    assert_reproducible(Drawing, num_workers=(0, 1), batch_sizes=[4], epochs=1, timeout=60, **of_workers)
+
+
 def test_workers_that_come_and_go_in_the_middle() -> None:
     """What they make is what others would have made."""
     torch.manual_seed(3)
