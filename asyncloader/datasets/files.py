@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -116,12 +116,15 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
 class ImageFolder(FileDataset[tuple[Any, int]]):
     """Serve the images of a folder with one folder per class, as torchvision's class of this name does.
 
+    Images have the same indices as there: folders in the order of their paths, and in each its files by name.
+
     Args:
-        root: Folder whose sub-folders, sorted by name, are the classes. Images may lie deeper in them.
+        root: Folder whose sub-folders, sorted by name, are the classes. Images may lie deeper in them. Links to folders
+            are followed, but not back into a folder that they lie in.
         transform: Makes of an image what goes into the sample. If it draws from the global generators, as most do, give
             the loader ``seeding="sample"``: so the same images come of any number of workers and threads.
         decode: Makes an image of a file's bytes and its path; by default a PIL image in RGB.
-        suffixes: Which files are images, whatever the case.
+        suffixes: Which files are images, whatever the case; by default those of torchvision, and ``.gif``.
         threads: As for :class:`FileDataset`.
 
     Attributes:
@@ -150,7 +153,7 @@ class ImageFolder(FileDataset[tuple[Any, int]]):
         if not self.classes:
             raise FileNotFoundError(errno.ENOENT, "there is no folder of a class in it", os.fspath(root))
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
-        of_classes = [_files_in(self.root / name, "**/*", tuple(suffixes)) for name in self.classes]
+        of_classes = [_images_in(os.fspath(self.root / name), suffixes) for name in self.classes]
         self.targets = [index for index, files in enumerate(of_classes) for _ in files]
         self.transform = transform
         super().__init__([file for files in of_classes for file in files], decode or open_rgb, threads=threads)
@@ -168,12 +171,39 @@ def open_rgb(data: bytes, path: Path) -> Any:
         return image.convert("RGB")
 
 
-def _files_in(folder: Path, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+def _files_in(folder: Path, pattern: str) -> list[str]:
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "no such folder", os.fspath(folder))
     files = sorted(str(path) for path in folder.glob(pattern) if path.is_file())
-    found = [file for file in files if file.lower().endswith(suffixes)]
-    if not found:
-        wanted = pattern if suffixes == ("",) else f"a file that ends with one of {', '.join(suffixes)}"
-        raise FileNotFoundError(errno.ENOENT, f"nothing in it is {wanted}", os.fspath(folder))
-    return found
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, f"nothing in it is {pattern}", os.fspath(folder))
+    return files
+
+
+def _images_in(folder: str, suffixes: Sequence[str]) -> list[str]:
+    endings = tuple(suffix.lower() for suffix in suffixes)
+    images = [
+        os.path.join(path, name)
+        for path, names in sorted(_walk(folder))
+        for name in sorted(names)
+        if name.lower().endswith(endings)
+    ]
+    if not images:
+        wanted = f"nothing in it is a file that ends with one of {', '.join(suffixes)}"
+        raise FileNotFoundError(errno.ENOENT, wanted, folder)
+    return images
+
+
+def _walk(folder: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder with the names of its files. os.walk follows links that lead in a circle 40 times."""
+    status = os.stat(folder)
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        folders: dict[bool, list[str]] = {True: [], False: []}
+        for entry in entries:
+            folders[entry.is_dir()].append(entry.name)
+    yield folder, folders[False]
+    for name in folders[True]:
+        yield from _walk(os.path.join(folder, name), above | {here})

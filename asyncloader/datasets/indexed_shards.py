@@ -6,6 +6,7 @@ numbers ──> Spans: which shard, which bytes ──> ranges, or whole blocks 
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -140,7 +141,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
 
     async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read and decode the samples of a batch."""
-        numbers = np.asarray(indices, np.int64)
+        numbers = np.fromiter(map(operator.index, indices), np.int64)
         if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
             raise IndexError(f"there is no sample {strays[0]}: there are {len(self):,}")
         numbers = np.where(numbers < 0, numbers + len(self), numbers)

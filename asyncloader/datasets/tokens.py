@@ -6,6 +6,7 @@ numbers of blocks ──> Layout: which file, from which token to which ──> 
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,8 +38,8 @@ class TokenBlocks(Dataset[torch.Tensor]):
     memory, and of the time to the GPU, that int64 would. Convert it there (``batch.long()``), or have it converted with
     ``as_dtype``. For inputs and targets of length T take ``block_size=T + 1, stride=T``.
 
-    Samples of a batch are views of the file, and refuse to be changed in place; clone what a ``collate_fn`` changes.
-    Batches and ``dataset[i]`` are copies.
+    Samples of a batch are views of the file, or of what was read of it, and refuse to be changed in place: blocks that
+    overlap share memory. Clone what a ``collate_fn`` changes. Batches and ``dataset[i]`` are copies.
 
     Args:
         paths: One ``.bin`` or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``).
@@ -66,7 +67,8 @@ class TokenBlocks(Dataset[torch.Tensor]):
         FileNotFoundError: A file is not there.
         ImportError: The client for a url is not installed (``asyncloader[http]``, ``asyncloader[objects]``).
 
-    A sample raises :class:`FetchError` if its file was changed since the dataset was made.
+    A sample raises :class:`FetchError` if its file was changed since the dataset was made; local files are looked at
+    once for each batch.
 
     Example:
         >>> import tempfile, os
@@ -150,15 +152,18 @@ class TokenBlocks(Dataset[torch.Tensor]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Return the blocks of a batch, as views that may not be written to."""
-        return self._finished([self._file(file)[begin:end] for file, begin, end in self._places(indices)])
+        places = self._places(indices)
+        files = {file: self._file(file) for file in {file for file, _, _ in places}}
+        return self._finished([files[file][begin:end] for file, begin, end in places])
 
     def _places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return for each block its file, and its first token and the one behind its last in that file.
 
         Raises:
             IndexError: There is no such block.
+            TypeError: A number is not whole.
         """
-        numbers = np.asarray(indices, np.int64)
+        numbers = np.fromiter(map(operator.index, indices), np.int64)
         if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
             raise IndexError(f"there is no block {strays[0]}: there are {len(self):,}")
         files, begins, ends = self._layout.find(np.where(numbers < 0, numbers + len(self), numbers))
@@ -175,10 +180,16 @@ class TokenBlocks(Dataset[torch.Tensor]):
         return whole
 
     def _file(self, number: int) -> torch.Tensor:
-        """Return all tokens of a file, mapped when they are first asked for in this process."""
+        """Return all tokens of a file, mapped when they are first asked for in this process.
+
+        Raises:
+            FetchError: It was changed since the dataset was made.
+        """
+        path, version = path_of(self.paths[number]), self._versions[number]
+        if Version.of_file(path) != version:
+            raise_changed(path)
         if (tokens := self._mapped.get(number)) is None:
-            path, version = path_of(self.paths[number]), self._versions[number]
-            tokens = self._mapped[number] = _map(path, version, self.header_bytes, self.dtype)
+            tokens = self._mapped[number] = _map(path, version.size, self.header_bytes, self.dtype)
         return tokens
 
     # ------------------------------------------------------------------------------------------ what is in the files
@@ -222,16 +233,18 @@ class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
         TokenBlocks.__init__(self, *args, **kwargs)
 
     async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
-        """Return a block."""
+        """Return a block, as a copy that may be written to."""
         (block,) = await self.__getitems__([index])
-        return block
+        return block.clone()
 
     async def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the blocks of a batch; those that lie beside each other are read in one."""
+        """Return the blocks of a batch, as views that may not be written to; neighbours are read in one."""
         size, header = self.dtype.itemsize, self.header_bytes
         places = [(file, header + begin * size, header + end * size) for file, begin, end in self._places(indices)]
         contents = await read_places(self._client, self.paths, self._versions, places)
-        return self._finished([torch.frombuffer(data, dtype=self._torch_dtype) for data in contents])
+        with torch.inference_mode():
+            blocks = [torch.frombuffer(data, dtype=self._torch_dtype) for data in contents]
+        return self._finished(blocks)
 
     async def _open(self) -> Sources:
         return Sources(self.access)
@@ -292,15 +305,13 @@ class Layout(NamedTuple):
         return files, begins - self.files[files], ends - self.files[files]
 
 
-def _map(path: str, version: Version, header_bytes: int, dtype: np.dtype[Any]) -> torch.Tensor:
+def _map(path: str, size: int, header_bytes: int, dtype: np.dtype[Any]) -> torch.Tensor:
     """Map a file, whose bytes then refuse to be written to.
 
     It is an "inference tensor", of which an operation in place raises outside of torch.inference_mode; over read-only
     memory it would be a segmentation fault. torch's mapping holds no descriptor of the file, which numpy's does.
     """
-    if Version.of_file(path) != version:
-        raise_changed(path)
-    data = torch.from_file(path, shared=False, size=version.size, dtype=torch.uint8).numpy()
+    data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
     with torch.inference_mode():
         return torch.from_numpy(data[header_bytes:].view(dtype))
 

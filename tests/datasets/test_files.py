@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import io
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -129,3 +130,46 @@ async def test_image_folder_has_the_classes_of_its_folders(tmp_path: Path) -> No
     (tmp_path / "fox").mkdir()
     with pytest.raises(FileNotFoundError, match="fox"):
         ImageFolder(tmp_path)
+
+
+def listed_by_torchvision(root: Path) -> list[str]:
+    """What make_dataset of torchvision.datasets.folder lists, where nothing leads in a circle."""
+    return [
+        os.path.join(folder, name)
+        for of_class in sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        for folder, _, names in sorted(os.walk(root / of_class, followlinks=True))
+        for name in sorted(names)
+        if name.lower().endswith(".png")
+    ]
+
+
+def test_image_folder_lists_as_torchvision_does(tmp_path: Path) -> None:
+    """Files of a folder before those of folders in it; linked folders too, each once along a path."""
+    for name in (
+        "root/a/z.png",
+        "root/a/deep/y.png",
+        "root/a/deep-er/x.PNG",
+        "root/a.b/1.png",
+        "far/0.png",
+        "far/in/1.png",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    root = tmp_path / "root"
+    for link in ("linked", "a/more", "a/deep/twice"):  # a class, and one folder at two places
+        (root / link).symlink_to(tmp_path / "far")
+    (root / "a" / "file.png").symlink_to(tmp_path / "far" / "0.png")
+    (root / "a" / "broken").symlink_to(tmp_path / "none")
+    expected = listed_by_torchvision(root)
+    assert len(expected) == 11
+
+    def dataset() -> ImageFolder:
+        return ImageFolder(root, decode=lambda data, path: None, suffixes=[".PNG"])
+
+    assert dataset().files == expected
+    assert [dataset().classes[target] for target in dataset().targets] == ["a"] * 8 + ["a.b"] + ["linked"] * 2
+    (root / "a" / "circle").symlink_to(root / "a")
+    (root / "a.b" / "other").symlink_to(tmp_path / "side")
+    (tmp_path / "side").mkdir()
+    (tmp_path / "side" / "back").symlink_to(root / "a.b")
+    assert dataset().files == expected

@@ -71,6 +71,10 @@ async def test_samples_are_those_of_tar_shards(tmp_path: Path) -> None:
             assert await dataset[-1] == expected[-1]
             with pytest.raises(IndexError, match="no sample 5: there are 5"):
                 await dataset[5]
+            assert await dataset.__getitems__(np.array([4])) == [await dataset[np.int32(4)]]  # type: ignore[arg-type, index]
+            for index in (1.9, "3", np.float32(2.7)):
+                with pytest.raises(TypeError):
+                    await dataset[index]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("num_workers", "cache_bytes"), [(0, 0), (2, 0), (2, 1 << 24)])
@@ -131,6 +135,16 @@ def test_indices_are_kept_and_made_anew(
         assert len(IndexedTarShards(shards[4:], index=tmp_path / "indices")) == 40
     assert made == ["04.tar", "05.tar"]
     assert len(list((tmp_path / "indices").iterdir())) == 2
+
+    made.clear()
+    index = shards[0].with_name("00.tar.index.npz")
+    entry = index.read_bytes().index(b"PK\1\2")  # of the zip's directory
+    for at, value in ((6, 170), (8, 1), (8, 32), (10, 14), (10, 99)):  # version, flags, compression of the first file
+        damaged = bytearray(index.read_bytes())
+        damaged[entry + at] = value
+        index.write_bytes(damaged)
+        assert len(IndexedTarShards(shards[:1])) == 20
+    assert made == ["00.tar"] * 5
 
     made.clear()
     tar_index._save([Path("/proc/none/index.npz")], (1, ""), np.empty((0, 2), np.int64))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 from collections import Counter
@@ -179,6 +180,18 @@ def test_ranges_over_http(server: FaultServer, num_workers: int) -> None:
     assert Counter(tuple(row) for batch in loader for row in batch.tolist()) == Counter(map(tuple, ACROSS[:5]))
 
 
+async def test_blocks_of_ranges_refuse_to_be_changed_in_place(server: FaultServer) -> None:
+    """Those that overlap, and one that comes twice, share memory; a single sample, as of a mapping, is a copy."""
+    dataset = TokenBlocks(server.url("0.bin"), 5, stride=4, dtype="uint16", retries=BRISK)
+    async with dataset:
+        first, second, again = await dataset.__getitems__([0, 1, 1])  # type: ignore[misc]
+        assert torch.stack([first, second, again]).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [4, 5, 6, 7, 8]]
+        for block in (first, second, again):
+            with pytest.raises(RuntimeError, match="make a clone"):
+                block.zero_()
+        (await dataset[0]).zero_()  # type: ignore[misc]
+
+
 async def test_a_file_that_changes_on_its_server_is_an_error(server: FaultServer) -> None:
     """Its tag is another one than at construction."""
     dataset = TokenBlocks([server.url("0.bin")], 4, dtype="uint16", retries=BRISK)
@@ -253,3 +266,30 @@ def test_a_file_that_was_changed_is_an_error(paths: list[Path]) -> None:
     paths[0].write_bytes(CONTENT["0.bin"] + b"\0\0")
     with pytest.raises(FetchError, match=r"0.bin: was changed since this dataset was made"):
         next(iter(DataLoader(dataset, batch_size=2, num_workers=1)))
+
+
+def test_a_file_that_is_changed_while_it_is_mapped_is_an_error(paths: list[Path]) -> None:
+    """Overwritten in place it has the same size and, in the mapping too, other tokens; other files go on."""
+    dataset = TokenBlocks(paths, 4)
+    dataset.__getitems__(range(len(dataset)))
+    paths[0].write_bytes(tokens(100, 23, "uint16"))
+    os.utime(paths[0], ns=(1, 1))
+    for read in (lambda: dataset[0], lambda: dataset.__getitems__([5, 0])):
+        with pytest.raises(FetchError, match=r"0.bin: was changed since this dataset was made"):
+            read()
+    assert dataset[5].tolist() == ACROSS[5]
+
+
+def test_numbers_of_blocks_are_whole(paths: list[Path]) -> None:
+    """Those of numpy and torch are; a fraction or a text is not taken for the number it is near to."""
+    dataset = TokenBlocks(paths, 4)
+    for index in (3, np.uint8(3), np.array(3), torch.tensor(3)):
+        assert dataset[index].tolist() == ACROSS[3]  # type: ignore[index]
+    for indices in (np.array([3, -1]), torch.tensor([3, -1]), range(3, 6, 2)):
+        assert [block.tolist() for block in dataset.__getitems__(indices)] == [ACROSS[3], ACROSS[5]]  # type: ignore[arg-type]
+    assert dataset.__getitems__([]) == []
+    for index in (1.9, "3", np.float32(2.7), torch.tensor(1.0), None, [1]):
+        with pytest.raises(TypeError):
+            dataset[index]  # type: ignore[index]
+    with pytest.raises(TypeError):
+        dataset.__getitems__(np.array([1.0]))  # type: ignore[arg-type]
