@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.http_client import Client, check, failures_told_apart, range_header
+from asyncloader.datasets.http_client import Client, check, failures_told_apart, range_header, read_whole
 from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import Retries
 
@@ -20,7 +20,8 @@ class HTTPDataset(RemoteDataset[Client, T_co]):
     samples the loader has in flight (``concurrency``).
 
     Tried again are connections that fail or break off, time-outs, bodies that are too short, and the statuses 408, 425,
-    429, 500, 502, 503 and 504, the latter after as long as ``Retry-After`` says.
+    429, 500, 502, 503 and 504, the latter after as long as ``Retry-After`` says. Servers are asked not to compress; a
+    whole object that comes with ``Content-Encoding: gzip`` is decompressed, a range of one is an error.
 
     Args:
         urls: The urls, or :class:`ByteRange` of urls, in the order of their indices.
@@ -74,7 +75,7 @@ class HTTPDataset(RemoteDataset[Client, T_co]):
         with failures_told_apart():
             async with client.get(url, headers) as answer:
                 check(answer, url, start, stop)
-                return await answer.read()
+                return await read_whole(answer, url)
 
     async def _connect(self) -> Client:
         return Client(

@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import email.utils
 import errno
+import gzip
 import re
+import zlib
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +59,8 @@ class Client:
             # Bodies as they are stored: ranges count in those bytes, and a length that is wrong is noticed.
             "headers": {"Accept-Encoding": "identity", **(headers or {})},
         }
-        self._options = {**given, **(options or {})}
+        # aiohttp takes what it could decompress of a body that was cut off for the whole.
+        self._options = {**given, **(options or {}), "auto_decompress": False}
         self._session = aiohttp.ClientSession(**self._options)
         self._stranger: aiohttp.ClientSession | None = None
 
@@ -88,6 +91,7 @@ class Client:
             self._stranger = aiohttp.ClientSession(
                 connector=self._session.connector,
                 connector_owner=False,
+                auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=told,
                 **{name: self._options[name] for name in _KEPT_OPTIONS if name in self._options},
@@ -161,6 +165,8 @@ def check(answer: aiohttp.ClientResponse, url: str, start: int | None = None, st
         raise FetchError(f"{url}: the server does not give byte ranges: {said} where 206 was expected")
     if status != 206:
         raise FetchError(f"{url}: {said}")
+    if stop is not None and is_gzipped(answer, url):
+        raise FetchError(f"{url}: the server gives ranges of compressed bytes only (Content-Encoding: gzip)")
     part = _part(answer)
     if part is None or part.start != start or part.stop <= start or (stop is not None and part.stop != stop):
         came, asked = answer.headers.get("Content-Range"), f"bytes {start}-{'' if stop is None else stop - 1}"
@@ -174,6 +180,37 @@ def _part(answer: aiohttp.ClientResponse) -> Part | None:
         return None
     first, last, total = found.groups()
     return Part(int(first), int(last) + 1, None if total == "*" else int(total))
+
+
+def is_gzipped(answer: aiohttp.ClientResponse, url: str) -> bool:
+    """Tell whether the server gives an object compressed with gzip, though it was asked not to.
+
+    Raises:
+        FetchError: It is compressed in another way.
+    """
+    encoding = answer.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in ("", "identity", "gzip", "x-gzip"):
+        raise FetchError(f"{url}: comes compressed (Content-Encoding: {encoding}), of which only gzip is supported")
+    return encoding.endswith("gzip")
+
+
+async def read_whole(answer: aiohttp.ClientResponse, url: str) -> bytes:
+    """Return the object that an answer has, or the range of it; decompressed if it comes with gzip.
+
+    Raises:
+        TransientError: The compressed data was cut off.
+        FetchError: It is damaged, or compressed in another way.
+    """
+    is_packed = is_gzipped(answer, url)
+    data = await answer.read()
+    if not is_packed:
+        return data
+    try:
+        return gzip.decompress(data)
+    except EOFError as error:
+        raise TransientError("the body ended in the middle of the compressed data") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise FetchError(f"{url}: damaged: {error}") from error
 
 
 def is_at_end(answer: aiohttp.ClientResponse, start: int, *, is_same: bool) -> bool:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import operator
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -35,6 +38,7 @@ _SERVED = frozenset({"file", "http", "https", "s3", "s3a", "gs", "az", "adl", "a
 
 class _Open(NamedTuple):
     sources: Sources
+    ranges: _Ranges
     threads: Threads
     cache: BlockCache[Any]
 
@@ -55,7 +59,8 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
     :class:`~asyncloader.samplers.BlockShuffleSampler`, which visits row groups in blocks.
 
     A sample is a dict by column: numbers, texts, bytes; lists of numbers are arrays; what else there is comes as
-    Python values.
+    Python values. Null is None; within a list of floats it is NaN, and a list of integers that has one is a Python
+    list, so that its numbers stay exact.
 
     Args:
         paths: One file or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``; others through fsspec).
@@ -150,7 +155,7 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
 
     async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read the rows of a batch."""
-        numbers = np.asarray(indices, np.int64)
+        numbers = np.fromiter(map(operator.index, indices), np.int64)
         if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
             raise IndexError(f"there is no row {strays[0]}: there are {len(self):,}")
         numbers = np.where(numbers < 0, numbers + len(self), numbers)
@@ -173,13 +178,13 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
 
     async def _read(self, client: _Open, group: int) -> pa.Table:
         path, number = self.paths[self._files[group]], int(self._groups[group])
-        opens = partial(self._opened_file, path, client.sources, asyncio.get_running_loop())
+        opens = partial(self._opened_file, path, client.ranges)
         return await client.threads.run(_read_group, opens, number, self.columns)
 
     # --------------------------------------------------------------------------------------------------------- files
 
     @contextlib.contextmanager
-    def _opened_file(self, path: str, sources: Sources | None, loop: Any) -> Iterator[Any]:
+    def _opened_file(self, path: str, ranges: _Ranges | None) -> Iterator[Any]:
         """Open a file for pyarrow, on a thread."""
         if not _is_served(path):
             import fsspec
@@ -192,13 +197,13 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
             with open(path_of(path), "rb") as file:
                 yield file
         else:
-            assert sources is not None
-            yield _RangeFile(sources, loop, path, self._versions[path])
+            assert ranges is not None
+            yield _RangeFile(ranges, path, self._versions[path])
 
     def _footers(self) -> list[Footer]:
         """Read what all files say of themselves."""
         found = {
-            path: _read_footer(path, partial(self._opened_file, path, None, None))
+            path: _read_footer(path, partial(self._opened_file, path, None))
             for path in self.paths
             if not _is_served(path) or kind_of(path) == "file"
         }
@@ -218,28 +223,70 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
 
     async def _open(self) -> _Open:
         cache = BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)
-        return _Open(Sources(self.access), Threads(self.threads, "parquet"), cache)
+        sources = Sources(self.access)
+        return _Open(sources, _Ranges(sources), Threads(self.threads, "parquet"), cache)
 
     async def _close(self, client: _Open) -> None:
+        client.ranges.close()
         client.threads.close()
         await client.cache.close()
         await client.sources.close()
 
 
-class _RangeFile(io.RawIOBase):
-    """A file of which some bytes are asked for at a time: read on a thread, asked for on the loop."""
+class _Ranges:
+    """Gives threads the bytes that are asked for on the loop that makes it, until that closes it.
 
-    def __init__(self, sources: Sources, loop: asyncio.AbstractEventLoop, url: str, version: Version) -> None:
+    No thread waits for an answer that the loop does not give any more: what was asked for before is cancelled, what is
+    asked for afterwards is refused, and the lock leaves nothing in between.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._asked: set[Future[bytes]] = set()
+        self._is_closed = False
+
+    def read(self, url: str, start: int, stop: int, version: Version) -> bytes:
+        """Wait for some bytes, on a thread.
+
+        Raises:
+            ValueError: It is closed.
+            CancelledError: It was closed meanwhile.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ValueError(f"{url}: the dataset is closed")
+            asked = asyncio.run_coroutine_threadsafe(self._sources.read_range(url, start, stop, version), self._loop)
+            self._asked.add(asked)
+        try:
+            return asked.result()
+        finally:
+            with self._lock:
+                self._asked.discard(asked)
+
+    def close(self) -> None:
+        """Refuse what is asked for from now on, and cancel what was; on the loop."""
+        with self._lock:
+            self._is_closed = True
+            asked = list(self._asked)
+        for one in asked:
+            one.cancel()
+
+
+class _RangeFile(io.RawIOBase):
+    """A file of which some bytes are asked for at a time, on a thread."""
+
+    def __init__(self, ranges: _Ranges, url: str, version: Version) -> None:
         super().__init__()
-        self._range = partial(sources.read_range, url)
-        self._loop = loop
+        self._read_range = partial(ranges.read, url)
         self._version = version
         self._at = 0
 
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes."""
         stop = min(self._at + len(buffer), self._version.size)
-        data = asyncio.run_coroutine_threadsafe(self._range(self._at, stop, self._version), self._loop).result()
+        data = self._read_range(self._at, stop, self._version)
         buffer[: len(data)] = data
         self._at = stop
         return len(data)
@@ -263,14 +310,15 @@ class _RangeFile(io.RawIOBase):
 
 
 async def _read_footers(paths: Sequence[str], versions: Sequence[Version], access: Access) -> list[Footer]:
-    loop = asyncio.get_running_loop()
     async with opened(access) as sources:
+        ranges = _Ranges(sources)
 
         async def one(at: int) -> Footer:
-            file = _RangeFile(sources, loop, paths[at], versions[at])
+            file = _RangeFile(ranges, paths[at], versions[at])
             return await asyncio.to_thread(_read_footer, paths[at], lambda: contextlib.nullcontext(file))
 
-        return await for_each(one, range(len(paths)))
+        with contextlib.closing(ranges):
+            return await for_each(one, range(len(paths)))
 
 
 def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManager[Any]]) -> Footer:
@@ -300,14 +348,20 @@ def _columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Return the values of a column: those of lists of numbers as arrays."""
+    """Return the values of a column: those of lists of numbers as arrays, where those can hold them exactly."""
     import pyarrow as pa
 
     kind = column.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
-        return [None if not row.is_valid else np.array(row.values.to_numpy(zero_copy_only=False)) for row in column]
-    return cast(list[Any], column.to_pylist())
+    if not is_list or not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
+        return cast(list[Any], column.to_pylist())
+    holds_null = pa.types.is_floating(kind.value_type)  # as NaN; of integers with a null pyarrow would make floats
+    return [
+        np.array(row.values.to_numpy(zero_copy_only=False))
+        if row.is_valid and (holds_null or not row.values.null_count)
+        else row.as_py()
+        for row in column
+    ]
 
 
 def _is_served(path: str) -> bool:

@@ -11,6 +11,7 @@ Place: TypeAlias = tuple[int, int, int]
 """Number of the file, first byte, and the one behind the last."""
 
 _GAP_BYTES = 1 << 14  # to be read for nothing rather than to ask once more
+_MOST_BYTES = 1 << 26  # read in one: what is longer may as well come in parts at once, each of them retried alone
 
 
 async def read_places(
@@ -26,14 +27,16 @@ async def read_places(
     ]
 
 
-def merged(places: Sequence[Place], gap: int = _GAP_BYTES) -> tuple[list[Place], list[int]]:
+def merged(places: Sequence[Place], gap: int = _GAP_BYTES, most: int = _MOST_BYTES) -> tuple[list[Place], list[int]]:
     """Return the ranges to read, and for each place which of them it is in."""
     reads: list[Place] = []
     which = [0] * len(places)
     for at in sorted(range(len(places)), key=places.__getitem__):
         file, start, stop = places[at]
-        if reads and reads[-1][0] == file and start <= reads[-1][2] + gap:
-            reads[-1] = (file, reads[-1][1], max(reads[-1][2], stop))
+        last, first, end = reads[-1] if reads else (-1, 0, 0)
+        is_near = file == last and start <= end + gap
+        if is_near and (stop <= end or stop - first <= most):
+            reads[-1] = (file, first, max(end, stop))
         else:
             reads.append((file, start, stop))
         which[at] = len(reads) - 1

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.http_client import Client, check, failures_told_apart, is_at_end, range_header
+from asyncloader.datasets.http_client import (
+    Client,
+    check,
+    failures_told_apart,
+    is_at_end,
+    is_gzipped,
+    range_header,
+)
 from asyncloader.datasets.objects import open_store, raise_told_apart
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
@@ -102,6 +109,30 @@ class Version(NamedTuple):
         return cls(status.st_size, str(status.st_mtime_ns))
 
 
+class Known(NamedTuple):
+    """What is known of a file while it is read: the next bytes are to be of the same one. None is what was not said.
+
+    Attributes:
+        tag: What tells this version of the file from another.
+        size: In bytes, as it is stored.
+        is_gzipped: The server says that it is compressed.
+    """
+
+    tag: str | None = None
+    size: int | None = None
+    is_gzipped: bool | None = None
+
+    def confirmed(self, now: Known, url: str) -> Known:
+        """Add what is said now.
+
+        Raises:
+            FetchError: It contradicts what is known.
+        """
+        if any(None not in (old, new) and old != new for old, new in zip(self, now, strict=True)):
+            raise FetchError(f"{url}: was changed while it was read")
+        return self._replace(**{name: value for name, value in now._asdict().items() if value is not None})
+
+
 class Sources:
     """Clients for all kinds of urls, each made when it is first needed. Belongs to one loop."""
 
@@ -119,13 +150,18 @@ class Sources:
             await self._http_client.close()
 
     async def read(self, url: str) -> AsyncGenerator[bytes, None]:
-        """Yield the content of a file, decompressed if its name ends with .gz or .tgz."""
-        chunks = self._read(url)
-        if path_of(url).endswith((".gz", ".tgz")):
-            chunks = gunzip(chunks, url)
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
+        """Yield the content of a file, decompressed if its name ends with .gz or .tgz, or the server says it has to be.
+
+        If both are so it is decompressed once: servers take the name for a reason to say it.
+        """
+        async with contextlib.aclosing(_Stream(self, url)) as stream:
+            first = await self._retries.run(stream.next_chunk, url)
+            chunks = self._chunks(stream, first, url)
+            if stream.known.is_gzipped or path_of(url).endswith((".gz", ".tgz")):
+                chunks = gunzip(chunks, url)
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
 
     async def version(self, url: str) -> Version:
         """Return which version of a file is there."""
@@ -156,65 +192,65 @@ class Sources:
             found.update(zip(away, read, strict=True))
         return [found[at] for at in range(len(ranges))]
 
-    async def _read(self, url: str) -> AsyncGenerator[bytes, None]:
-        stream = _Stream(self, url)
-        try:
-            while chunk := await self._retries.run(stream.next_chunk, url):
-                yield chunk
-        finally:
-            await stream.close()
+    async def _chunks(self, stream: _Stream, chunk: bytes, url: str) -> AsyncGenerator[bytes, None]:
+        while chunk:
+            yield chunk
+            chunk = await self._retries.run(stream.next_chunk, url)
 
-    def begin(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
-        """Read from an offset on, once: chunks, each with the tag of the version that it belongs to."""
-        return {"file": self._file, "http": self._http, "store": self._store}[kind_of(url)](url, offset, tag)
+    def begin(self, url: str, offset: int, known: Known | None) -> AsyncGenerator[tuple[bytes, Known], None]:
+        """Read from an offset on, once: chunks as they are stored, each with what is known of the file by then."""
+        attempt = {"file": self._file, "http": self._http, "store": self._store}
+        return attempt[kind_of(url)](url, offset, known or Known())
 
-    async def _file(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
+    async def _file(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
         while True:
             chunk, now = await self._threads.run(_read_part, path_of(url), offset)
-            if tag not in (None, now):
-                raise FetchError(f"{url}: was changed while it was read")
+            known = known.confirmed(Known(now), url)
             if not chunk:
                 return
-            yield chunk, now
-            offset, tag = offset + len(chunk), now
+            yield chunk, known
+            offset += len(chunk)
 
-    async def _http(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
+    async def _http(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
         client = self._client()
         while True:
             headers = range_header(offset) if offset else {}
-            if is_same := tag is not None and tag.startswith('"'):  # servers do not compare weak ones
-                headers["If-Match"] = str(tag)
+            if is_same := known.tag is not None and known.tag.startswith('"'):  # servers do not compare weak ones
+                headers["If-Match"] = str(known.tag)
             with failures_told_apart():
                 async with client.get(url, headers) as answer:
-                    if offset and is_at_end(answer, offset, is_same=is_same):
-                        return
+                    tag = tag_of(answer) or None
+                    if offset and answer.status == 416:  # nothing lies behind what has come
+                        known.confirmed(Known(tag, offset), url)
+                        if is_at_end(answer, offset, is_same=is_same):
+                            return
                     part = check(answer, url, offset or None)
-                    now = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or tag
-                    if tag not in (None, now):
-                        raise FetchError(f"{url}: was changed while it was read")
-                    tag = now
+                    size = answer.content_length if part is None else part.total
+                    known = known.confirmed(Known(tag, size, is_gzipped(answer, url)), url)
                     async for chunk in answer.content.iter_any():
                         offset += len(chunk)
-                        yield chunk, tag
-            if part is None or offset == part.total:
+                        yield chunk, known
+            if part is None or offset == known.size:
                 return
             if offset != part.stop:  # else the server gave less than it was asked for, and is asked for more
                 raise TransientError(f"the answer ended at byte {offset}, not {part.stop}")
 
-    async def _store(self, url: str, offset: int, tag: str | None) -> AsyncGenerator[tuple[bytes, str | None], None]:
+    async def _store(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
         import obstore
 
         options: Any = {"range": {"offset": offset}} if offset else {}
-        if tag is not None:
-            options["if_match"] = tag
+        if known.tag is not None:
+            options["if_match"] = known.tag
         try:
             answer = await obstore.get_async(*self._store_of(url), options=options)
-            tag, size = answer.meta["e_tag"], answer.meta["size"]
+            known = known.confirmed(Known(answer.meta["e_tag"], answer.meta["size"]), url)
             async for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
                 offset += len(chunk)
-                yield bytes(chunk), tag
-                if offset == size:  # what happens to the connection now does not matter; the rest would be a 416
+                yield bytes(chunk), known
+                if offset == known.size:  # what happens to the connection now does not matter; the rest would be a 416
                     return
+        except FetchError:
+            raise
         except Exception as error:
             raise_told_apart(error, url)
 
@@ -286,26 +322,26 @@ class _Stream:
     """One file on its way, and how far it has come."""
 
     def __init__(self, sources: Sources, url: str) -> None:
+        self.known = Known()
         self._begin = partial(sources.begin, url)
         self._offset = 0
-        self._tag: str | None = None
-        self._running: AsyncGenerator[tuple[bytes, str | None], None] | None = None
+        self._running: AsyncGenerator[tuple[bytes, Known], None] | None = None
 
     async def next_chunk(self) -> bytes:
         """Return the next bytes, b"" at the end. After a failure the next call begins where this one failed."""
         if self._running is None:
-            self._running = self._begin(self._offset, self._tag)
+            self._running = self._begin(self._offset, self.known)
         try:
-            chunk, self._tag = await anext(self._running)
+            chunk, self.known = await anext(self._running)
         except StopAsyncIteration:
             return b""
         except BaseException:
-            await self.close()
+            await self.aclose()
             raise
         self._offset += len(chunk)
         return chunk
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Let go of the connection."""
         running, self._running = self._running, None
         if running is not None:
@@ -324,13 +360,16 @@ def raise_changed(url: str) -> NoReturn:
 
 def read_range(path: str, start: int, stop: int, version: Version) -> bytes:
     """Read some bytes of a local file, which must still be of this version."""
+    at, parts = start, []
     with open(path, "rb", buffering=0) as file:
         if Version.of_file(file.fileno()) != version:
             raise_changed(path)
-        data = os.pread(file.fileno(), stop - start, start)
-    if len(data) != stop - start:
-        raise FetchError(f"{path}: ends at byte {start + len(data)}, before byte {stop}")
-    return data
+        while at < stop and (part := os.pread(file.fileno(), stop - at, at)):  # Linux gives no more than 2 GiB at once
+            parts.append(part)
+            at += len(part)
+    if at != stop:
+        raise FetchError(f"{path}: ends at byte {at}, before byte {stop}")
+    return b"".join(parts)
 
 
 def _read_ranges(ranges: Sequence[tuple[str, int, int, Version]]) -> list[bytes]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import os
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +20,9 @@ import pytest
 import torch
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.datasets import FetchError, ParquetDataset, Retries
+from asyncloader.datasets import FetchError, ParquetDataset, Retries, retry
 from asyncloader.datasets import parquet as module
+from asyncloader.datasets.streams import Version
 from asyncloader.samplers import BlockShuffleSampler
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
@@ -98,6 +102,33 @@ async def test_rows_are_those_of_pyarrow(paths: list[Path], reads: list[int]) ->
             await dataset[200]
 
 
+async def test_a_row_has_a_whole_number(paths: list[Path]) -> None:
+    """Whatever stands for one, numpy's and torch's too; what is none is not rounded, and no text is read as one."""
+    async with ParquetDataset(paths, ["id"]) as dataset:
+        for index in (3, np.int32(3), np.uint8(3), np.array(3), torch.tensor(3)):
+            assert await dataset[index] == {"id": 3}  # type: ignore[index]
+        for indices in (np.array([3, -1]), torch.tensor([3, -1]), range(3, 200, 196)):
+            assert [row["id"] for row in await dataset.__getitems__(indices)] == [3, 199]  # type: ignore[arg-type]
+        assert await dataset.__getitems__([]) == []
+        for wrong in (1.9, "3", 3.0, np.float64(3.0), None):
+            with pytest.raises(TypeError, match="integer"):
+                await dataset[wrong]  # type: ignore[index]
+
+
+async def test_whole_numbers_in_lists_stay_exact(tmp_path: Path) -> None:
+    """Beside a null they are Python's, as an array could hold them only as floats; floats have NaN for it."""
+    large = 2**53 + 1
+    for kind in (pa.list_(pa.int64()), pa.large_list(pa.int64()), pa.list_(pa.int64(), 2)):
+        floats = pa.array([[0.5, None], [1.0, 2.0], None], pa.list_(pa.float64()))
+        content = {"whole": pa.array([[large, None], [large, 1], None], kind), "float": floats}
+        pq.write_table(pa.table(content), tmp_path / "lists.parquet")
+        first, second, third = await rows_of(ParquetDataset(tmp_path / "lists.parquet"), [0, 1, 2])
+        assert first["whole"] == [large, None]
+        assert (second["whole"].dtype, second["whole"].tolist()) == (np.int64, [large, 1])
+        assert np.array_equal(first["float"], [0.5, np.nan], equal_nan=True)
+        assert third == {"whole": None, "float": None}
+
+
 async def test_columns_and_decode(paths: list[Path]) -> None:
     """Only the columns that are asked for, in that order, nested ones too; decode makes the sample."""
     (row,) = await rows_of(ParquetDataset(paths[0], ["text", "id"]), [1])
@@ -157,6 +188,28 @@ def test_over_http(server: FaultServer, num_workers: int) -> None:
     dataset = ParquetDataset(urls, ["id"], retries=BRISK)
     found = [number for batch in DataLoader(dataset, 50, num_workers=num_workers) for number in batch["id"].tolist()]
     assert found == list(range(200))
+
+
+async def test_closing_ends_the_threads_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is gone, and the next try an hour away: a thread that waited for it would keep the process alive."""
+    before = set(threading.enumerate())
+    waits = asyncio.Event()
+    monkeypatch.setattr(retry._log, "info", lambda *_: waits.set())
+    with FaultServer(FILES) as server:
+        hour = Retries(first_wait_s=3600, longest_wait_s=3600, total_s=7200)
+        dataset = ParquetDataset(server.url("0.parquet"), retries=hour)
+    async with dataset:
+        reading = asyncio.create_task(dataset[0])  # type: ignore[arg-type]
+        await waits.wait()
+        client = dataset._client
+        threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("parquet")]
+        assert len(threads) == 1
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
+    await asyncio.to_thread(threads[0].join, 10)
+    assert not threads[0].is_alive()
+    with pytest.raises(ValueError, match=r"0.parquet: the dataset is closed"):
+        client.ranges.read("0.parquet", 0, 1, Version(1, ""))
 
 
 def test_through_fsspec(paths: list[Path]) -> None:
