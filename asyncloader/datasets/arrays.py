@@ -62,32 +62,41 @@ class ArrayDataset(Dataset[tuple[torch.Tensor, ...]]):
         return {**self.__dict__, "arrays": tuple(map(_on_its_way, self.arrays))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        arrays = (array.open() if isinstance(array, _Mapped) else array for array in state["arrays"])
+        arrays = (array.open() if isinstance(array, Mapped) else array for array in state["arrays"])
         self.__dict__.update(state, arrays=tuple(arrays))
 
 
-class _Mapped(NamedTuple):
-    """Where in which file an array is."""
+class Mapped(NamedTuple):
+    """Where in which file an array is, and how its items lie there."""
 
     path: str
     dtype: np.dtype[Any]
     offset: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
     def open(self) -> NDArray[Any]:
+        """Map it again, if its items lie one after the other."""
         return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 
-def _on_its_way(array: NDArray[Any]) -> Any:
-    """Return what is pickled of an array: of one that is mapped, and has no changes of its own, its place."""
-    memory = getattr(array, "_mmap", None)
-    if not isinstance(array, np.memmap) or memory is None or array.mode == "c" or not array.flags.c_contiguous:
-        return np.asarray(array)
-    if not array.filename or not array.size:
-        return np.asarray(array)
+def mapped(array: Any) -> Mapped | None:
+    """Return where an array is that is mapped from a file; None for one in memory, or with changes of its own.
+
+    The offset is that of the first item. numpy's own is that of the array that this one was cut from.
+    """
+    if not isinstance(array, np.memmap) or array.mode == "c" or not array.filename or not array.size:
+        return None
+    memory = array._mmap  # type: ignore[attr-defined]
     begin = np.frombuffer(memory, np.uint8).ctypes.data  # of the page that the first array of this mapping begins in
     offset = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + array.ctypes.data - begin
-    return _Mapped(os.path.abspath(array.filename), array.dtype, offset, array.shape)
+    return Mapped(os.path.abspath(array.filename), array.dtype, offset, array.shape, array.strides)
+
+
+def _on_its_way(array: NDArray[Any]) -> Any:
+    """Return what is pickled of an array: its place in a file, if it has one that it can be mapped from again."""
+    place = mapped(array) if array.flags.c_contiguous else None
+    return np.asarray(array) if place is None else place
 
 
 def _check(arrays: Sequence[Any]) -> None:

@@ -62,8 +62,8 @@ class CachedDataset(Dataset[T_co]):
         transform: Makes of what was kept what is returned, each time.
         max_bytes: How much to keep; by default half of the memory that is free now, or nine tenths of the disk that is.
         fingerprint: A text that changes when samples would be others, for caches that stay. By default it is derived
-            from the class of the dataset with the code of its methods, from its attributes and its length; what its
-            methods call elsewhere, and the content of files, it does not see.
+            from the class of the dataset with the code of its methods and the attributes of the class, from its own
+            attributes and its length; what its methods call elsewhere, and the content of files, it does not see.
 
     Attributes:
         dataset: As given.

@@ -1,27 +1,33 @@
 """What a dataset is, in 32 bytes: another dataset, or the same with other code or content, has others.
 
-Its class with the code of its methods, and all that its attributes hold. What its methods call elsewhere, and what the
-files contain whose names it holds, is not seen.
+Its class with the code of its methods and the attributes of the class, and all that its own attributes hold. What its
+methods call elsewhere, and what the files contain whose names it holds, is not seen; nor are attributes of classes that
+cannot be pickled, such as locks.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pickle
 import sys
+import sysconfig
 import types
 from typing import Any
 
-import numpy as np
 import torch
 
+from asyncloader.datasets.arrays import Mapped, mapped
 from asyncloader.datasets.blocks import KIND
 from asyncloader.datasets.memory_file import MemoryFile
 from asyncloader.errors import ConfigurationError
 
 _PLAIN = frozenset({int, str, float, bool, bytes, complex, list, tuple, dict, type(None)})
 _BYTES = 32
+_ANNOTATIONS = ("__annotate__", "__annotate_func__")
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_LRUCache = type(functools.cache(len))
 
 
 def fingerprint_of(dataset: Any) -> bytes:
@@ -72,18 +78,21 @@ class _Pickler(pickle.Pickler):
         if kind in _PLAIN:
             return None
         if kind in (set, frozenset):
-            return kind.__name__, sorted(_digest(item, self._seen) for item in obj)
+            return kind.__name__, sorted(_digest(item, dict(self._seen)) for item in obj)  # in no order: each by itself
         if isinstance(obj, MemoryFile):
             return "memory", _content(obj)
-        if isinstance(obj, np.memmap) and obj.filename:
-            changed = os.stat(obj.filename).st_mtime_ns
-            return "memmap", os.fspath(obj.filename), changed, obj.offset, obj.shape, obj.dtype.str
+        if (place := obj if kind is Mapped else mapped(obj)) is not None:
+            return "memmap", os.stat(place.path).st_mtime_ns, *place
         if kind is torch.Tensor and obj.device.type == "cpu":
             return "tensor", str(obj.dtype), tuple(obj.shape), _bytes_of(obj)
         if isinstance(obj, types.FunctionType):
             return self._function(obj)
         if isinstance(obj, type):
             return self._class(obj)
+        if isinstance(obj, types.ModuleType):
+            return "module", obj.__name__
+        if (code := _called(obj)) is not None:
+            return kind.__name__, _digest(code, self._seen)
         return None
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -99,9 +108,22 @@ class _Pickler(pickle.Pickler):
         if id(kind) in self._seen or _is_installed(kind.__module__):
             return "class", *name
         self._seen[id(kind)] = kind
-        held = {key: _plain_function(value) for key, value in sorted(vars(kind).items()) if _is_code(value)}
+        held = [(key, self._entry(value)) for key, value in sorted(vars(kind).items()) if not _is_pythons(key, value)]
         bases = [base for base in kind.__bases__ if base is not object]
         return "class", *name, _digest((held, bases), self._seen)
+
+    def _entry(self, value: Any) -> bytes:
+        """Return that of an entry of a class: a method or an attribute; none of an attribute that cannot be pickled."""
+        seen = dict(self._seen)  # what was seen on the way to an error has not been told
+        try:
+            digest = _digest(value, seen)
+        except Exception:
+            if isinstance(value, types.FunctionType) or _called(value) is not None:
+                raise
+            wrapped = getattr(value, "__wrapped__", None)  # of a decorator that is an object
+            return self._entry(wrapped) if isinstance(wrapped, types.FunctionType) else b""
+        self._seen.update(seen)
+        return digest
 
 
 def _content(file: MemoryFile) -> bytes:
@@ -137,14 +159,24 @@ def _is_installed(module: str) -> bool:
     if module == "__main__":
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is None or "site-packages" in file or file.startswith(sys.base_prefix + "/lib/python")
+    return file is None or file.startswith(_LIBRARY) or "site-packages" in file or "dist-packages" in file
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+def _is_pythons(name: str, value: Any) -> bool:
+    """Whether an entry of a class is no method and no attribute: bookkeeping of Python's, or of a decorator's."""
+    if not (name.startswith("__") and name.endswith("__")) or name in _ANNOTATIONS:
+        return name in _ANNOTATIONS
+    return isinstance(value, type) or not (callable(value) or _called(value) is not None)
 
 
-def _plain_function(value: Any) -> Any:
+def _called(value: Any) -> Any:
+    """Return what a wrapper of Python's calls, where its pickle would not tell; None of others."""
     if isinstance(value, property):
-        return [_plain_function(one) for one in (value.fget, value.fset) if one is not None]
-    return getattr(value, "__func__", value)
+        return value.fget, value.fset, value.fdel
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, functools.cached_property):
+        return value.func
+    if isinstance(value, functools.singledispatchmethod):
+        return value.func, dict(value.dispatcher.registry)
+    return value.__wrapped__ if isinstance(value, _LRUCache) else None

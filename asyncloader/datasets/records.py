@@ -3,17 +3,21 @@
     how many buffers, length of the pickle, lengths of the buffers | pickle | buffer | buffer ...
 
 To read one is one copy, from the file into memory of its own, in which arrays and tensors stay and may be written to.
+Of a tensor that is a view, only what it shows is pickled: pickle itself would take the whole memory behind it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _COUNTS = struct.Struct("<II")
 _ALIGNMENT = 64
@@ -46,6 +50,26 @@ def unpack(memory: memoryview) -> Any:
     return pickle.loads(memory[begin : begin + length], buffers=buffers)
 
 
+def dumper() -> Callable[[Any], bytes]:
+    """Return what pickles one value after the other, each in one piece for `pickle.loads`; it is for one thread."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, protocol=5)  # one for all: to make one takes longer than to pickle a small value
+
+    def dumps(value: Any) -> bytes:
+        file.seek(0)
+        file.truncate()
+        pickler.clear_memo()
+        pickler.dump(value)
+        return file.getvalue()
+
+    return dumps
+
+
+def tensor_of(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    """Make a tensor of its bytes, which stay its memory. Pickles name this function: it stays where it is."""
+    return torch.from_numpy(data).view(dtype).reshape(shape).requires_grad_(requires_grad)
+
+
 def aligned(size: int) -> int:
     """Return the next multiple of 64."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -59,9 +83,14 @@ def empty(size: int) -> Any:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Pickle plain tensors as arrays: a view then is no more than it shows, and its memory goes out of band."""
-        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.requires_grad:
+        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.is_quantized or obj.__dict__:
             return NotImplemented
         try:
-            return torch.from_numpy, (np.ascontiguousarray(obj.numpy()).reshape(obj.shape),)
-        except (TypeError, RuntimeError):  # a layout or dtype that numpy does not have
+            shown = obj.detach().resolve_conj().resolve_neg().contiguous()
+            if not obj.requires_grad:
+                with contextlib.suppress(TypeError):  # a dtype that numpy does not have
+                    return torch.from_numpy, (shown.numpy(),)
+            data = shown.reshape(-1).view(torch.uint8).numpy()
+        except (TypeError, RuntimeError):  # a layout without bytes of its own: sparse, nested
             return NotImplemented
+        return tensor_of, (data, obj.dtype, tuple(obj.shape), obj.requires_grad)

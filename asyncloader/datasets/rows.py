@@ -25,6 +25,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from asyncloader.datasets.records import dumper
+
 Shape: TypeAlias = tuple[Any, ...]
 Put: TypeAlias = Callable[[Any], int]
 """Stores bytes, aligned to 8, and returns where."""
@@ -105,10 +107,10 @@ def _bytes(values: Sequence[bytes], put: Put, depth: int) -> Shape | None:
 
 
 def _pickled(values: Sequence[Any], put: Put) -> Shape:
-    parts = []
+    parts, dumps = [], dumper()
     for number, value in enumerate(values):
         try:
-            parts.append(pickle.dumps(value, 5))
+            parts.append(dumps(value))
         except Exception as error:
             error.add_note(f"It is row {number} of those that were being stored, or a value in it: {type(value)}")
             raise

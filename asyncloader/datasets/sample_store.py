@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import struct
@@ -30,6 +31,8 @@ import numpy as np
 from asyncloader.datasets.memory_file import HEAD, MemoryFile, write_at
 from asyncloader.datasets.records import aligned, empty, pack, unpack
 from asyncloader.datasets.shared_dict import canonical
+
+log = logging.getLogger("asyncloader")
 
 KIND = b"asl-smp1"
 MISSING = object()
@@ -68,6 +71,7 @@ class SampleStore:
             file.path is not None
         )  # after the machine itself has crashed, a slot may be there without its sample
         self._may_write = os.access(file.path, os.W_OK) if file.path else True
+        self._told_outdated = False
 
     @classmethod
     def in_memory(cls, slots: int | None, max_bytes: int) -> SampleStore:
@@ -114,12 +118,15 @@ class SampleStore:
     def get(self, key: Any, *, wait: bool = True) -> Any:
         """Return a sample, or MISSING.
 
+        One in a file on a disk, of a class that is not there any more, is missing: it is made anew, and kept anew.
+
         Args:
             key: Its key.
             wait: Wait for the disk, if it has to be asked.
 
         Raises:
             BlockingIOError: The disk has to be asked, and is not to be waited for.
+            Exception: What its unpickling raises, with a note on the file that it is from.
         """
         found = self._find(key, wait)
         if not isinstance(found, tuple):
@@ -130,7 +137,19 @@ class SampleStore:
         if not self._read(memory, offset, wait) or (self._checks and zlib.crc32(memory) != checksum):
             self._empty(at)
             return MISSING
-        return unpack(memory)
+        try:
+            return unpack(memory)
+        except Exception as error:
+            if not self.is_on_disk:
+                raise
+            if not isinstance(error, (AttributeError, ImportError)):
+                error.add_note(
+                    f"It is the sample {key!r} of the cache {self._file.path}; delete that if it is outdated."
+                )
+                raise
+            self._tell_outdated(error)
+            self._empty(at)
+            return MISSING
 
     def add(self, key: Any, sample: Any) -> OSError | None:
         """Keep a sample, if there is room; return the error, and try no more, if it could not be written.
@@ -166,6 +185,16 @@ class SampleStore:
                 return bool(last != who)
         except OSError:  # a head that cannot be written to any more
             return True
+
+    def _tell_outdated(self, error: Exception) -> None:
+        """Say it once in each process."""
+        if not self._told_outdated:
+            self._told_outdated = True
+            log.warning(
+                "The cache %s has samples of code that has changed since (%s): they are made and kept anew.",
+                self._file.path,
+                error,
+            )
 
     # ---- slots ----
 

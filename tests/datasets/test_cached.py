@@ -609,6 +609,78 @@ def test_damage_is_noticed(tmp_path: Path, log: Path) -> None:
         pickle.loads(data)
 
 
+RENAMED = """
+    import dataclasses, logging, sys
+    from asyncloader.datasets import CachedDataset
+
+    @dataclasses.dataclass
+    class {name}:
+        x: int
+
+    def make(index):
+        print("making", index)
+        return {name}(index)
+
+    class Photos:
+        def __len__(self): return 4
+        def __getitem__(self, index): return make(index)
+
+    logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
+    cached = CachedDataset(Photos(), sys.argv[1])
+    for _ in range(2): print(cached[0], cached[1])
+"""
+
+
+def test_samples_of_a_class_that_is_gone(run: Callable[..., Program], tmp_path: Path) -> None:
+    """They are made and kept anew, and it is said once, with the file."""
+    folder = tmp_path / "cache"
+    for name in ("Sample", "Item", "Item"):
+        done = run(RENAMED.format(name=name), folder)
+        assert done.returncode == 0, done.explain("")
+        (path,) = folder.iterdir()
+        *told, first_time, again = [line for line in done.out.splitlines() if not line.startswith("making")]
+        assert first_time == again == f"{name}(x=0) {name}(x=1)"
+        expected = f"The cache {path} has samples of code that has changed since (Can't get attribute 'Sample'"
+        assert [line.startswith(expected) for line in told] == [True] * (
+            name == "Item" and done.out.count("making") > 0
+        )
+        assert (done.out.count("making") == 2) == (name == "Sample" or bool(told))
+    assert not told
+
+
+class Counted:
+    """Unpickled, it needs as many values as its class has by then."""
+
+    def __init__(self, *values: int) -> None:
+        self.values = values
+
+    def __reduce__(self) -> Any:
+        return counted, self.values
+
+
+def counted(*values: int) -> Counted:
+    if len(values) != COUNTED[0]:
+        raise TypeError(f"{COUNTED[0]} values are needed")
+    return Counted(*values)
+
+
+COUNTED = [1]
+
+
+def test_samples_that_cannot_be_unpickled(where: str) -> None:
+    """What else goes wrong is an error, and of a cache that stays it names the file."""
+    cached = CachedDataset([Counted(1)], where, fingerprint="counted")  # type: ignore[var-annotated]
+    assert cached[0].values == cached[0].values == (1,)
+    COUNTED[0] = 2
+    try:
+        with pytest.raises(TypeError, match="2 values") as caught:
+            cached[0]
+    finally:
+        COUNTED[0] = 1
+    notes = getattr(caught.value, "__notes__", [])
+    assert [f"It is the sample 0 of the cache {where}" in note for note in notes] == [True] * (where != "ram")
+
+
 def test_without_permission_to_write(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that others have filled is read."""
     cached = CachedDataset(Noted(log), tmp_path / "cache")

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, SharedDict, SharedList
+from asyncloader.datasets import CachedDataset
 from tests.nursery import Program
 
 ROWS = [{"path": f"{number:05}.jpg", "label": number % 7, "box": [number, 0.5, 2.0]} for number in range(3000)]
@@ -36,7 +37,7 @@ class Point(NamedTuple):
 @dataclasses.dataclass
 class Item:
     name: str
-    parts: list[int]
+    parts: list[Any]
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -161,6 +162,60 @@ def test_rows_are_the_readers_own() -> None:
     row["a"].append(2)
     row["array"][:] = 1
     assert alike(shared[0], {"a": [1], "array": np.zeros(2)})
+
+
+VIEWS = {
+    "bfloat16": torch.zeros(400, 100, dtype=torch.bfloat16),
+    "float8": torch.zeros(400, 100).to(torch.float8_e5m2),
+    "with gradients": torch.zeros(400, 100, requires_grad=True),
+    "conjugate": torch.zeros(400, 100, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_no_more_than_it_shows(name: str) -> None:
+    """Of tensors that are pickled too, in rows and in objects, as rows and as samples that are kept."""
+    whole = VIEWS[name]
+    for rows in (
+        [row.detach().requires_grad_(row.requires_grad) for row in whole],
+        [Item("a", [row]) for row in whole],
+    ):
+        shared, cached = SharedList(rows), CachedDataset(rows, "ram")
+        made_first = cached[1]
+        for found in (shared[1], cached[1]):
+            assert found is not made_first
+            there = found.parts[0] if isinstance(found, Item) else found
+            assert (there.dtype, there.shape, there.requires_grad) == (whole.dtype, (100,), whole.requires_grad)
+            assert not there.to(torch.complex64).any()
+            there.detach().fill_(1)
+        size = 100 * whole.itemsize
+        assert shared.nbytes / len(rows) < size + 500
+        assert cached.usage().bytes < size + 500
+
+
+def test_tensors_inside_objects() -> None:
+    """Of every dtype, without dimensions, without items, in any order; what Python code has hung on one stays on it."""
+    tagged = torch.ones(3, dtype=torch.bfloat16)
+    tagged.tag = "a"  # type: ignore[attr-defined]
+    tensors = [
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor(1.5, requires_grad=True),
+        torch.zeros(0, 3, dtype=torch.bfloat16),
+        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+        torch.arange(6.0)[::2],
+        torch.arange(3) * 1j,
+        (torch.arange(3) * 1j).conj(),
+        torch.ones(3, dtype=torch.bool),
+        torch.eye(2).to_sparse(),
+        tagged,
+    ]
+    found = SharedList([Item("a", [tensor]) for tensor in tensors])
+    for item, tensor in zip(found, tensors, strict=True):
+        (there,) = item.parts
+        assert (there.dtype, there.shape, there.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+        assert there.requires_grad == tensor.requires_grad
+        assert torch.equal(there.to_dense(), tensor.to_dense())
+    assert found[-1].parts[0].tag == "a"
 
 
 def test_an_empty_list() -> None:
