@@ -19,7 +19,7 @@ from asyncloader.engine import exits  # here, for its hook has to be there befor
 from asyncloader.epochs import as_number, hears, listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.iteration.checkpoint import check
-from asyncloader.iteration.in_step import in_step
+from asyncloader.iteration.in_step import enrol, in_step
 from asyncloader.iteration.plan import samplers_within
 from asyncloader.iteration.runs import Runs
 from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
@@ -192,6 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
         self._newest, self._runs = _nothing, Runs()
+        enrol(self._runs, equal_steps)
         self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -6,9 +6,12 @@ python tests/equal_steps_ranks.py FOLDER_WITH_SHARDS
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import logging
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,10 @@ from tests.ranks import tell
 class Uneven(IterableDataset[int]):
     """So many samples for each rank, divided among its workers; numbers that say whose they are."""
 
-    def __init__(self, lengths: list[float]) -> None:
+    def __init__(self, lengths: list[float], pause_s: float = 0.0) -> None:
         self.length = lengths[dist.get_rank()]
         self.first = 1000 * dist.get_rank()
+        self.pause_s = pause_s
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -35,6 +39,7 @@ class Uneven(IterableDataset[int]):
         for number in itertools.count(worker, workers):
             if number >= self.length:
                 return
+            time.sleep(self.pause_s)
             yield self.first + number
 
 
@@ -60,8 +65,8 @@ async def taken_async(loader: Any) -> list[list[int]]:
     return found
 
 
-def resumed(make: Any, steps: int) -> list[list[int]]:
-    """Take some steps, go on from the state of those with another loader to the end, and begin the next epoch."""
+def resumed(make: Any, steps: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Take some steps, go on from the state of those with another loader to the end, and take one more epoch."""
     loader = make()
     found = taken(loader, steps)
     state = json.loads(json.dumps(loader.state_dict()))
@@ -69,7 +74,65 @@ def resumed(make: Any, steps: int) -> list[list[int]]:
     other.load_state_dict(state)
     found += taken(other)
     assert other.state_dict()["finished"] or len(found) == steps
-    return found
+    return found, taken(other)
+
+
+async def cancelled(loader: Any) -> list[list[int]]:
+    """On rank 0, stop waiting for the very first batch twice, before the other ranks have come."""
+    iterator = aiter(loader)
+    if dist.get_rank() == 0:
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(anext(iterator), 0.3)
+    in_step()
+    return [batch.tolist() async for batch in iterator]
+
+
+def mixed_up(loaders: list[Any]) -> list[str]:
+    """Begin runs with two loaders, on rank 0 in another order; return what is raised."""
+    raised = []
+    for loader in loaders if dist.get_rank() == 0 else reversed(loaders):
+        try:
+            next(iter(loader))
+        except AsyncLoaderError as error:
+            raised.append(str(error))
+    return raised
+
+
+def without_bad(samples: list[int]) -> list[int]:
+    if {5, 1001} & set(samples):
+        raise ValueError(f"bad: {samples}")
+    return samples
+
+
+def with_errors(loader: Any) -> list[Any]:
+    """Take everything, and what is raised in place of batches."""
+    found: list[Any] = []
+    iterator = iter(loader)
+    while True:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except ValueError as error:
+            found.append(str(error).splitlines()[0])
+
+
+def counted() -> dict[str, Any]:
+    """Return what statistics and the log say of a run in which rank 0 has more batches, and waits for others."""
+    log, lines = logging.getLogger("asyncloader"), []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    pause_s = 0.0 if dist.get_rank() == 0 else 0.03
+    loader = DataLoader(Uneven([60, 24, 24, 24], pause_s), 2, num_workers=1, equal_steps="drop")
+    steps = len(list(loader))
+    log.removeHandler(handler)
+    stats = loader.stats()
+    summary = [line for line in lines if line.startswith("epoch 0: ")]
+    figures = {"batches": stats.batches, "training_s": stats.training_s, "ranks_s": stats.ranks_s}
+    return {"steps": steps, **figures, "summary": summary, "verdict": stats.verdict.text}
 
 
 def main() -> None:
@@ -82,10 +145,12 @@ def main() -> None:
             def make(lengths: Any = (21, 34, 22, 40), mode: Any = mode, workers: int = workers, **options: Any) -> Any:
                 return DataLoader(Uneven(lengths), 2, num_workers=workers, equal_steps=mode, **options)
 
+            if not found:  # the group of the ranks is not there yet
+                found["cancelled"] = asyncio.run(cancelled(make()))
             found[f"{mode} {workers}"] = taken(make())
             found[f"{mode} {workers} even"] = taken(make([6, 6, 6, 6]))
             found[f"{mode} {workers} async"] = asyncio.run(taken_async(make()))
-            for steps in (3, 11, 15):
+            for steps in (3, 11, 15, 20):
                 found[f"{mode} {workers} resumed after {steps}"] = resumed(make, steps)
         persistent = make(persistent_workers=True)
         found[f"{mode} persistent"] = [taken(persistent, 5), taken(persistent), taken(persistent)]
@@ -98,6 +163,10 @@ def main() -> None:
         taken(make([5, 0, 3, 9], mode="pad"))
     except AsyncLoaderError as error:
         found["nothing to repeat"] = str(error)
+    lengths = [6, 2, 12, 12]
+    found["errors"] = with_errors(make(lengths, mode="pad", workers=0, collate_fn=without_bad))
+    found["counted"] = counted()
+    found["mixed up"] = mixed_up([make(), make()])
     tell(dist.get_rank(), found)
     dist.barrier()
     dist.destroy_process_group()

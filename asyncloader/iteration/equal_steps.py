@@ -8,6 +8,9 @@ all of its batches, and one beyond, so that what the counts of all ranks say is 
 each step ("drop"), or at least one has ("pad"), and whether there is a step after the last one of the chunk.
 
 States are those of the batches that the consumer has: the one after each is taken when it is pulled, and held with it.
+
+All loaders of a process share one group. Whose turn it is in there is the order of their calls, which threads and tasks
+may mix up, differently on each rank: so ranks say which loader they speak of, and a mixture is an error.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import copy
 import logging
 import threading
 from collections import deque
+from concurrent.futures import Future
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +36,8 @@ from asyncloader.settings import EqualSteps
 log = logging.getLogger("asyncloader")
 
 _LONGEST_CHUNK = 8
-_groups: dict[int, tuple[Any, Any]] = {}  # by the id of the process group: that group, and ours
+_groups: dict[int, tuple[Any, Future[Any]]] = {}  # by the id of the process group: that group, and ours
+_making = threading.Lock()  # held to look at them
 
 
 class _Held(NamedTuple):
@@ -90,11 +96,13 @@ class EqualStepsIterator(ClosableIterator):
         inner: The iterator over the batches of this rank.
         mode: What becomes of uneven ends: "drop" leaves out what not all ranks have; "pad" repeats a rank's last batch.
         runs: Of the loader, which is told of states.
+        loader: Its number, the same on all ranks.
     """
 
-    def __init__(self, inner: BaseIterator[Any], mode: EqualSteps, runs: Runs) -> None:
+    def __init__(self, inner: BaseIterator[Any], mode: EqualSteps, runs: Runs, loader: int) -> None:
         self._inner = inner
         self._mode = mode
+        self._number = loader
         self._runs = runs
         self._yielded = runs.yielded = Yielded(inner._checkpointer)
         self._persistent = inner._persistent_workers
@@ -103,8 +111,8 @@ class EqualStepsIterator(ClosableIterator):
     def _begin(self, epoch: int) -> None:
         """Begin a run; `epoch` is how many there were before."""
         self._held: deque[_Held] = deque()  # pulled, and not handed over
-        self._last: _Held | None = None  # of this rank, kept to be repeated
-        self._before_last = self._yielded.state
+        self._last: _Held | None = None  # of this rank, kept to be repeated: an error only if no batch was there
+        self._before_last = self._after_last = self._yielded.state
         self._ended = False  # the inner iterator
         self._size, self._step = 1, 0
         self._agreed: Agreement | None = None  # on the chunk at hand
@@ -117,24 +125,28 @@ class EqualStepsIterator(ClosableIterator):
 
     def __next__(self) -> Any:
         with self._turn:
+            asked_at = perf_counter()
             while not self._yielded.over and (due := self._due()) is not None:
                 if isinstance(due, int):
                     self._pull(due)
+                    asked_at = perf_counter()
                 else:
                     due[0].wait()
-                    self._agree()
+                    self._agree(asked_at)
             return self._take()
 
     async def __anext__(self) -> Any:
         async with self._async_turn:
             if self._agreed is None:
-                await asyncio.to_thread(_own_group)  # which waits for other ranks, the first time
+                await asyncio.wrap_future(_own_group())  # whose making goes on if this is cancelled
+            asked_at = perf_counter()
             while not self._yielded.over and (due := self._due()) is not None:
                 if isinstance(due, int):
                     await self._pull_async(due)
+                    asked_at = perf_counter()
                 else:
                     await asyncio.to_thread(due[0].wait)
-                    self._agree()
+                    self._agree(asked_at)
             try:
                 return self._take()
             except StopIteration:
@@ -179,24 +191,35 @@ class EqualStepsIterator(ClosableIterator):
         self._step += 1
         ends = self._agreed.is_last and self._step == self._agreed.steps
         if not self._held:  # in "pad" only
-            assert self._last is not None
-            if ends:
-                self._finish()
-            if self._last.error is not None:
-                raise self._last.error
-            return copy.deepcopy(self._last.batch)
+            return self._repeat(ends=ends)
         held = self._held.popleft()
-        self._yielded.state = held.state
+        self._yielded.state = self._after_last = held.state
         if self._ended and not self._held and not ends:  # in "pad" only: others have more
             # A state in the time of repeating is one before the last batch: what is resumed repeats that, and goes on.
-            self._last = held._replace(batch=copy.deepcopy(held.batch))
             self._yielded.state = self._before_last
         self._before_last = held.state
-        if ends:
-            self._finish()
+        if self._mode == "pad" and not ends and all(other.error is not None for other in self._held):
+            self._keep(held)
         if held.error is not None:
             raise held.error
+        self._inner._meter.held_back -= 1
         return held.batch
+
+    def _keep(self, held: _Held) -> None:
+        """Keep what may turn out to be the last batch of this rank, to be repeated; no error, if there is a batch."""
+        if held.error is None:
+            self._last = held._replace(batch=copy.deepcopy(held.batch))
+        elif self._last is None:
+            self._last = held
+
+    def _repeat(self, *, ends: bool) -> Any:
+        """Hand over this rank's last batch again; in the run's last step, none is left for what is resumed there."""
+        assert self._last is not None
+        if ends:
+            self._yielded.state = self._after_last
+        if self._last.error is not None:
+            raise self._last.error
+        return copy.deepcopy(self._last.batch)
 
     def _finish(self) -> None:
         """End the run on this rank, whatever is left of it."""
@@ -205,6 +228,7 @@ class EqualStepsIterator(ClosableIterator):
             log.info("equal_steps: a rank that has more batches than others leaves them out")
         self._held.clear()
         self._inner._checkpointer.progress.finished = True
+        self._inner._meter.log_summary(is_over=True)
         if not self._persistent:
             self._inner.close()
 
@@ -234,31 +258,28 @@ class EqualStepsIterator(ClosableIterator):
 
     def _hold(self, batch: Any, error: Exception | None = None) -> None:
         self._held.append(_Held(batch, error, self._inner.state_dict()))
+        self._inner._meter.held_back += error is None
 
     # ---------------------------------------------------------------------------------------------------- agreeing
 
     def _ask(self, size: int) -> tuple[Any, list[torch.Tensor]]:
         """Tell the other ranks how far this one can go in a chunk that begins with the next step but those at hand."""
         ahead = len(self._held) - (0 if self._agreed is None else self._size - self._step)
-        place = [self._epoch, self._chunk + (self._agreed is not None)]
+        place = [self._number, self._epoch, self._chunk + (self._agreed is not None)]
         said = torch.tensor([*place, max(0, min(ahead, size + 1))])
         answers = [torch.empty_like(said) for _ in range(dist.get_world_size())]
-        return dist.all_gather(answers, said, group=_own_group(), async_op=True), answers
+        return dist.all_gather(answers, said, group=_own_group().result(), async_op=True), answers
 
-    def _agree(self) -> None:
-        """Go over to the chunk that all ranks have told of."""
+    def _agree(self, asked_at: float) -> None:
+        """Go over to the chunk that all ranks have told of; they were waited for since `asked_at`."""
         assert self._asked is not None
+        self._inner._meter.waited_for_ranks(perf_counter() - asked_at)
         told = [answer.tolist() for answer in self._asked[1]]
+        self._asked = None
+        _check_places({rank: tuple(place) for rank, (*place, _) in enumerate(told)})
         if self._agreed is not None:
             self._size, self._chunk = self._next_size(), self._chunk + 1
-        self._step, self._asked = 0, None
-        places = {rank: (epoch, chunk) for rank, (epoch, chunk, _) in enumerate(told)}
-        if len(set(places.values())) > 1:
-            raise AsyncLoaderError(
-                f"ranks are at different places, here as (run, chunk of steps) by rank: {places}; with equal_steps all "
-                "ranks begin, leave and resume a run at the same step"
-            )
-        counts = [count for _, _, count in told]
+        self._step, counts = 0, [count for *_, count in told]
         self._agreed = Agreement(counts, self._size, self._mode)
         empty = [rank for rank, count in enumerate(counts) if not count]
         if self._mode == "pad" and not self._chunk and empty and self._agreed.steps:
@@ -299,11 +320,39 @@ class EqualStepsIterator(ClosableIterator):
         await self._inner.aclose()
 
 
-def _own_group() -> Any:
-    """Return a group for this alone, over gloo: what the trainer does in its own at the time is not disturbed."""
+def _check_places(places: dict[int, tuple[int, ...]]) -> None:
+    """See that all ranks speak of the same loader, and of the same steps."""
+    if len({loader for loader, *_ in places.values()}) > 1:
+        raise AsyncLoaderError(
+            f"ranks are at different loaders, here as (loader, run, chunk of steps) by rank: {places}; with "
+            "equal_steps all ranks make and use the same loaders in the same order, and threads or tasks use one at a "
+            "time"
+        )
+    if len(set(places.values())) > 1:
+        raise AsyncLoaderError(
+            f"ranks are at different places, here as (loader, run, chunk of steps) by rank: {places}; with equal_steps "
+            "all ranks begin, leave and resume a run at the same step"
+        )
+
+
+def _own_group() -> Future[Any]:
+    """Return a group for this alone, over gloo: what the trainer does in its own at the time is not disturbed.
+
+    All ranks have to join in making it. So that happens once, in a thread of its own, whoever stops waiting for it.
+    """
     world = dist.group.WORLD
-    known = _groups.get(id(world))
-    if known is None or known[0] is not world:
-        _groups.clear()
-        known = _groups[id(world)] = (world, dist.new_group(backend="gloo"))
+    with _making:
+        known = _groups.get(id(world))
+        if known is None or known[0] is not world or (known[1].done() and known[1].exception() is not None):
+            _groups.clear()
+            known = _groups[id(world)] = (world, Future())
+            known[1].set_running_or_notify_cancel()  # from now on nobody can cancel it
+            threading.Thread(target=_make_group, args=(known[1],), name="asyncloader-equal-steps", daemon=True).start()
     return known[1]
+
+
+def _make_group(made: Future[Any]) -> None:
+    try:
+        made.set_result(dist.new_group(backend="gloo"))
+    except BaseException as error:
+        made.set_exception(error)

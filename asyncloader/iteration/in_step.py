@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from asyncloader.iteration.runs import Runs
 from asyncloader.settings import EqualSteps
+
+_numbers: WeakKeyDictionary[Runs, int] = WeakKeyDictionary()
+_next_number = count()
+
+
+def enrol(runs: Runs, mode: EqualSteps | None) -> None:
+    """Give a loader its number among those of this process that are to be in step with other ranks, when it is made.
+
+    Ranks know by it whether they speak of the same loader, if all of them make their loaders in the same order.
+    """
+    if mode is not None and runs not in _numbers:
+        _numbers[runs] = next(_next_number)
 
 
 def in_step(iterator: Any, mode: EqualSteps | None, runs: Runs) -> Any:
@@ -17,4 +31,5 @@ def in_step(iterator: Any, mode: EqualSteps | None, runs: Runs) -> Any:
         return iterator
     from asyncloader.iteration.equal_steps import EqualStepsIterator
 
-    return EqualStepsIterator(iterator, mode, runs)
+    enrol(runs, mode)  # where the mode was set later
+    return EqualStepsIterator(iterator, mode, runs, _numbers[runs])

@@ -146,6 +146,7 @@ class Figures:
     changes: tuple[Change, ...]
     renewals: int
     options: dict[str, Any]
+    ranks_s: float = 0.0
 
     @property
     def busy_share(self) -> float:
@@ -162,5 +163,5 @@ class Figures:
     @property
     def waited_share(self) -> float:
         """Share of the time since the first batch in which the consumer waited; at most 1 with several consumers."""
-        total = self.waited.total_s + self.training_s
+        total = self.waited.total_s + self.training_s + self.ranks_s
         return self.waited.total_s / total if total else 0.0

@@ -87,6 +87,9 @@ class Meter:
         trace: Where a timeline is written.
         traffic: Counts what comes from other machines.
         options: What the verdict wants to know of the loader's options.
+
+    Attributes:
+        held_back: Batches that were taken, and are held until ranks have agreed on a step for them.
     """
 
     def __init__(
@@ -134,6 +137,9 @@ class Meter:
         self._used_sum = 0
         self._ready_sum = 0
         self._training_s = 0.0
+        self._ranks_s = 0.0
+        self._ranks_until = 0.0  # what that was when a batch was taken last
+        self.held_back = 0
 
     # ------------------------------------------------------------------------------------------- loop thread
 
@@ -298,7 +304,7 @@ class Meter:
         waited = now - asked_at if asked_at else 0.0
         if self._taken_count:
             self._taken.add((waited, now - times.ready_at, times.ready_at - times.made_at))
-            self._training_s += max(0.0, now - self._last_at - waited)
+            self._training_s += max(0.0, now - self._last_at - waited - (self._ranks_s - self._ranks_until))
             self._last_cpu_s = process_time()
         else:
             self._first_at = now
@@ -307,14 +313,19 @@ class Meter:
             self._trace.taken(times.seq, self._last_at if self._taken_count else 0.0, asked_at, now, ready)
             if self._trace.is_due:
                 self._trace.write()
-        self._last_at = now
+        self._last_at, self._ranks_until = now, self._ranks_s
         self._taken_count += 1
         self._used_sum += used
         self._ready_sum += ready
 
-    def log_summary(self) -> None:
-        """Say in the log, once, how the run went: everything was taken."""
-        if self._is_logged:
+    def waited_for_ranks(self, seconds: float) -> None:
+        """Note that a consumer has waited for other ranks: that is not training."""
+        if self._taken_count:
+            self._ranks_s += seconds
+
+    def log_summary(self, *, is_over: bool = False) -> None:
+        """Say in the log, once, how the run went: everything was taken, and nothing is held back, or never given."""
+        if self._is_logged or (self.held_back and not is_over):
             return
         self._is_logged = True
         self.write_trace()
@@ -352,7 +363,7 @@ class Meter:
             epoch=self._epoch,
             num_workers=self._num_workers,
             cores=usable_cores(),
-            batches=count,
+            batches=count - self.held_back,
             samples=self._samples,
             bytes=self._bytes,
             elapsed_s=self._last_at - self._began,
@@ -381,4 +392,5 @@ class Meter:
             changes=tuple(self._changes),
             renewals=self._renewals,
             options=self._options,
+            ranks_s=self._ranks_until,
         )

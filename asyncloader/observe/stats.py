@@ -35,6 +35,7 @@ class LoaderStats(Figures):
         elapsed_s: From ``iter()`` to the last batch taken.
         first_batch_s: Of it, until the first batch: starting workers, opening the dataset.
         training_s: Seconds between the first batch and the last in which nobody waited for one: training.
+        ranks_s: Seconds between these in which other ranks were waited for, with ``equal_steps``.
         waited: How long the consumer waited for each batch after the first.
         ready: How long each batch waited for the consumer, once it was its turn.
         stages: How long each stage took.

@@ -18,7 +18,9 @@ from typing import Any, Literal, TypeAlias
 from asyncloader.observe.figures import Figures
 from asyncloader.observe.memory_watch import show_bytes
 
-Limit: TypeAlias = Literal["unknown", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead"]
+Limit: TypeAlias = Literal[
+    "unknown", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead", "ranks"
+]
 
 _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
 _BUSY = 0.8  # workers busy for more than this share of their time are what limits
@@ -47,7 +49,8 @@ class Verdict:
     Attributes:
         limit: "training" (nothing to gain here), "fetch", "collate", "transfer", "pin" (that stage of the batches),
             "network" (the way from other machines), "order" (workers stood idle behind a slow batch), "overhead"
-            (batches too small), or "unknown" (too few batches to tell).
+            (batches too small), "ranks" (others are slower, with ``equal_steps``), or "unknown" (too few batches to
+            tell).
         text: The sentence.
         advice: Options of the loader to change, and to what.
         gain: How many times as fast the whole would become by the advice, roughly; 1.0 if there is nothing to gain.
@@ -111,6 +114,10 @@ def judge(stats: Figures) -> Verdict:
     if count < max(4, 2 * stats.num_workers) or not stats.work.count:
         return Verdict("unknown", f"{stats.batches} batches are too few to judge by")
     waited, train = stats.waited.total_s / count, stats.training_s / count
+    if stats.ranks_s > max(stats.waited.total_s, stats.training_s * _HARDLY):
+        share = stats.ranks_s / (stats.ranks_s + stats.waited.total_s + stats.training_s)
+        text = f"training waited {share:.0%} of its time for other ranks: see the verdict of the slowest"
+        return Verdict("ranks", text)
     costs = _Costs(
         batch=waited + train,
         train=train,

@@ -64,15 +64,16 @@ def test_uneven_streams_are_taken_in_equal_steps(ranks: list[dict[str, Any]], mo
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", ["drop", "pad"])
-@pytest.mark.parametrize("steps", [3, 11, 15])
+@pytest.mark.parametrize("steps", [3, 11, 15, 20])
 def test_a_run_goes_on_where_it_was(ranks: list[dict[str, Any]], mode: str, workers: int, steps: int) -> None:
-    """From a state of what was handed over, not of what was held: also at the end of a stream, or after it."""
+    """From a state of what was handed over, not of what was held; inside the last iteration nothing is left."""
     whole = expected(mode, LENGTHS, workers)
     for own, batches in zip(ranks, whole, strict=True):
-        found = own[f"{mode} {workers} resumed after {steps}"]
+        found, following = own[f"{mode} {workers} resumed after {steps}"]
         first = batches[: min(steps, len(batches))]
         assert found[: len(first)] == first
-        if len(batches) > steps:
+        assert following == batches
+        if len(batches) >= steps:
             assert found == batches
         else:  # it was over: the next epoch follows
             assert found[len(first) :] == batches
@@ -101,6 +102,36 @@ def test_ends_that_are_special(ranks: list[dict[str, Any]]) -> None:
     assert {own["nothing to repeat"] for own in ranks} == {
         'rank 1 has no batch at all that it could repeat: equal_steps="pad" needs one on each rank'
     }
+
+
+def test_a_cancelled_wait_for_ranks_is_taken_up_again(ranks: list[dict[str, Any]]) -> None:
+    """Who stops waiting for the very first batch, and asks again, loses nothing, and hangs nowhere."""
+    assert [own["cancelled"] for own in ranks] == expected("drop", LENGTHS, 0)
+
+
+def test_loaders_that_are_mixed_up(ranks: list[dict[str, Any]]) -> None:
+    """Where ranks speak of different loaders, all are told so, and no batch is lost in silence."""
+    for own in ranks:
+        assert len(own["mixed up"]) == 2
+        assert all(told.startswith("ranks are at different loaders") for told in own["mixed up"])
+
+
+def test_an_error_is_not_repeated(ranks: list[dict[str, Any]]) -> None:
+    """A rank whose last batch was an error repeats the batch before it, and only without one the error."""
+    assert ranks[0]["errors"] == [[0, 1], [2, 3], "bad: [4, 5]", [2, 3], [2, 3], [2, 3]]
+    assert ranks[1]["errors"] == ["bad: [1000, 1001]"] * 6
+
+
+def test_figures_are_of_what_was_handed_over(ranks: list[dict[str, Any]]) -> None:
+    """Batches that are held, or left out, are not counted; waiting for other ranks is not training."""
+    for own in ranks:
+        counted = own["counted"]
+        assert counted["steps"] == counted["batches"] == 12
+        assert [line.split(" in ")[0] for line in counted["summary"]] == ["epoch 0: 12 batches"]
+        assert counted["training_s"] < 0.2  # nothing was done with the batches; rank 0 waited for 0.7 s
+    quick = ranks[0]["counted"]
+    assert quick["ranks_s"] > 0.3
+    assert "of its time for other ranks" in quick["verdict"]
 
 
 def test_what_ranks_agree_on() -> None:
