@@ -48,6 +48,23 @@ def in_step() -> None:
     dist.all_reduce(torch.ones(()))
 
 
+class Counting(Uneven):
+    """It counts its epochs, and its numbers say which they are of."""
+
+    epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        for number in super().__iter__():
+            yield 10_000 * self.epochs + number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
 def taken(batches: Any, steps: int | None = None) -> list[list[int]]:
     found = []
     for batch in itertools.islice(batches, steps):
@@ -75,6 +92,17 @@ def resumed(make: Any, steps: int) -> tuple[list[list[int]], list[list[int]]]:
     found += taken(other)
     assert other.state_dict()["finished"] or len(found) == steps
     return found, taken(other)
+
+
+def third_epochs(make: Any) -> list[list[list[int]]]:
+    """Take two epochs, and the third by the same loader and by one that was given its state."""
+    loader, other = make(), make()
+    taken(loader), taken(loader)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    found = [taken(loader), taken(other)]
+    loader.close()
+    other.close()
+    return found
 
 
 async def cancelled(loader: Any) -> list[list[int]]:
@@ -166,6 +194,9 @@ def main() -> None:
     lengths = [6, 2, 12, 12]
     found["errors"] = with_errors(make(lengths, mode="pad", workers=0, collate_fn=without_bad))
     found["counted"] = counted()
+    for workers in (0, 1):
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "equal_steps": "drop"}
+        found[f"epochs {workers}"] = third_epochs(lambda o=options: DataLoader(Counting([26, 12, 12, 18]), 2, **o))
     found["mixed up"] = mixed_up([make(), make()])
     tell(dist.get_rank(), found)
     dist.barrier()

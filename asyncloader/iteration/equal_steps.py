@@ -227,7 +227,11 @@ class EqualStepsIterator(ClosableIterator):
         if self._held:
             log.info("equal_steps: a rank that has more batches than others leaves them out")
         self._held.clear()
-        self._inner._checkpointer.progress.finished = True
+        progress = self._inner._checkpointer.progress
+        for worker, start in (progress.workers or {}).items():  # datasets that were left in the middle of their data
+            if start.snapshot is not None:
+                progress.ends.setdefault(worker, start.snapshot)
+        progress.finished = True
         self._inner._meter.log_summary(is_over=True)
         if not self._persistent:
             self._inner.close()

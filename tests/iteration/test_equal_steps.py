@@ -122,6 +122,16 @@ def test_an_error_is_not_repeated(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["errors"] == ["bad: [1000, 1001]"] * 6
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_counts_epochs_goes_on_counting(ranks: list[dict[str, Any]], workers: int) -> None:
+    """Also on ranks whose data is left in the middle, because others have no more."""
+    for own in ranks:
+        same, resumed = own[f"epochs {workers}"]
+        assert resumed == same
+        assert len(same) == 6
+        assert same[0][0] // 10_000 == 3
+
+
 def test_figures_are_of_what_was_handed_over(ranks: list[dict[str, Any]]) -> None:
     """Batches that are held, or left out, are not counted; waiting for other ranks is not training."""
     for own in ranks:
