@@ -152,7 +152,7 @@ class Runs:
         if settings.trace is None:
             return active_trace()
         if self._trace is None or self._trace.path != Path(settings.trace):
-            self._trace = shared_trace(settings.trace)
+            self._trace = shared_trace(settings.trace, self)
             weakref.finalize(self, self._trace.write, wait=False)
         return self._trace
 

@@ -103,6 +103,11 @@ class Trace:
 
     # ----------------------------------------------------------------------------------------------- writing
 
+    def is_written_here(self, path: str | os.PathLike[str]) -> bool:
+        """Whether this process writes it, into that file: it is no fork of who does, and nothing went wrong."""
+        is_ours = self._is_open and self._pid == os.getpid()
+        return is_ours and os.path.realpath(self.path) == os.path.realpath(path)
+
     @property
     def is_due(self) -> bool:
         """Whether there is so much that it should be written."""
@@ -264,16 +269,20 @@ def _taken(seq: int, last_at: float, asked_at: float, now: float, ready: int) ->
 # ------------------------------------------------------------------------------------------------------- faces
 
 _active: list[Trace] = []
-_shared: weakref.WeakValueDictionary[tuple[int, str], Trace] = weakref.WeakValueDictionary()
+_by_loader: weakref.WeakKeyDictionary[Any, Trace] = weakref.WeakKeyDictionary()
 _sharing = threading.Lock()
 
 
-def shared_trace(path: str | os.PathLike[str]) -> Trace:
-    """Return the timeline that loaders of this process write into a file: one, as long as any of them is there."""
-    key = os.getpid(), os.path.realpath(path)
+def shared_trace(path: str | os.PathLike[str], loader: Any) -> Trace:
+    """Return the timeline that loaders of this process write into a file: one, as long as any of them is there.
+
+    Args:
+        path: The file.
+        loader: What there is as long as the loader.
+    """
     with _sharing:
-        if (trace := _shared.get(key)) is None:
-            trace = _shared[key] = Trace(path)
+        found = (trace for trace in _by_loader.values() if trace.is_written_here(path))
+        trace = _by_loader[loader] = next(found, None) or Trace(path)
     return trace
 
 
