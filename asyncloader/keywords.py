@@ -14,6 +14,18 @@ from asyncloader.observe.notices import warn
 RENAMED = {"run_ahead_bytes": "max_buffered_bytes"}
 """Options by the names that they had in the release before, which are taken with a warning in this one."""
 
+OF_WORKERS = frozenset(
+    {
+        "persistent_workers",
+        "prefetch_factor",
+        "multiprocessing_context",
+        "timeout",
+        "max_tasks_per_child",
+        "max_worker_memory",
+    }
+)
+"""Options about workers, which a loader that is made anew without any is not given: torch refuses some of them."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

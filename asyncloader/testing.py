@@ -20,21 +20,13 @@ import numpy as np
 import torch
 
 from asyncloader.comparison import CannotCompareError, difference, told_apart
+from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import DataLoader
 from asyncloader.settings import Scheduling, WorkerBackend
 
 __all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async"]
 
 MakeLoader = Callable[[], DataLoader[Any]]
-
-_OF_WORKERS = (
-    "persistent_workers",
-    "prefetch_factor",
-    "multiprocessing_context",
-    "timeout",
-    "max_tasks_per_child",
-    "max_worker_memory",
-)
 
 
 def assert_resumable(
@@ -137,7 +129,7 @@ def _varied(values: dict[str, Sequence[Any]]) -> tuple[dict[str, Any], list[dict
 
 def _samples(dataset: Any, epochs: int, seed: int, options: dict[str, Any]) -> list[list[Any]]:
     if not options["num_workers"]:
-        options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
+        options = {name: value for name, value in options.items() if name not in OF_WORKERS}
     torch.manual_seed(seed)
     loader = DataLoader(dataset, **options)
     try:

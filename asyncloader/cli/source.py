@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.utils.data
 
+from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import OPTIONS, DataLoader
 from asyncloader.settings import AutoWorkers
 
@@ -45,10 +46,7 @@ class Source(NamedTuple):
         if options["num_workers"] != "auto" and not isinstance(options["num_workers"], AutoWorkers):
             options.pop("max_workers", None)
         if not options["num_workers"]:
-            options |= {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
-            options |= {"timeout": 0}
-            for name in ("max_tasks_per_child", "max_worker_memory"):  # of workers
-                options.pop(name, None)
+            options = {name: value for name, value in options.items() if name not in OF_WORKERS}
         return kind(loader.dataset, **self._batching(), **options)
 
     def _batching(self) -> dict[str, Any]:

@@ -201,9 +201,10 @@ def _walk(folder: str, above: frozenset[tuple[int, int]] = frozenset()) -> Itera
     if here in above:
         return
     with os.scandir(folder) as entries:
-        folders: dict[bool, list[str]] = {True: [], False: []}
+        below: list[str] = []
+        files: list[str] = []
         for entry in entries:
-            folders[entry.is_dir()].append(entry.name)
-    yield folder, folders[False]
-    for name in folders[True]:
+            (below if entry.is_dir() else files).append(entry.name)
+    yield folder, files
+    for name in below:
         yield from _walk(os.path.join(folder, name), above | {here})

@@ -164,8 +164,10 @@ def _is_installed(module: str) -> bool:
 
 def _is_pythons(name: str, value: Any) -> bool:
     """Whether an entry of a class is no method and no attribute: bookkeeping of Python's, or of a decorator's."""
-    if not (name.startswith("__") and name.endswith("__")) or name in _ANNOTATIONS:
-        return name in _ANNOTATIONS
+    if name in _ANNOTATIONS:
+        return True
+    if not (name.startswith("__") and name.endswith("__")):
+        return False
     return isinstance(value, type) or not (callable(value) or _called(value) is not None)
 
 

@@ -6,7 +6,6 @@ numbers ──> Spans: which shard, which bytes ──> ranges, or whole blocks 
 from __future__ import annotations
 
 import asyncio
-import operator
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.datasets.apart import versions_of
 from asyncloader.datasets.block_cache import BlockCache
+from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.ranges import Place, read_places
 from asyncloader.datasets.retry import FetchError, Retries
@@ -141,10 +141,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
 
     async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read and decode the samples of a batch."""
-        numbers = np.fromiter(map(operator.index, indices), np.int64)
-        if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
-            raise IndexError(f"there is no sample {strays[0]}: there are {len(self):,}")
-        numbers = np.where(numbers < 0, numbers + len(self), numbers)
+        numbers = counted(indices, len(self), "sample")
         opened = self._client
         places = self._places(numbers, numbers)
         if opened.cache is None:

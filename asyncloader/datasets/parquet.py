@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch.utils.data import Dataset
 from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
 from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.datasets.extras import require
+from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.retry import Retries
 from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
@@ -155,10 +155,7 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
 
     async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read the rows of a batch."""
-        numbers = np.fromiter(map(operator.index, indices), np.int64)
-        if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
-            raise IndexError(f"there is no row {strays[0]}: there are {len(self):,}")
-        numbers = np.where(numbers < 0, numbers + len(self), numbers)
+        numbers = counted(indices, len(self), "row")
         of_rows = np.searchsorted(self._firsts, numbers, side="right") - 1
         groups, which = np.unique(of_rows, return_inverse=True)
         client = self._client

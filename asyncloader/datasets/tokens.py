@@ -6,7 +6,6 @@ numbers of blocks ──> Layout: which file, from which token to which ──> 
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
 from asyncloader.datasets.megatron import read_index
+from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable
 from asyncloader.datasets.ranges import read_places
 from asyncloader.datasets.retry import Retries
@@ -163,10 +163,7 @@ class TokenBlocks(Dataset[torch.Tensor]):
             IndexError: There is no such block.
             TypeError: A number is not whole.
         """
-        numbers = np.fromiter(map(operator.index, indices), np.int64)
-        if (strays := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
-            raise IndexError(f"there is no block {strays[0]}: there are {len(self):,}")
-        files, begins, ends = self._layout.find(np.where(numbers < 0, numbers + len(self), numbers))
+        files, begins, ends = self._layout.find(counted(indices, len(self), "block"))
         return list(zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True))
 
     def _finished(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -116,6 +116,7 @@ class EqualStepsIterator(ClosableIterator):
         self._ended = False  # the inner iterator
         self._size, self._step = 1, 0
         self._agreed: Agreement | None = None  # on the chunk at hand
+        self._since = 0.0  # when it was last seen what is due
         self._asked: tuple[Any, list[torch.Tensor]] | None = None  # about the next one
         self._epoch, self._chunk = epoch, 0
         self._turn = threading.Lock()
@@ -125,28 +126,24 @@ class EqualStepsIterator(ClosableIterator):
 
     def __next__(self) -> Any:
         with self._turn:
-            asked_at = perf_counter()
             while not self._yielded.over and (due := self._due()) is not None:
                 if isinstance(due, int):
                     self._pull(due)
-                    asked_at = perf_counter()
                 else:
                     due[0].wait()
-                    self._agree(asked_at)
+                    self._agree()
             return self._take()
 
     async def __anext__(self) -> Any:
         async with self._async_turn:
             if self._agreed is None:
                 await asyncio.wrap_future(_own_group())  # whose making goes on if this is cancelled
-            asked_at = perf_counter()
             while not self._yielded.over and (due := self._due()) is not None:
                 if isinstance(due, int):
                     await self._pull_async(due)
-                    asked_at = perf_counter()
                 else:
                     await asyncio.to_thread(due[0].wait)
-                    self._agree(asked_at)
+                    self._agree()
             try:
                 return self._take()
             except StopIteration:
@@ -154,7 +151,7 @@ class EqualStepsIterator(ClosableIterator):
 
     def _due(self) -> int | tuple[Any, list[torch.Tensor]] | None:
         """Return what is to be done before the next step: have so many batches, or wait for an answer; or nothing."""
-        agreed = self._agreed
+        agreed, self._since = self._agreed, perf_counter()
         if agreed is None:  # the very first chunk
             if not self._has(self._size + 1):
                 return self._size + 1
@@ -274,10 +271,10 @@ class EqualStepsIterator(ClosableIterator):
         answers = [torch.empty_like(said) for _ in range(dist.get_world_size())]
         return dist.all_gather(answers, said, group=_own_group().result(), async_op=True), answers
 
-    def _agree(self, asked_at: float) -> None:
-        """Go over to the chunk that all ranks have told of; they were waited for since `asked_at`."""
+    def _agree(self) -> None:
+        """Go over to the chunk that all ranks have told of, for which they were waited for."""
         assert self._asked is not None
-        self._inner._meter.waited_for_ranks(perf_counter() - asked_at)
+        self._inner._meter.waited_for_ranks(perf_counter() - self._since)
         told = [answer.tolist() for answer in self._asked[1]]
         self._asked = None
         _check_places({rank: tuple(place) for rank, (*place, _) in enumerate(told)})
