@@ -22,6 +22,7 @@ import logging
 import os
 import secrets
 import struct
+import time
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +46,8 @@ _TABLE_AT = 4096
 _SLOT = struct.Struct("<QQQII")  # offset, length, hash of the key, checksum of the sample, checksum of the slot
 _WINDOW = 16  # slots that are looked at for a key that is no index
 _LEAST_HASHED = 1 << 16
-_LOCK_TRIES = 1000
+_LOCK_WAIT_S = 1.0
+_LOCK_POLL_S = 50e-6
 
 
 class StoreUsage(NamedTuple):
@@ -72,6 +74,7 @@ class SampleStore:
         )  # after the machine itself has crashed, a slot may be there without its sample
         self._may_write = os.access(file.path, os.W_OK) if file.path else True
         self._told_outdated = False
+        self._lock_wait_s = _LOCK_WAIT_S
 
     @classmethod
     def in_memory(cls, slots: int | None, max_bytes: int) -> SampleStore:
@@ -276,23 +279,34 @@ class SampleStore:
     def _locked(self) -> Any:
         """Hold the lock of the file, which the kernel takes from whoever dies; it is held for some microseconds.
 
-        A process that is stopped while it holds it stops nobody else: they go on without keeping their sample.
+        On a busy machine whoever holds it may be off its core for many milliseconds, and is waited for. A process that
+        is stopped while it holds it stops nobody else: it is waited for once, for a second, and from then on, until the
+        lock has been free again, others go on at once without keeping their sample.
+
+        Raises:
+            BlockingIOError: Another process holds it for too long.
         """
         with MemoryFile.turn:
-            for tries_left in reversed(range(_LOCK_TRIES)):
-                try:
-                    fcntl.lockf(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-                    break
-                except OSError as error:
-                    if error.errno not in (errno.EAGAIN, errno.EACCES):
-                        raise
-                    if not tries_left:
-                        raise BlockingIOError(errno.EAGAIN, "another process holds the lock") from error
-                    os.sched_yield()
+            give_up = time.monotonic() + self._lock_wait_s
+            while not self._try_lock():
+                if time.monotonic() >= give_up:
+                    self._lock_wait_s = 0.0
+                    raise BlockingIOError(errno.EAGAIN, "another process holds the lock")
+                time.sleep(_LOCK_POLL_S)
+            self._lock_wait_s = _LOCK_WAIT_S
             try:
                 yield
             finally:
                 fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 1, 0)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.lockf(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            return False
+        return True
 
 
 def hash_of(key: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import pickle
 import random
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -792,23 +794,52 @@ def test_two_who_fill_it_at_once(where: str, log: Path) -> None:
     assert not made(log)
 
 
-def test_who_is_stopped_with_the_lock_stops_nobody(where: str, log: Path) -> None:
-    """Others go on; what they make meanwhile is not kept."""
-    cached = CachedDataset(Noted(log), where)
+@contextlib.contextmanager
+def held(cached: CachedDataset[Any], seconds: float | None = None) -> Iterator[None]:
+    """Have another process hold the lock of a cache: for so long, or until it is killed."""
     reading, writing = os.pipe()
     if not (pid := os.fork()):
         with cached._store._locked():
             os.write(writing, b"x")
-            signal.pause()
+            pause(1000 if seconds is None else seconds)
+        os._exit(0)
     os.read(reading, 1)
+    try:
+        yield
+    finally:
+        if seconds is None:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_who_is_off_its_core_with_the_lock_is_waited_for(where: str, log: Path) -> None:
+    """On a busy machine that takes longer than the lock is held by itself; what is made meanwhile is kept."""
+    cached = CachedDataset(Noted(log), where)
+    for index in range(3):
+        with held(cached, seconds=0.1):
+            assert is_right(cached[index], index)
+    assert all(is_right(cached[index], index) for index in range(3))
+    assert made(log) == ["0", "1", "2"]
+
+
+def test_who_is_stopped_with_the_lock_stops_nobody(where: str, log: Path) -> None:
+    """Others wait for it once, not at each sample; what they make meanwhile is not kept."""
+    cached = CachedDataset(Noted(log, 400), where)
+    with held(cached):
+        begun = time.monotonic()
+        assert all(is_right(cached[index], index) for index in range(400))
+        assert time.monotonic() - begun < 60  # not a second for each of them
+    assert not cached.usage().samples
+    made(log)
+    with held(cached, seconds=0.1):  # it is worth waiting again, once the lock has been free
+        assert is_right(cached[0], 0)
     assert is_right(cached[1], 1)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert is_right(cached[1], 1)
-    assert is_right(cached[1], 1)
-    assert made(log) == ["1", "1"]
-    os.close(reading)
-    os.close(writing)
+    with held(cached, seconds=0.1):
+        assert is_right(cached[2], 2)
+    assert [is_right(cached[index], index) for index in (1, 2)] == [True, True]
+    assert made(log) == ["0", "1", "2"]
 
 
 RANKS = """
