@@ -271,13 +271,36 @@ class Refusing(Shown):
             raise ValueError("no epoch 2")
 
 
-def test_what_a_copy_raises_stands_for_its_batches() -> None:
+class RefusingAwaited(Refusing):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return super().__getitem__(index)
+
+
+class RefusingStream(Stream):
+    """Does not begin epoch 2 in workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        if self.epoch == 2 and get_worker_info() is not None:
+            raise ValueError("no epoch 2")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+@pytest.mark.parametrize("dataset", [Refusing(), RefusingAwaited(), RefusingStream()], ids=lambda it: type(it).__name__)
+def test_what_a_copy_raises_stands_for_its_batches(dataset: Any, backend: Any) -> None:
     """And the next epoch is none the worse."""
-    loader = DataLoader(Refusing(), batch_size=2, num_workers=1, persistent_workers=True)
-    assert samples(loader) == in_epoch(0)
-    loader.set_epoch(2)
-    with pytest.raises(ValueError, match="no epoch 2"):
-        samples(loader)
+    loader = DataLoader(dataset, batch_size=2, num_workers=1, persistent_workers=True, worker_backend=backend)
+    samples(loader)
+    for _ in range(2):
+        loader.set_epoch(2)
+        with pytest.raises(ValueError, match="no epoch 2"):
+            samples(loader)
+        loader.set_epoch(3)
+        seen = samples(loader)
+        dataset.set_epoch(3)
+        assert seen == samples(DataLoader(dataset, batch_size=2))
 
 
 class Numpys(Shown):

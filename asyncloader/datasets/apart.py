@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -60,7 +61,10 @@ def run_apart(function: Callable[..., Coroutine[Any, Any, T]], urls: Sequence[st
 
 
 def serve() -> None:
-    """Answer the request on standard input, in the child."""
+    """Answer the request on standard input, in the child, and end at once.
+
+    An interpreter that ends as ever, while threads of obstore's are at work, is aborted now and then.
+    """
     function, args = pickle.load(sys.stdin.buffer)
     answer: tuple[Any, BaseException | None]
     try:
@@ -68,6 +72,8 @@ def serve() -> None:
     except Exception as error:
         answer = None, _bare(error)
     pickle.dump(answer, sys.stdout.buffer)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def versions_of(urls: Sequence[str], access: Access) -> list[Version]:

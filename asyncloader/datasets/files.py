@@ -133,6 +133,7 @@ class ImageFolder(FileDataset[tuple[Any, int]]):
         targets: The class of each file.
 
     Raises:
+        ConfigurationError: ``suffixes`` is one text.
         FileNotFoundError: There is no such folder, no class in it, or a class without an image.
         ImportError: Pillow, which the default ``decode`` needs, is not installed (``asyncloader[images]``).
     """
@@ -148,6 +149,8 @@ class ImageFolder(FileDataset[tuple[Any, int]]):
     ) -> None:
         if decode is None:
             require("PIL.Image", "images", "ImageFolder")
+        if isinstance(suffixes, str):
+            raise ConfigurationError(f"suffixes is a list of them, such as [{suffixes!r}], but got {suffixes!r}")
         self.root = Path(root)
         self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         if not self.classes:

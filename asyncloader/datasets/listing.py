@@ -18,8 +18,9 @@ import cloudpickle
 
 from asyncloader.datasets.retry import FetchError, Retries
 
+# os._exit: an interpreter that ends as ever, while threads of obstore's are at work, is aborted now and then.
 _CHILD = """
-import pickle, sys
+import os, pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
 try:
     url, options = pickle.load(sys.stdin.buffer)
@@ -29,6 +30,8 @@ try:
 except Exception as error:
     found = None, (type(error).__name__, str(error).partition("\\n")[0])
 pickle.dump(found, sys.stdout.buffer)
+sys.stdout.flush()
+os._exit(0)
 """
 
 

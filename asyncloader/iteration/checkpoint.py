@@ -58,6 +58,10 @@ def check(state: dict[str, Any], settings: Settings) -> None:
     if not isinstance(state, dict) or state.get("version") != VERSION:
         version = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise StateMismatchError("version", version, VERSION, "It is not a state of this version of asyncloader.")
+    keys = _state("", 0, {}, "").keys()
+    if missing := keys - state.keys():
+        advice = f"It is not all that a loader had given: without {', '.join(sorted(missing))}."
+        raise StateMismatchError("keys", sorted(state), sorted(keys), advice)
     _same("kind", state["kind"], _kind(settings))
     saved, here = state["fits"], describe(settings)
     division = here.pop("division")

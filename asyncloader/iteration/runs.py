@@ -128,7 +128,7 @@ class Runs:
         Those that do not show it say nothing of it themselves.
         """
         before = self.heard_by_samplers(settings.index_sampler), [each.number for each in self.heard(settings.dataset)]
-        since = state["set_epochs"], state.get("dataset_epochs", ())
+        since = state["set_epochs"], state["dataset_epochs"]
         self._restored = _changed(before[0], since[0]), _changed(before[1], since[1])
 
     def note_epochs(self, settings: Settings) -> None:

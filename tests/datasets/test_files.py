@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from asyncloader import ConfigurationError
 from asyncloader.datasets import FileDataset, ImageFolder
 
 
@@ -162,6 +163,9 @@ def test_image_folder_lists_as_torchvision_does(tmp_path: Path) -> None:
     (root / "a" / "broken").symlink_to(tmp_path / "none")
     expected = listed_by_torchvision(root)
     assert len(expected) == 11
+
+    with pytest.raises(ConfigurationError, match=r"a list of them, such as \['.png'\]"):
+        ImageFolder(root, decode=lambda data, path: None, suffixes=".png")
 
     def dataset() -> ImageFolder:
         return ImageFolder(root, decode=lambda data, path: None, suffixes=[".PNG"])

@@ -339,17 +339,22 @@ from asyncloader.workers.parent import process
 process._UP_S = 3.0  # seconds for which it is waited for: 10 otherwise
 drawing, done, made = threading.Event(), threading.Event(), itertools.count(1)
 def draw():
-    numbers = torch.empty(4_000_000)
-    while not done.is_set():  # the lock is held but for an instant
+    numbers = torch.empty(40_000_000, dtype=torch.uint8)
+    while not done.is_set():
         drawing.set()
-        numbers.random_(0, 1000)
+        numbers.random_(0, 100)  # the lock is held for about 0.3 s
+def before_fork():
+    drawing.clear()
+    while not done.is_set() and not drawing.wait(0.01):
+        pass
+    time.sleep(0.03)  # from the event to the lock
 def on_fork():
     if next(made) == {forks}:
         done.set()
 thread = threading.Thread(target=draw)
 thread.start()
 drawing.wait()
-os.register_at_fork(after_in_parent=on_fork)
+os.register_at_fork(before=before_fork, after_in_parent=on_fork)
 try:
     print(train(DataLoader(Numbers(), batch_size=4, num_workers=1, generator=torch.Generator())) == list(range(40)))
 except WorkerStartError as error:
@@ -362,3 +367,22 @@ thread.join()
     assert program.out == outcome or forks > 1
     assert "killed by signal: Killed (SIGKILL)" in program.err
     assert "It hung before any code of the user's ran" in program.err
+
+
+def test_a_worker_that_takes_long_to_die_of_being_killed(run: Run) -> None:
+    """Its connections are closed before its status is known; why it was killed is what the log says all the same."""
+    main = """
+import itertools
+from asyncloader.workers.parent import process
+process._UP_S = 0.5
+find, asked, made = process.WorkerProcess._find_exitcode, itertools.count(), itertools.count()
+process.WorkerProcess._find_exitcode = lambda worker: None if next(asked) < 20 else find(worker)
+def hang():
+    time.sleep(1000 if repr(made) == "count(1)" else 0)
+os.register_at_fork(before=lambda: next(made), after_in_child=hang)
+print(train(DataLoader(Numbers(), batch_size=4, num_workers=1)) == list(range(40)))
+"""
+    program = run(NUMBERS + FACES["for"] + main, timeout_s=60)
+    assert (program.returncode, program.out) == (0, "True\n"), program.explain("failed")
+    assert "It hung before any code of the user's ran" in program.err
+    assert "closed its connections" not in program.err

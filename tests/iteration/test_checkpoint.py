@@ -106,6 +106,15 @@ def test_what_is_no_state_of_this_version(state: Any) -> None:
         check(state, settings_of())
 
 
+def test_what_is_not_all_of_a_state() -> None:
+    """Whichever part is missing, the error names it."""
+    state = initial_state(settings_of(), 0)
+    check(state, settings_of())
+    for name in state.keys() - {"version"}:
+        with pytest.raises(StateMismatchError, match=f"without {name}"):
+            check({key: value for key, value in state.items() if key != name}, settings_of())
+
+
 def test_a_state_of_an_elastic_sampler_fits_any_division() -> None:
     """Batch size, samples and ranks may be others."""
     one = settings_of(sampler=ElasticSampler(range(12), num_replicas=1, rank=0))

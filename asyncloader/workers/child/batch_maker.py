@@ -38,7 +38,7 @@ from asyncloader.workers.child.fetch import (
     fetch_and_drop,
     make_fetcher,
 )
-from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable
+from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable, another
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.workers.protocol.snapshot import Keeper, Start
@@ -130,7 +130,6 @@ class BatchMaker:
         aside: Entered while batches are made again for nobody.
 
     Attributes:
-        failure: What stands for every batch from now on, or None.
         keeper: Keeps the state of the dataset in this run, if it has one.
     """
 
@@ -144,8 +143,9 @@ class BatchMaker:
         run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
         aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.failure: Any = None
         self.keeper: Keeper | None = None
+        self._unfit: Exception | None = None  # what stands for every batch
+        self._hitch: Exception | None = None  # what stands for every batch of this run
         self._id = worker_id
         self._host = host
         self._run = run
@@ -161,9 +161,14 @@ class BatchMaker:
             self.spec = spec
             self._epochs = spec.epochs  # that its copy of the dataset has been told
         else:
-            self.failure = host.capture(spec)
+            self._unfit = spec
 
     # -------------------------------------------------------------------------------------------------- opening
+
+    @property
+    def failure(self) -> Exception | None:
+        """What stands for every batch of this run, or None."""
+        return self._hitch if self._unfit is None else self._unfit
 
     @property
     def has_ended(self) -> bool:
@@ -190,7 +195,7 @@ class BatchMaker:
         try:
             yield
         except Exception as error:
-            self.failure = self._host.capture(error)
+            self._unfit = error
 
     def enter(self, epoch: EpochSpec) -> None:
         """Become a worker: seed, run ``worker_init_fn``."""
@@ -209,29 +214,32 @@ class BatchMaker:
     def begin(self, epoch: EpochSpec, open_source: Callable[[Any], None] | None = None) -> None:
         """Begin a run: bring the dataset into the state that it begins with, and open what samples come from.
 
+        What that raises stands for every batch of this run; the next one tries again.
+
         Args:
             epoch: The run.
             open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered elsewhere.
         """
         self._epoch = epoch
-        if self.failure is not None:
+        self._hitch = self.keeper = None
+        if self._unfit is not None:
             return
         spec, outside = self.spec, sample_context.current.set(sample_context.SampleContext(epoch.key, 0))
         try:
-            with self.opening():
-                dataset = self._reseed_pipe(spec.dataset)
-                tell(dataset, epoch.epochs, self._epochs)
-                self._epochs = epoch.epochs or self._epochs
-                self.keeper = None
-                if epoch.starts is not None:
-                    start = epoch.starts[self._id]
-                    self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
-                    tell(dataset, start.epochs, ())
-                (open_source or self.open_fetcher)(dataset)
-                if self._fetch is not None and self.keeper is not None and self.keeper.made:
-                    with self._aside():
-                        self._catch_up(self.keeper)
-                self._seed = Seeder(epoch.key) if spec.seed_each_batch or spec.seed_each_sample else None
+            dataset = self._reseed_pipe(spec.dataset)
+            tell(dataset, epoch.epochs, self._epochs)
+            self._epochs = epoch.epochs or self._epochs
+            if epoch.starts is not None:
+                start = epoch.starts[self._id]
+                self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
+                tell(dataset, start.epochs, ())
+            (open_source or self.open_fetcher)(dataset)
+            if self._fetch is not None and self.keeper is not None and self.keeper.made:
+                with self._aside():
+                    self._catch_up(self.keeper)
+            self._seed = Seeder(epoch.key) if spec.seed_each_batch or spec.seed_each_sample else None
+        except Exception as error:
+            self._hitch = error
         finally:
             sample_context.current.reset(outside)
 
@@ -407,7 +415,9 @@ class BatchMaker:
         """Return what becomes of a ticket that nothing can be made of: of such keys, or as nothing could be opened."""
         if type(keys) is Unreadable:
             return Refused(self._record(Work(seq)), keys.failure)
-        return None if self.failure is None else Failure(self._record(Work(seq)), self.failure)
+        if self.failure is None:
+            return None
+        return Failure(self._record(Work(seq)), self._host.capture(another(self.failure)))
 
     def exhausted(self, seq: int) -> Outcome:
         """Return what becomes of a ticket after the end of the data."""

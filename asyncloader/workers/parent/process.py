@@ -218,7 +218,7 @@ class WorkerProcess:
         """The worker left, or closed what it should not have: the pidfd tells, or the grace ends."""
         if isinstance(error, BadFrame):
             self._why_killed = f"It wrote something that is no message into its channel ({error}), so it was killed."
-        elif self._find_exitcode() is None:
+        elif not self._was_killed and self._find_exitcode() is None:
             self._why_killed = (
                 "It closed its connections to the main process (does something close descriptors that it did not "
                 "open?), so it was killed."

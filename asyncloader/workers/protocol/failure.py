@@ -7,6 +7,7 @@ pickling becomes a RuntimeError with torch's text.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
 from asyncio import CancelledError
@@ -38,6 +39,22 @@ def stand_in(error: BaseException, *, in_async_for: bool = False) -> BaseExcepti
     other = RuntimeError(f"The dataset, its sampler or collate_fn raised {type(error).__name__}.")
     other.__cause__ = error
     return with_notes(other, getattr(error, "__notes__", []))
+
+
+def another(error: Raised) -> Raised:
+    """Return an exception like this one, if it can be copied, for one that is raised more than once.
+
+    What is raised keeps the frames that it passes: whoever holds it would hold the trainer's.
+    """
+    try:
+        other = copy.copy(error)
+    except Exception:
+        return error
+    if type(other) is not type(error):
+        return error
+    for name in ("__cause__", "__context__", "__suppress_context__", "__traceback__"):
+        BaseException.__setattr__(other, name, getattr(error, name))
+    return other
 
 
 class RemoteTraceback(Exception):
