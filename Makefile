@@ -1,7 +1,7 @@
 # Every target sets up what it needs: a virtual environment in .venv, filled by pip from pyproject.toml's `dev` extra.
 # PYTHON names the interpreter it is made with (3.11 or later); by default the first such one that is found.
 
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.15 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-frameworks test-services test-ray test-browser chromium soak lint typecheck docs bench build clean help
+.PHONY: demo test test-all matrix test-frameworks test-services test-ray test-browser chromium soak lint typecheck docs bench build clean help
 
 demo: $(READY) ## train a small CNN from image files on disk with our DataLoader
 	$(BIN)/python examples/train_digits.py
@@ -39,6 +39,17 @@ test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) chromium ## all tes
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest $(BESIDE) $(CORE)
 	$(BIN)/python -m pytest tests/frameworks
 	$(BIN)/python -m pytest tests/ray
+
+# Each has an environment of its own, in .venv-3.12 and so on.
+matrix: ## demo and quick tests on each Python from 3.11 on that is there, with the newest torch (TORCH===2.13.0: with that)
+	@failed=""; for version in 3.11 3.12 3.13 3.14 3.15; do \
+		command -v python$$version >/dev/null || { echo "== Python $$version: not found"; continue; }; \
+		own="VENV=.venv-$$version PYTHON=python$$version"; \
+		$(MAKE) $$own .venv-$$version/.ready && \
+		.venv-$$version/bin/pip install --quiet --upgrade 'torch$(TORCH)' && \
+		.venv-$$version/bin/python -c 'import sys, torch; print("== Python", sys.version.split()[0], "torch", torch.__version__)' && \
+		$(MAKE) $$own demo test || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "failed on:$$failed" >&2; exit 1; }
 
 test-frameworks: $(FRAMEWORKS_READY) ## train with Lightning, Accelerate, the Hugging Face Trainer, Ignite, fastai and Ray Train
 	$(BIN)/python -m pytest -m "frameworks and not slow" tests/frameworks
@@ -82,7 +93,7 @@ build: $(READY) ## wheel and source distribution in dist/
 
 clean: ## remove what was built and cached, but for the virtual environment (rm -r .venv)
 	rm -rf build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache *.egg-info
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

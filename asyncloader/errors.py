@@ -5,6 +5,7 @@
     ├── LoaderClosedError       (also RuntimeError)                taking from what was closed
     ├── BatchTimeoutError       (also TimeoutError, RuntimeError)  the awaited batch did not come in time
     ├── StateMismatchError      (also ValueError)                  a state that was taken of something else
+    ├── InternalError           (also RuntimeError)                a bug of asyncloader's own
     └── WorkerError             (also RuntimeError)
         ├── WorkerStartError                                       a worker did not come up
         └── WorkerDiedError                                        a worker process ended on its own
@@ -16,19 +17,52 @@ What a dataset, sampler or ``collate_fn`` raises is not in this tree: it is rais
 from __future__ import annotations
 
 import errno
+import re
 import signal
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 _KEYS_SHOWN = 8
 _MOST_OF_A_KEY = 200
 
 
+_LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
+_SECRET = re.compile(  # the value of a parameter of a url that is named like a secret, or looks like one
+    r"([?&#][^=&#\s]*(?:sig|token|key|secret|passw|pwd|auth|cred|session|policy|jwt)[^=&#\s]*=)[^&#\s'\",)\]]+"
+    r"|([?&#][^=&#\s]+=)[\w%+=-]{32,}(?=[&#\s'\",:)\]]|$)",
+    re.IGNORECASE,
+)
+
+
+def redacted(text: str) -> str:
+    """Return a text without the logins and signatures of the urls in it, for errors and logs."""
+    return _SECRET.sub(lambda found: f"{found[1] or found[2]}***", _LOGIN.sub("***@", text))
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised for, as tracebacks show them."""
+    seen = set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def as_cause(error: BaseException) -> BaseException | None:
+    """Return another library's error, to be the cause of ours; None if a url in its text has a login or signature."""
+    texts = [f"{one} {one!r}" for one in chain_of(error)]
+    return error if texts == list(map(redacted, texts)) else None
+
+
 class AsyncLoaderError(Exception):
-    """Base of all errors of this package.
+    """Base of all errors of this package. No url in a message has its login or signature: see :func:`redacted`.
 
     They can be pickled: each can be made of its message alone, and gets its attributes afterwards.
     """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigurationError(AsyncLoaderError, ValueError):
@@ -79,7 +113,14 @@ class StateMismatchError(AsyncLoaderError, ValueError):
 
     def __str__(self) -> str:
         text = f"The state does not fit: {self.field} was {self.saved!r} when it was taken, and is {self.now!r} now."
-        return f"{text} {self.args[3]}".rstrip()
+        return redacted(f"{text} {self.args[3]}".rstrip())
+
+
+class InternalError(AsyncLoaderError, RuntimeError):
+    """Something in asyncloader itself has failed, which no dataset, option or machine is to blame for.
+
+    It ends the run for all consumers, and its workers. ``__cause__`` is what was raised. The loader can be used again.
+    """
 
 
 class WorkerError(AsyncLoaderError, RuntimeError):
@@ -213,6 +254,17 @@ def timed_out(
     words += f"The batch is given up after {tries} tries.\n" if tries else "The next call waits for the same batch.\n"
     words += f"The worker is at:\n{stack}" if stack else why
     return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)
+
+
+def internal(error: BaseException) -> InternalError:
+    """Build the error for an exception in a place where none should come from."""
+    made = InternalError(
+        f"asyncloader itself has failed ({type(error).__name__}: {error}). This run cannot go on, and its workers are "
+        "ended; iter(loader) begins a new run. This is a bug in asyncloader: please report it, with the traceback "
+        "above and the versions of Python, torch and asyncloader."
+    )
+    made.__cause__ = error
+    return made
 
 
 def exiting() -> LoaderClosedError:

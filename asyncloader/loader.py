@@ -80,9 +80,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             to do; "split" divides each batch over the workers that are free, if its samples take long enough: the first
             batch comes sooner, ``prefetch_factor`` batches in all wait in memory, and a slow sample holds up nobody.
             "split" is for map-style datasets whose samples are made one after the other, with ``seeding="sample"``.
-        seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank, number of the
-            batch), so that the number of workers, their timing and a crash change nothing; "sample" for each sample by
-            its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's streams.
+        seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank of the data, number
+            of the batch), so that the number of workers, their timing and a crash change nothing; "sample" for each
+            sample by its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's
+            streams.
+        seeding_rank: The rank of the data in these seeds and in `sample_rng`: which part of the data this process
+            reads. By default that of the sampler, or of the stream, which divides the data, and 0 where nothing does.
+            Ranks that share the work on the same samples have the same; with a `DeviceMesh` it is
+            ``mesh["dp"].get_local_rank()``. For data that are divided before the loader gets them.
         max_buffered_bytes: While the next batch in order is slow and workers would stand idle, they work ahead of
             torch's window, as long as what waits is below so many bytes. 0 keeps torch's window exactly.
         on_error: What to do about a sample that raises: "raise" raises it in the place of the batch; "skip" leaves the
@@ -157,6 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         concurrency: int | None = None,
         scheduling: Scheduling = "static",
         seeding: Seeding = "batch",
+        seeding_rank: int | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
         on_error: OnError = "raise",
         max_errors: int | float | None = None,
@@ -186,13 +192,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if all_elsewhere:
             vars(self).update(prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
-        self.on_error, self.max_errors, self.trace = on_error, max_errors, trace
-        self.on_timeout, self.on_crash, self.max_retries = on_timeout, on_crash, max_retries
-        self.scheduling, self.seeding, self.snapshot_every_n_steps = scheduling, seeding, snapshot_every_n_steps
+        self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
+        self.on_timeout, self.on_crash, self.max_retries, self.trace = on_timeout, on_crash, max_retries, trace
+        self.scheduling, self.seeding, self.seeding_rank = scheduling, seeding, seeding_rank
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
-        self._newest, self._runs = _nothing, Runs()
-        enrol(self._runs, equal_steps)
+        self._newest, self._runs = _nothing, enrol(Runs(), equal_steps)
         self._settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -228,6 +233,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "concurrency": self.concurrency,
             "scheduling": self.scheduling,
             "seeding": self.seeding,
+            "seeding_rank": self.seeding_rank,
             "max_buffered_bytes": self.max_buffered_bytes,
             "on_error": self.on_error,
             "max_errors": self.max_errors,
@@ -323,7 +329,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             TypeError: if the loader has no length.
         """
-        return max(0, len(self) - self._runs.done)
+        return self._runs.remaining(len(self), self._index_sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next: to samplers, batch samplers and the dataset that have a method of this name.

@@ -115,6 +115,7 @@ class Settings:
     concurrency: int | None
     scheduling: Scheduling
     seeding: Seeding
+    seeding_rank: int | None
     max_buffered_bytes: int
     on_error: OnError
     max_errors: int | float | None
@@ -376,6 +377,8 @@ class Settings:
         one_of("worker_backend", self.worker_backend, WorkerBackend)
         if self.concurrency is not None:
             at_least("concurrency", self.concurrency, least=1)
+        if self.seeding_rank is not None:
+            at_least("seeding_rank", self.seeding_rank, least=0)
         at_least("max_buffered_bytes", self.max_buffered_bytes, least=0)
         at_least("max_retries", self.max_retries, least=0)
         if self.snapshot_every_n_steps is not None:

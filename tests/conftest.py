@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers used here, and see that a crash of the interpreter tells where."""
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
+    config.addinivalue_line("markers", "forked(reason): workers are forked, whatever this platform does by default")
     config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("room"))
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -130,6 +131,18 @@ def nothing_left_behind(request: pytest.FixtureRequest, process_wide_singletons:
         left.append("this thread is still at a sample")
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def workers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork the workers of a test that says so: Python 3.14 and later would ask the fork server."""
+    if request.node.get_closest_marker("forked") is None:
+        yield
+        return
+    default = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(default, force=True)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=START_METHODS)

@@ -10,6 +10,8 @@ when it ends the interpreter is finalized, with its exit hooks, and its status i
 that is left out where a test is not about the end: the destructors of torch's registries take 0.3 s of CPU time, for
 they write to every page that the program shares with this process.
 
+Workers of a program are forked unless it says otherwise: most programs here have no guard around their main part.
+
 This file is run as a script (the nursery's side) and imported (the side of the tests).
 """
 
@@ -20,6 +22,7 @@ import ctypes
 import faulthandler
 import io
 import json
+import multiprocessing
 import os
 import selectors
 import signal
@@ -84,6 +87,7 @@ def settle(request: dict[str, Any], stdout: int, stderr: int) -> None:
     faulthandler.register(signal.SIGQUIT)  # see Program.kill_hung
     if not request["destructors"]:
         leave_without_destructors()
+    multiprocessing.set_start_method("fork")
     sys.argv = [request["path"], *request["arguments"]]
     sys.path.insert(0, request["folder"])
     # Python 3.12 and later, at any fork: see pyproject.toml

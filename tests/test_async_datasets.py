@@ -284,6 +284,7 @@ class LastFirstOnThreads(LastFirst):
         return self.get(index)
 
 
+@pytest.mark.forked("events of threads are not sent")
 @pytest.mark.parametrize("place", [{}, {"num_workers": 1, "worker_backend": "thread"}], ids=["here", "thread"])
 @pytest.mark.parametrize("kind", [LastFirst, LastFirstOnThreads])
 def test_of_several_errors_the_first_in_the_batch_is_raised(kind: Any, place: dict[str, Any]) -> None:
@@ -360,6 +361,7 @@ class Cleaning(Noted, Stream):
 
 
 @places
+@pytest.mark.forked("what is patched is patched in the workers")
 @pytest.mark.parametrize("how", ["close", "again"])
 def test_cleanup_at_the_end_is_not_cancelled(
     place: dict[str, Any], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -481,6 +483,7 @@ def test_what_blocks_the_loop_for_all_is_named(gate: Gate, monkeypatch: pytest.M
         iter(DataLoader(range(4), timeout=1))  # type: ignore[arg-type]
 
 
+@pytest.mark.forked("the timeout is shorter than the import of this module")
 def test_a_timeout_names_where_an_async_generator_is(gate: Gate) -> None:
     """Which no task of asyncio's shows."""
 
@@ -653,3 +656,32 @@ def test_decoding_on_a_thread_starves_nobody(place: dict[str, Any]) -> None:
 
     dataset: Any = Mixed()
     assert flat(DataLoader(dataset, batch_size=2, **place)) == SQUARES
+
+
+def process_name() -> str:
+    return Path("/proc/self/comm").read_text().strip()
+
+
+class Named(Squares):
+    """A sample is the name of its task, its thread and its process."""
+
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        task: Any = asyncio.current_task()
+        return task.get_name(), threading.current_thread().name, process_name()
+
+
+@places
+def test_tasks_threads_and_processes_have_names(place: dict[str, Any]) -> None:
+    """Tools that show what a program waits for show batch, sample and worker: asyncio pstree, py-spy, top."""
+    here = process_name()
+    names = {sample for batch in DataLoader(Named(), 5, collate_fn=list, **place) for sample in batch}  # type: ignore[arg-type]
+    assert {task for task, _, _ in names} == {
+        f"batch {batch}, sample {sample}" for batch in range(4) for sample in range(5)
+    }
+    workers = {(thread, process) for _, thread, process in names}
+    if not place["num_workers"]:
+        assert workers == {("asyncloader", here)}
+    elif place.get("worker_backend") == "thread":
+        assert workers == {("asyncloader worker 0", here), ("asyncloader worker 1", here)}
+    else:
+        assert workers == {("MainThread", "asyncloader 0"), ("MainThread", "asyncloader 1")}

@@ -6,11 +6,13 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ranks import run_ranks
 
 PROGRAM = Path(__file__).with_name("ddp_ranks.py")
 ELASTIC = Path(__file__).with_name("elastic_ranks.py")
+MESH = Path(__file__).with_name("mesh_ranks.py")
 
 
 def test_two_ranks_train_together(tmp_path: Path) -> None:
@@ -25,6 +27,8 @@ def test_two_ranks_train_together(tmp_path: Path) -> None:
     # Same seeds in both main processes: that the streams differ comes from the rank in the seed of each batch.
     drawn = first["drawn"] + second["drawn"]
     assert len(set(drawn)) == len(drawn)
+    # Once recorded: under a DistributedSampler seeds stay what they were.
+    assert [first["drawn"][0], second["drawn"][0]] == [0.257529616355896, 0.48098915815353394]
 
 
 @pytest.mark.slow
@@ -43,3 +47,36 @@ def test_an_epoch_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     following = [index for rank in told for batch in rank[1] for index in batch]
     assert set(following) == set(range(203))
     assert len(following) == 204
+
+
+def test_ranks_that_read_the_same_samples_draw_the_same_numbers(tmp_path: Path) -> None:
+    """Of 2 x 2 ranks, data by tensor: those of one half of the data get one batch, augmentation included."""
+    ranks = run_ranks(MESH, tmp_path, ranks=4)
+    for name in ranks[0]:
+        here, beside, there, beside_there = ([torch.tensor(batch) for batch in rank[name]] for rank in ranks)
+        assert all(map(torch.equal, here, beside)), name
+        assert all(map(torch.equal, there, beside_there)), name
+        ours, theirs = torch.cat(here), torch.cat(there)
+        if "stream" in name:  # global generators of a worker are seeded as torch does it: alike on all ranks
+            ours, theirs = ours[:, [0, -1]], theirs[:, [0, -1]]
+        if name.startswith("divided"):
+            assert not set(ours[:, 1:].flatten().tolist()) & set(theirs[:, 1:].flatten().tolist()), name
+        else:
+            assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.slow
+def test_an_epoch_goes_on_with_another_mesh(tmp_path: Path) -> None:
+    """2 x 2 ranks, then 4 x 1, then 1 x 2, on the state of the last rank: each sample once, peers always alike."""
+    samples: list[float] = []
+    before = ""
+    for dp, tp, steps in ((2, 2, 2), (4, 1, 1), (1, 2, 99)):
+        to = str(tmp_path / f"after {dp} x {tp}") if steps < 99 else ""
+        ranks = run_ranks(MESH, tmp_path, str(dp), str(tp), str(steps), before, to, ranks=dp * tp)
+        before = to
+        assert all(rank == ranks[number // tp * tp] for number, rank in enumerate(ranks))
+        parts = [list(itertools.chain.from_iterable(rank)) for rank in ranks[::tp]]
+        drawn = [number for part in parts for sample in part for number in sample[1:]]
+        assert len(set(drawn)) == len(drawn)
+        samples += [sample[0] for part in parts for sample in part]
+    assert sorted(samples) == list(range(24))

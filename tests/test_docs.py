@@ -60,11 +60,22 @@ def test_code_on_pages_is_python(page: Path) -> None:
         compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+FEW_CORES = "import warnings\nwarnings.filterwarnings('ignore', 'This DataLoader will create')\n"
+STARTED_BY = "import multiprocessing\nmultiprocessing.set_start_method({!r}, force=True)\n"
+A_NOTEBOOK = STARTED_BY.format(None) + "del __file__\n"
+"""Workers are started in the platform's way; those that are not forked cannot import cells: classes come by value."""
+
+
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_of_a_page_runs(run: Callable[..., Program], page: Path) -> None:
-    """The blocks of Python on a page, one after the other, are a program that runs without a warning."""
-    allowed = "import warnings\nwarnings.filterwarnings('ignore', 'This DataLoader will create')"  # few cores
-    done = run("\n".join([allowed, *python_blocks(page)]), timeout_s=150, TQDM_DISABLE="1")
+    """The blocks of Python on a page are cells of a notebook: one after the other they run without a warning."""
+    done = run(A_NOTEBOOK + FEW_CORES + "\n".join(python_blocks(page)), timeout_s=150, TQDM_DISABLE="1")
+    assert (done.returncode, done.err) == (0, "")
+
+
+def test_the_first_example_is_a_script(run: Callable[..., Program], start_method: str) -> None:
+    """Copied into a file, the README's example runs with each way of starting workers."""
+    done = run(STARTED_BY.format(start_method) + FEW_CORES + python_blocks(ROOT / "README.md")[0], timeout_s=150)
     assert (done.returncode, done.err) == (0, "")
 
 

@@ -24,6 +24,7 @@ def test_public_names() -> None:
         "ConfigurationError",
         "DataLoader",
         "ElasticSampler",
+        "InternalError",
         "LoaderClosedError",
         "LoaderStats",
         "SharedDict",

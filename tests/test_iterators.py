@@ -70,9 +70,7 @@ def numbers(num_workers: int, length: int = 40, **options: Any) -> DataLoader[An
 
 def num_waiting(iterator: Any) -> int:
     """Return how many consumers wait for a batch."""
-    source = iterator._run if hasattr(iterator, "_run") else iterator._fetching
-    waiting: int = source.handoff.waiting
-    return waiting
+    return int(iterator._handoff.waiting)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -346,9 +345,7 @@ def test_what_waits_for_a_successor_is_not_blamed_for_a_hang(tmp_path: Path, pat
     os.kill(pids[1], signal.SIGKILL)
     wait_until(lambda: 1 not in scheduler.active)
     assert scheduler.awaited().seq == 1
-    told = threading.Event()
-    session.portal.post(session.overdue, 0.3, lambda error: told.set())
-    assert told.wait(60)
+    session.report_overdue(0.3).result(60)
     seen += [int(batch) for batch in iterator]
     assert seen == [index for index in range(30) if index != 8]
 

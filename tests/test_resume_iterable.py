@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from asyncloader import DataLoader, StateMismatchError, WorkerDiedError
+from asyncloader import DataLoader, StateMismatchError, WorkerDiedError, sample_rng
 from asyncloader.testing import assert_resumable, assert_resumable_async
 
 LENGTH = 23
@@ -283,6 +283,46 @@ class Dying:
             marker.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return sample
+
+
+class NoisyTwice(Stream):
+    """With random numbers of the worker's stream, and with those of the sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield number, random.random(), sample_rng().random()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_stream_of_workers_that_had_earlier_epochs(persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Their generators are not those of workers that begin: the log says so; `sample_rng` draws the same."""
+
+    def make() -> DataLoader[Any]:
+        torch.manual_seed(5)
+        return DataLoader(NoisyTwice(), batch_size=4, num_workers=2, persistent_workers=persistent)
+
+    def listed(loader: Any) -> list[Any]:
+        return [[part.tolist() for part in batch] for batch in loader]
+
+    loader = make()
+    epochs = [listed(loader) for _ in range(3)]
+    for epoch, done in [(0, 3), (1, 0), (1, 3), (2, 2)]:
+        loader = make()
+        for _ in range(epoch):
+            listed(loader)
+        if done:
+            iterator = iter(loader)
+            for _ in range(done):
+                next(iterator)
+        state = loader.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state)
+        caplog.clear()
+        found, expected = listed(resumed), epochs[epoch][done:]
+        has_warned = "persistent workers that had read the stream in epochs before" in caplog.text
+        assert has_warned == (persistent and epoch > 0)
+        assert (found == expected) is not has_warned
+        assert [(batch[0], batch[2]) for batch in found] == [(batch[0], batch[2]) for batch in expected]
 
 
 @pytest.mark.parametrize("dataset", [Noisy, OfDataset, OfIterator])

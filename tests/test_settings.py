@@ -93,6 +93,7 @@ def test_each_option_takes_another_value() -> None:
         "concurrency": 4,
         "scheduling": "dynamic",
         "seeding": "worker",
+        "seeding_rank": 2,
         "max_buffered_bytes": 0,
         "on_error": "skip",
         "max_errors": 5,

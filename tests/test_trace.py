@@ -14,9 +14,9 @@ import pytest
 
 from asyncloader import DataLoader, tracing
 from asyncloader.engine.pinning import Pinner
-from asyncloader.engine.portal import Portal
 from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.observe.trace import Trace, to_html
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from tests.loads import Load
 from tests.programs import run_python
 
@@ -166,8 +166,8 @@ def test_workers_of_another_machine_have_a_process_of_their_own(tmp_path: Path) 
 class Pinning(WorkerIterator[Any]):
     """Batches that are copied as pinning does."""
 
-    def _make_pinner(self, portal: Portal) -> Pinner:
-        return Pinner(portal, "cuda", copy=lambda batch: batch.clone())
+    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
+        return Pinner(loop, "cuda", copy=lambda batch: batch.clone())
 
 
 def test_the_pin_thread_has_a_track(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.engine.pinning import Pinner
-from asyncloader.engine.portal import Portal
 from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.observe.stats import LoaderStats
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import best_of_three
 
@@ -199,12 +199,12 @@ class SlowlyPinned(WorkerIterator[Any]):
 
     seconds: float
 
-    def _make_pinner(self, portal: Portal) -> Pinner:
+    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
         def copy(batch: Any) -> Any:
             time.sleep(self.seconds)
             return batch
 
-        return Pinner(portal, "cuda", copy=copy)
+        return Pinner(loop, "cuda", copy=copy)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from asyncloader.datasets.retry import FetchError
 from asyncloader.errors import ConfigurationError
 
 
@@ -22,8 +25,10 @@ class ArrayDataset(Dataset[tuple[torch.Tensor, ...]]):
     are gathered from each array at once.
 
     Arrays that are mapped from files (:class:`numpy.memmap`, ``numpy.load(path, mmap_mode="r")``) go to spawned workers
-    by their path, and are read where they are touched; the pages are shared by all processes. Plain arrays are in
-    memory once as well: forked workers have the parent's, and asyncloader's loader shares one copy with the others.
+    by their path, and are read where they are touched; the pages are shared by all processes. If another file has taken
+    that path since the dataset was made, such workers raise :class:`FetchError`, since the trainer and forked workers
+    still have the old one. Plain arrays are in memory once as well: forked workers have the parent's, and asyncloader's
+    loader shares one copy with the others.
 
     Args:
         arrays: One array or more, of equal length.
@@ -42,6 +47,7 @@ class ArrayDataset(Dataset[tuple[torch.Tensor, ...]]):
     def __init__(self, *arrays: NDArray[Any]) -> None:
         _check(arrays)
         self.arrays = arrays
+        self._files = tuple(map(_file_of, arrays))
 
     def __len__(self) -> int:
         return len(self.arrays[0])
@@ -59,11 +65,12 @@ class ArrayDataset(Dataset[tuple[torch.Tensor, ...]]):
         return list(zip(*gathered, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "arrays": tuple(map(_on_its_way, self.arrays))}
+        return {**self.__dict__, "arrays": tuple(map(_on_its_way, self.arrays, self._files)), "_files": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         arrays = (array.open() if isinstance(array, Mapped) else array for array in state["arrays"])
         self.__dict__.update(state, arrays=tuple(arrays))
+        self._files = tuple(map(_file_of, self.arrays))
 
 
 class Mapped(NamedTuple):
@@ -73,30 +80,56 @@ class Mapped(NamedTuple):
     dtype: np.dtype[Any]
     offset: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    file: tuple[Any, ...]
 
     def open(self) -> NDArray[Any]:
-        """Map it again, if its items lie one after the other."""
+        """Map it again.
+
+        Raises:
+            FetchError: It is another file than the one that was mapped, as far as this process sees the same files.
+        """
+        now = _identity(self.path)
+        if now != self.file and now[0] == self.file[0]:
+            raise FetchError(
+                f"{self.path}: another file has taken the place of the one that this dataset has mapped, which the "
+                "trainer still reads; make the dataset anew, and write new files under new names"
+            )
         return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 
-def mapped(array: Any) -> Mapped | None:
-    """Return where an array is that is mapped from a file; None for one in memory, or with changes of its own.
+def _file_of(array: Any) -> tuple[Any, ...] | None:
+    """Return which file an array is mapped from; None for one in memory, with changes of its own, or of no name."""
+    if isinstance(array, np.memmap) and array.mode != "c" and array.filename and array.size:
+        with contextlib.suppress(FileNotFoundError):
+            return _identity(array.filename)
+    return None
+
+
+def _identity(path: Any) -> tuple[Any, ...]:
+    """Return which file is at a path, behind who sees it there: the machine, and the mounts of this process.
+
+    An inode stays that of a file as long as a process has it mapped.
+    """
+    try:
+        seen_by = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        seen_by = "", ""
+    status = os.stat(path)
+    return seen_by, status.st_dev, status.st_ino
+
+
+def _on_its_way(array: Any, file: tuple[Any, ...] | None) -> Any:
+    """Return what is pickled of an array: its place in a file, if it has one that it can be mapped from again.
 
     The offset is that of the first item. numpy's own is that of the array that this one was cut from.
     """
-    if not isinstance(array, np.memmap) or array.mode == "c" or not array.filename or not array.size:
-        return None
-    memory = array._mmap  # type: ignore[attr-defined]
-    begin = np.frombuffer(memory, np.uint8).ctypes.data  # of the page that the first array of this mapping begins in
+    if file is None or not array.flags.c_contiguous:
+        return np.asarray(array)
+    begin = np.frombuffer(
+        array._mmap, np.uint8
+    ).ctypes.data  # of the page that the first array of this mapping begins in
     offset = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + array.ctypes.data - begin
-    return Mapped(os.path.abspath(array.filename), array.dtype, offset, array.shape, array.strides)
-
-
-def _on_its_way(array: NDArray[Any]) -> Any:
-    """Return what is pickled of an array: its place in a file, if it has one that it can be mapped from again."""
-    place = mapped(array) if array.flags.c_contiguous else None
-    return np.asarray(array) if place is None else place
+    return Mapped(os.path.abspath(array.filename), array.dtype, offset, array.shape, file)
 
 
 def _check(arrays: Sequence[Any]) -> None:
@@ -105,6 +138,8 @@ def _check(arrays: Sequence[Any]) -> None:
     for array in arrays:
         if not isinstance(array, np.ndarray) or not array.ndim:
             raise ConfigurationError(f"ArrayDataset takes numpy arrays with rows, but got {type(array).__name__}")
+        if isinstance(array, np.ma.MaskedArray):
+            raise ConfigurationError("tensors have no mask, and would show what is behind it: give array.filled(...)")
         try:
             torch.from_numpy(np.empty(0, array.dtype))
         except (TypeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
 import logging
 import os
@@ -15,9 +16,9 @@ from typing import Any, Self, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader.datasets.fingerprint import fingerprint_of, given
 from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
+from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import available_bytes
 from asyncloader.protocols import (
@@ -58,20 +59,27 @@ class CachedDataset(Dataset[T_co]):
         where: ``"ram"`` keeps one copy for all workers of this object, wherever they are started, in memory that is
             freed with the last of them (ranks can be given it, as :class:`SharedList`). A path is that of a folder,
             which is made; what is in it stays for later runs, and is shared by all who use it on this machine: workers,
-            ranks, other runs. Each dataset has a file of its own there, by its fingerprint.
+            ranks, other runs. Each fingerprint, with the length of the dataset, has a file of its own there.
         transform: Makes of what was kept what is returned, each time.
         max_bytes: How much to keep; by default half of the memory that is free now, or nine tenths of the disk that is.
-        fingerprint: A text that changes when samples would be others, for caches that stay. By default it is derived
-            from the class of the dataset with the code of its methods and the attributes of the class, from its own
-            attributes and its length; what its methods call elsewhere, and the content of files, it does not see.
+        fingerprint: Names what is in a folder's cache, which outlives the code that has filled it; required there. Into
+            this text belongs all that decides a sample: which files, in which version and split; how they are decoded;
+            the transforms before the cache, and their options. Change it whenever one of these changes. The cache asks
+            for it because code does not tell: a function that a method calls, a constant, a file may have changed.
+        epoch_independent: The samples of this dataset are the same in every epoch, although it has `set_epoch`. Without
+            this word such a dataset is refused, since samples of one epoch would come in all later ones; and with it
+            the loader's `set_epoch` does not reach the dataset.
+
+    The dataset is not to be changed once it is in a cache: samples that are kept stay as they were. After a change of
+    its attributes, make another CachedDataset, in a folder with another fingerprint.
 
     Attributes:
-        dataset: As given.
+        dataset: As given; cannot be set.
         transform: As given.
 
     Raises:
-        ConfigurationError: The dataset has no keys (it is iterable), an argument is of no use, or no fingerprint can be
-            derived from the dataset.
+        ConfigurationError: The dataset has no keys (it is iterable), or has `set_epoch`; a folder has no fingerprint;
+            an argument is of no use.
         OSError: There is no room, or no permission, for an empty cache at that path.
 
     A disk that runs full ends the keeping, not the run: it is said once, in the log.
@@ -100,19 +108,24 @@ class CachedDataset(Dataset[T_co]):
         transform: Callable[[Any], T_co] | None = None,
         max_bytes: int | None = None,
         fingerprint: str | None = None,
+        epoch_independent: bool = False,
     ) -> None:
-        _check(dataset, where, transform, max_bytes, fingerprint)
-        self.dataset = dataset
+        _check(dataset, where, transform, max_bytes, fingerprint, epoch_independent)
+        self._dataset = dataset
         self.transform = transform
         length = len(dataset) if hasattr(dataset, "__len__") else None
         self._run = secrets.token_bytes(16)  # who is told once that there is no room
         if where == "ram":
             self._store = SampleStore.in_memory(length, max_bytes or int(available_bytes() * _SHARE_OF_MEMORY))
         else:
-            of = given(fingerprint, length) if fingerprint is not None else given(fingerprint_of(dataset).hex(), length)
-            self._store = _on_disk(Path(where), length, max_bytes, of)
+            self._store = _on_disk(Path(where), length, max_bytes, repr((fingerprint, length)))
         if not probe(dataset, "__getitems__") or is_collated(dataset):  # a batch is no list of samples
             self.__getitems__ = None  # type: ignore[method-assign, assignment]  # samples are asked for one by one
+
+    @property
+    def dataset(self) -> Any:
+        """Whose samples are kept."""
+        return self._dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -251,7 +264,7 @@ async def _value(sample: Any) -> Any:
     return await sample if isinstance(sample, Coroutine) or hasattr(type(sample), "__await__") else sample
 
 
-def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint: Any) -> None:
+def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint: Any, epoch_independent: bool) -> None:
     if is_collated(dataset) and not has_samples(dataset):
         raise ConfigurationError(
             f"samples are kept one by one, and {type(dataset).__name__} gives batches alone (collated = True); "
@@ -267,16 +280,30 @@ def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint
         raise ConfigurationError(f"transform is called with each sample, which {transform!r} cannot be")
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0):
         raise ConfigurationError(f"max_bytes must be a whole number above 0, but got {max_bytes!r}")
-    if fingerprint is not None and not isinstance(fingerprint, str):
+    if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
         raise ConfigurationError(f"fingerprint is a text, but got {fingerprint!r}")
+    if fingerprint is None and where != "ram":
+        raise ConfigurationError(
+            "a cache in a folder outlives the code that has filled it, and code does not tell whether samples would "
+            'still be the same: give fingerprint="...", a text with all that decides a sample (which files, in which '
+            "version and split; how they are decoded; the transforms before the cache, and their options), such as "
+            'fingerprint="photos of May, train, resized to 224, v1". Change it whenever one of these changes'
+        )
+    if not epoch_independent and (listener := next(listeners(dataset), None)) is not None:
+        raise ConfigurationError(
+            f"{type(listener).__name__} has set_epoch, so its samples may be others in each epoch, and a cache returns "
+            "those of the epoch that made them. Put the cache below it, around the part that is the same in each "
+            "epoch; or, if all of its samples are the same in every epoch, say epoch_independent=True"
+        )
 
 
 def _has_keys(dataset: Any) -> bool:
     return hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
 
 
-def _on_disk(folder: Path, length: int | None, max_bytes: int | None, fingerprint: bytes) -> SampleStore:
+def _on_disk(folder: Path, length: int | None, max_bytes: int | None, contents: str) -> SampleStore:
     folder.mkdir(parents=True, exist_ok=True)
+    fingerprint = hashlib.blake2b(contents.encode(), digest_size=32).digest()
     path = folder / f"{fingerprint.hex()[:32]}{_SUFFIX}"
     if max_bytes is None:
         there = path.stat().st_blocks * 512 if path.exists() else 0

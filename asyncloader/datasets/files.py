@@ -19,7 +19,7 @@ from asyncloader.seeding.turns import sample_seed
 
 T_co = TypeVar("T_co", covariant=True)
 
-IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 class FileDataset(Openable[Threads], Dataset[T_co]):
@@ -124,7 +124,8 @@ class ImageFolder(FileDataset[tuple[Any, int]]):
         transform: Makes of an image what goes into the sample. If it draws from the global generators, as most do, give
             the loader ``seeding="sample"``: so the same images come of any number of workers and threads.
         decode: Makes an image of a file's bytes and its path; by default a PIL image in RGB.
-        suffixes: Which files are images, whatever the case; by default those of torchvision, and ``.gif``.
+        suffixes: Which files are images, whatever the case; by default those of torchvision, which leave
+            out ``.gif``.
         threads: As for :class:`FileDataset`.
 
     Attributes:

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable, Iterable, Mapping
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from asyncloader.datasets.extras import require
+from asyncloader.datasets.http_client import PASSING
+from asyncloader.datasets.limits import MAX_BYTES, too_large
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.remote import Key, RemoteDataset
-from asyncloader.datasets.retry import Retries, TransientError
+from asyncloader.datasets.retry import FetchError, Retries, TransientError
+from asyncloader.datasets.streams import Version
+from asyncloader.errors import ConfigurationError, as_cause, chain_of, redacted
 
 T_co = TypeVar("T_co", covariant=True)
+
+# What tells versions of a file apart, under the names that file systems give it. Not the time of the last access.
+_TAGS = (
+    *("ETag", "etag", "e_tag", "md5Hash", "generation", "blob_id", "sha", "CRC"),
+    *("mtime", "modify", "LastModified", "last_modified", "modificationTime", "modification_time"),
+)
+_PASSING_ERRNOS = frozenset(
+    [errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN]
+)
+# What the clients of file systems raise for connections, which has no base of Python's own in common.
+_PASSING_ERRORS = {
+    "asyncio": ("IncompleteReadError",),
+    "http.client": ("IncompleteRead",),
+    "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
+    "requests.exceptions": ("ConnectionError", "Timeout", "ChunkedEncodingError"),
+    "httpx": ("TransportError",),
+    "botocore.exceptions": ("ConnectionError", "HTTPClientError"),
+    "azure.core.exceptions": ("ServiceRequestError", "ServiceResponseError"),
+}
 
 
 class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
@@ -21,19 +47,24 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
     for those that they know.
 
     Args:
-        url: A folder, in fsspec's words: ``hf://datasets/owner/name``, ``sftp://host/folder``, ``zip://*::/tmp/a.zip``.
+        url: A folder, in fsspec's words: ``hf://datasets/owner/name``, ``sftp://host/folder``, ``zip://::/tmp/a.zip``.
         keys: Names of the files in it, or :class:`~asyncloader.datasets.ByteRange` of them; None takes all
             files, sorted, listed once at construction.
         decode: Makes a sample of a file's bytes and its key; without it the bytes are the sample.
         suffix: Which of the listed keys to take: those that end so, or in one of several ways.
         storage_options: Arguments of the file system, credentials among them.
         threads: How many files are fetched at once, in each worker; out of an archive one after the other.
-        retries: How transient failures are retried: connections that fail or break off, and time-outs. What else a
-            file system raises is raised at once.
+        retries: How transient failures are retried: connections that fail or break off, names that are not resolved,
+            time-outs, and the statuses that :class:`HTTPDataset` retries. What else a file system raises is raised at
+            once.
+        max_bytes: How large a file may be; a larger one is an error. Of a file in an archive that is known beforehand;
+            what others send is in memory before it is measured, for as long as ``retries`` say.
         decode_threads: Threads that decode, in each worker: by default one in a worker process and up to four without
             one; 0 decodes on the event loop.
 
     Raises:
+        ConfigurationError: The file system, or one that it reads through, is one of fsspec's caches (``simplecache``,
+            ``filecache``, ``blockcache``): several threads or processes that fill one get wrong bytes from it.
         ImportError: fsspec is not installed (``asyncloader[fsspec]``), or the client of this file system is not.
         FileNotFoundError: Nothing is listed.
     """
@@ -48,48 +79,53 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
         storage_options: Mapping[str, Any] | None = None,
         threads: int = 32,
         retries: Retries | None = None,
+        max_bytes: int = MAX_BYTES,
         decode_threads: int | None = None,
     ) -> None:
         require("fsspec", "fsspec", "FsspecDataset")
         self.url = url
         self.storage_options = dict(storage_options or {})
         self.threads = threads
-        system, self.root = self._file_system()
+        system, self.root = open_system(url, self.storage_options)
         if keys is None:
             beyond = len(self.root.rstrip("/")) + 1 if self.root else 0
-            keys = [path[beyond:] for path in sorted(system.find(self.root)) if path.endswith(suffix)]
+            with secrets_kept():
+                found = system.find(self.root)
+            keys = [path[beyond:] for path in sorted(found) if path.endswith(suffix)]
             if not keys:
-                raise FileNotFoundError(errno.ENOENT, f"no file that ends with {suffix!r} is there", url)
-        super().__init__(keys, decode, retries or Retries(), decode_threads)
-
-    def _file_system(self) -> tuple[Any, str]:
-        import fsspec
-
-        system, root = fsspec.core.url_to_fs(self.url, **self.storage_options)
-        return system, root
+                raise FileNotFoundError(errno.ENOENT, f"no file that ends with {suffix!r} is there", redacted(url))
+        super().__init__(keys, decode, retries or Retries(), decode_threads, max_bytes)
 
     async def _fetch(self, client: tuple[Any, Threads], key: Key) -> bytes:
         system, threads = client
         name, start, stop = (key, None, None) if isinstance(key, str) else (key.key, key.start, key.stop)
         path = f"{self.root.rstrip('/')}/{name}" if self.root else name
         try:
-            return bytes(await threads.run(system.cat_file, path, start, stop))
-        except (FileNotFoundError, PermissionError, IsADirectoryError):
+            data = await threads.run(self._read, system, path, start, stop)
+        except FetchError:
             raise
-        except (ConnectionError, TimeoutError) as error:
-            raise TransientError(f"{type(error).__name__}: {error}") from error
         except Exception as error:
-            # aiohttp's errors, which file systems let through, and do not have a base of Python's own in common.
-            if type(error).__name__ in ("ClientPayloadError", "ServerDisconnectedError", "ClientConnectorError"):
-                raise TransientError(f"{type(error).__name__}: {error}") from error
-            if getattr(error, "status", 0) in (429, 500, 502, 503, 504):
-                raise TransientError(f"{type(error).__name__}: {error}") from error
-            raise
+            if any(map(_passes, _causes(error))):
+                raise TransientError(f"{type(error).__name__}: {error}") from as_cause(error)
+            with secrets_kept():
+                raise
+        if start is None and len(data) > self.max_bytes:
+            raise too_large(f"{self.url}, {name}", self.max_bytes)
+        return data
+
+    def _read(self, system: Any, path: str, start: int | None, stop: int | None) -> bytes:
+        from fsspec.archive import AbstractArchiveFileSystem
+
+        # Of a file in an archive the size is known without asking, and it may be a thousand times that of the archive.
+        is_whole = start is None
+        if is_whole and isinstance(system, AbstractArchiveFileSystem) and system.info(path)["size"] > self.max_bytes:
+            raise too_large(f"{self.url}, {path}", self.max_bytes)
+        return bytes(system.cat_file(path, start, stop))
 
     async def _connect(self) -> tuple[Any, Threads]:
         from fsspec.archive import AbstractArchiveFileSystem
 
-        system, threads = self._file_system()[0], self.threads
+        system, threads = open_system(self.url, self.storage_options)[0], self.threads
         if isinstance(system, AbstractArchiveFileSystem):
             # All reads of an archive move one file position. tarfile does not guard it, nor does zipfile where it seeks
             # (3.12, 3.13): what another thread reads meanwhile would come in place of what was asked for.
@@ -99,3 +135,117 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
 
     async def _disconnect(self, client: tuple[Any, Threads]) -> None:
         client[1].close()
+
+
+def open_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system that a url leads to, and the path in it.
+
+    Raises:
+        ConfigurationError: It is one of fsspec's caches, or reads through one.
+    """
+    import fsspec
+
+    for link in url.split("::"):  # before what is cached there is opened
+        kind: type = object
+        with contextlib.suppress(ValueError, ImportError):  # a path, or what url_to_fs refuses below
+            kind = fsspec.get_filesystem_class(link.partition("://")[0])
+        _refuse_cache(kind, url)
+    with secrets_kept():
+        system, path = fsspec.core.url_to_fs(url, **options)
+    for layer in _layers(system):
+        _refuse_cache(type(layer), url)
+    return system, path
+
+
+def version_in(system: Any, path: str) -> Version:
+    """Return which version of a file a file system has now, by its size and what else the file system tells.
+
+    Raises:
+        FileNotFoundError: It is not there.
+    """
+    system.invalidate_cache(path)  # listings that it keeps
+    told = system.info(path)
+    tags = [str(told[name]) for name in _TAGS if told.get(name) is not None]
+    if not tags:
+        with contextlib.suppress(Exception):  # most that tell nothing else do not know the time either
+            tags = [str(system.modified(path))]
+    return Version(told["size"] or 0, " ".join(tags))
+
+
+@contextlib.contextmanager
+def secrets_kept() -> Iterator[None]:
+    """Replace what a file system raises if a url in its text has a login or signature."""
+    try:
+        yield
+    except Exception as error:
+        if as_cause(error) is not None:
+            raise
+        if isinstance(error, (FileNotFoundError, PermissionError)):
+            raise type(error)(redacted(str(error))) from None
+        raise FetchError(f"{type(error).__name__}: {error}") from None
+
+
+def _refuse_cache(kind: type, url: str) -> None:
+    from fsspec.implementations.cached import CachingFileSystem
+
+    if issubclass(kind, CachingFileSystem):
+        raise ConfigurationError(
+            f"{url}: {kind.__name__} is a cache of fsspec's, from which several threads or processes get wrong bytes "
+            "while they fill it. Leave it out of the url; to keep samples, wrap the dataset in CachedDataset, or copy "
+            "the files to a local folder first"
+        )
+
+
+def _layers(system: Any) -> Iterator[Any]:
+    """Yield a file system, and those that it reads through: by themselves, or by files that it holds open."""
+    from fsspec import AbstractFileSystem
+
+    waiting, seen = [system], set[int]()
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        if isinstance(layer, AbstractFileSystem):
+            yield layer
+        held = list(getattr(layer, "__dict__", {}).values())
+        held += [item for value in held if isinstance(value, dict) for item in value.values()]
+        waiting += [item for item in held if isinstance(item, AbstractFileSystem) or hasattr(item, "fs")]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield what an error says of why it was raised.
+
+    A file that is not there is a fact by itself, whatever was handled when that came out; but fsspec's HTTP also says
+    so of a server that it did not reach, and gives that as the cause.
+    """
+    for one in chain_of(error):
+        yield one
+        if isinstance(one, (FileNotFoundError, PermissionError)) and one.__cause__ is None:
+            return
+
+
+def _passes(error: BaseException) -> bool:
+    """Tell whether an error says that the same request may succeed in a moment."""
+    if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
+        return True
+    if isinstance(error, OSError) and error.errno in _PASSING_ERRNOS:
+        return True
+    if not PASSING.isdisjoint(_statuses(error)):
+        return True
+    for module, names in _PASSING_ERRORS.items():  # only what was imported can have been raised
+        if isinstance(error, tuple(getattr(sys.modules.get(module), name, ()) for name in names)):
+            return True
+    return False
+
+
+def _statuses(error: BaseException) -> Iterator[Any]:
+    """Yield what may be the HTTP status of an error, under the names that clients give it."""
+    answer = getattr(error, "response", None)
+    for source in (error, answer):
+        for name in ("status", "status_code", "code"):
+            if isinstance(status := getattr(source, name, None), int):
+                yield status
+                break  # aiohttp has two, and warns of the other one
+    if isinstance(answer, dict):  # botocore's
+        yield answer.get("ResponseMetadata", {}).get("HTTPStatusCode")

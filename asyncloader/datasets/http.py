@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.http_client import Client, check, failures_told_apart, range_header, read_whole
+from asyncloader.datasets.http_client import Client, check, failures_told_apart, range_header, read_range, read_whole
+from asyncloader.datasets.limits import MAX_BYTES
 from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import Retries
 
@@ -32,6 +33,7 @@ class HTTPDataset(RemoteDataset[Client, T_co]):
         max_connections: Connections of each worker at most; None sets no limit beside ``concurrency``.
         session_options: Further arguments of :class:`aiohttp.ClientSession`, ``trust_env`` for example.
         retries: How transient failures are retried.
+        max_bytes: How large an object may be, decompressed; a larger one is an error. Ranges are as long as you say.
         decode_threads: Threads that decode, in each worker, while the loop goes on: by default one in a worker process
             and up to four without one; 0 decodes on the loop, which pays if it takes less than some 100 us.
 
@@ -59,10 +61,11 @@ class HTTPDataset(RemoteDataset[Client, T_co]):
         max_connections: int | None = None,
         session_options: Mapping[str, Any] | None = None,
         retries: Retries | None = None,
+        max_bytes: int = MAX_BYTES,
         decode_threads: int | None = None,
     ) -> None:
         require("aiohttp", "http", "HTTPDataset")
-        super().__init__(urls, decode, retries or Retries(), decode_threads)
+        super().__init__(urls, decode, retries or Retries(), decode_threads, max_bytes)
         self.headers = dict(headers or {})
         self.connect_timeout_s = connect_timeout_s
         self.read_timeout_s = read_timeout_s
@@ -75,7 +78,9 @@ class HTTPDataset(RemoteDataset[Client, T_co]):
         with failures_told_apart():
             async with client.get(url, headers) as answer:
                 check(answer, url, start, stop)
-                return await read_whole(answer, url)
+                if start is None or stop is None:
+                    return await read_whole(answer, url, self.max_bytes)
+                return await read_range(answer, url, stop - start)
 
     async def _connect(self) -> Client:
         return Client(

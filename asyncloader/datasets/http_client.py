@@ -6,19 +6,19 @@ import contextlib
 import datetime
 import email.utils
 import errno
-import gzip
 import re
-import zlib
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asyncloader.datasets.limits import collect, collect_range, decompress, too_large
 from asyncloader.datasets.retry import FetchError, TransientError
+from asyncloader.errors import as_cause, redacted
 
 if TYPE_CHECKING:
     import aiohttp
     import yarl
 
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which the same request may succeed
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which the same request may succeed
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 10
 _TOLD_TO_ALL = frozenset({"accept", "accept-encoding", "accept-language", "user-agent"})
@@ -116,7 +116,7 @@ def _target(answer: aiohttp.ClientResponse, asked: str | yarl.URL) -> yarl.URL |
         target = answer.url.join(URL(location))
         is_same = target.origin() == answer.url.origin()
     except ValueError as error:
-        raise FetchError(f"{asked}: redirects to {location!r}, which is no url: {error}") from error
+        raise FetchError(f"{asked}: redirects to {location!r}, which is no url: {error}") from as_cause(error)
     if target.scheme not in ("http", "https"):
         raise FetchError(f"{asked}: redirects to {location!r}, which is not HTTP")
     login = URL(asked)
@@ -151,12 +151,12 @@ def check(answer: aiohttp.ClientResponse, url: str, start: int | None = None, st
         Which bytes the answer has; None if that is the whole object.
     """
     status, said = answer.status, f"{answer.status} {answer.reason}"
-    if status in _PASSING:
+    if status in PASSING:
         raise TransientError(said, _wait_s(answer.headers.get("Retry-After")))
     if status in (404, 410):
-        raise FileNotFoundError(errno.ENOENT, said, url)
+        raise FileNotFoundError(errno.ENOENT, said, redacted(url))
     if status in (401, 403):
-        raise PermissionError(errno.EACCES, said, url)
+        raise PermissionError(errno.EACCES, said, redacted(url))
     if start is None:
         if status not in (200, 203):  # the other ones from 200 on have a part, or nothing
             raise FetchError(f"{url}: {said}")
@@ -194,23 +194,28 @@ def is_gzipped(answer: aiohttp.ClientResponse, url: str) -> bool:
     return encoding.endswith("gzip")
 
 
-async def read_whole(answer: aiohttp.ClientResponse, url: str) -> bytes:
-    """Return the object that an answer has, or the range of it; decompressed if it comes with gzip.
+async def read_whole(answer: aiohttp.ClientResponse, url: str, max_bytes: int) -> bytes:
+    """Return the object that an answer has, decompressed if it comes with gzip.
 
     Raises:
         TransientError: The compressed data was cut off.
-        FetchError: It is damaged, or compressed in another way.
+        FetchError: It is damaged, compressed in another way, or larger than `max_bytes`.
     """
-    is_packed = is_gzipped(answer, url)
-    data = await answer.read()
-    if not is_packed:
-        return data
-    try:
-        return gzip.decompress(data)
-    except EOFError as error:
-        raise TransientError("the body ended in the middle of the compressed data") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise FetchError(f"{url}: damaged: {error}") from error
+    is_packed, error = is_gzipped(answer, url), too_large(url, max_bytes)
+    if (answer.content_length or 0) > max_bytes:
+        raise error
+    data = await collect(answer.content.iter_any(), max_bytes, error)
+    return decompress(data, max_bytes, url) if is_packed else data
+
+
+async def read_range(answer: aiohttp.ClientResponse, url: str, size: int) -> bytes:
+    """Return the range of so many bytes that an answer has.
+
+    Raises:
+        TransientError: Fewer came.
+        FetchError: More came.
+    """
+    return await collect_range(answer.content.iter_any(), size, url)
 
 
 def is_at_end(answer: aiohttp.ClientResponse, start: int, *, is_same: bool) -> bool:
@@ -236,9 +241,9 @@ def failures_told_apart() -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError) as error:
-        raise TransientError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        raise TransientError(f"{type(error).__name__}: {error}".rstrip(": ")) from as_cause(error)
     except aiohttp.ClientError as error:  # urls that are none, redirects in a circle, answers that are not HTTP
-        raise FetchError(f"{type(error).__name__}: {error}") from error
+        raise FetchError(f"{type(error).__name__}: {error}") from as_cause(error)
 
 
 def _wait_s(retry_after: str | None) -> float | None:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.datasets.apart import versions_of
 from asyncloader.datasets.block_cache import BlockCache
+from asyncloader.datasets.limits import MAX_BYTES, check_max_bytes, too_large
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.ranges import Place, read_places
@@ -54,11 +55,12 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
         decode: Makes a sample of a dict with the content of each file by its extension, in lower case, the common name
             under ``"__key__"`` and the shard under ``"__url__"``; without it the dict is the sample. Runs on a thread.
         index: Folder in which indices are kept. By default they lie beside shards that are local, as
-            ``NAME.tar.index.npz``, and where that is not possible in ``~/.cache/asyncloader/tar``.
+            ``NAME.tar.index``, and where that is not possible in ``~/.cache/asyncloader/tar``.
         cache_bytes: How many bytes of blocks each worker keeps, those that were used last; 0 reads no blocks, but each
             sample by itself.
         block_bytes: How many bytes of a shard make a block.
         headers, config, client_options, credential_provider, retries: As :class:`TarShards` takes them.
+        max_bytes: How large a sample may be in its shard, headers included.
         decode_threads: 0 decodes on the event loop.
 
     Attributes:
@@ -68,7 +70,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
     Raises:
         ConfigurationError: There is no shard, no sample in them, one is compressed, or an argument is of no use.
         FileNotFoundError: A shard is not there.
-        FetchError: A shard is damaged, or does not come.
+        FetchError: A shard is damaged, has a sample that is too large, or does not come.
         ImportError: The client for a url is not installed (``asyncloader[http]``, ``asyncloader[objects]``).
 
     A sample raises :class:`FetchError` if its shard was changed since the dataset was made.
@@ -95,6 +97,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
         client_options: Mapping[str, Any] | None = None,
         credential_provider: Any = None,
         retries: Retries | None = None,
+        max_bytes: int = MAX_BYTES,
         decode_threads: int = 1,
     ) -> None:
         super().__init__()
@@ -102,6 +105,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
         self.decode = decode
         self.cache_bytes = cache_bytes
         self.block_bytes = block_bytes
+        self.max_bytes = max_bytes
         self.decode_threads = decode_threads
         _check(self)
         self.access = Access.to(
@@ -121,6 +125,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
                 f"there is no sample in {len(spans)} shards, the first of which is {self.shards[0]}"
             )
         self._firsts = np.cumsum([0, *map(len, spans)])  # the first sample of each shard
+        self._check_sizes()
         numbers = np.repeat(np.arange(len(spans)), np.diff(self._firsts))
         blocks = self._spans[:, 0] // block_bytes
         begins = np.flatnonzero(np.diff(blocks, prepend=-1).astype(bool) | np.diff(numbers, prepend=-1).astype(bool))
@@ -128,6 +133,12 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
 
     def __len__(self) -> int:
         return len(self._spans)
+
+    def _check_sizes(self) -> None:
+        sizes = self._spans[:, 1] - self._spans[:, 0]
+        if sizes[largest := int(sizes.argmax())] > self.max_bytes:
+            ((shard, begin, _),) = self._places(*np.array([[largest], [largest]]))
+            raise too_large(f"{self.shards[shard]}, the sample from byte {begin:,} on", self.max_bytes)
 
     @property
     def block_sizes(self) -> NDArray[np.int64]:
@@ -187,7 +198,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
             yield data  # type: ignore[misc]  # any bytes do
             yield _END
 
-        found = [sample async for sample in read_samples(chunks(), url)]
+        found = [sample async for sample in read_samples(chunks(), url, len(data) + len(_END))]
         if len(found) != 1:
             raise FetchError(f"{url}: {len(found)} samples where its index has one, number {number}, at byte {start}")
         return found[0]
@@ -204,6 +215,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
 
 
 def _check(dataset: IndexedTarShards[Any]) -> None:
+    check_max_bytes(dataset.max_bytes)
     if not dataset.shards:
         raise ConfigurationError("there are no shards")
     for shard in dataset.shards:

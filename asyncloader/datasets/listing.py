@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 
 from asyncloader.datasets.retry import FetchError, Retries
+from asyncloader.errors import redacted
 
 # os._exit: an interpreter that ends as ever, while threads of obstore's are at work, is aborted now and then.
 _CHILD = """
@@ -58,5 +59,7 @@ def list_apart(url: str, options: Mapping[str, Any], retries: Retries) -> list[s
     keys, failure = pickle.loads(done.stdout)
     if failure is not None:
         kind, said = failure
-        raise (PermissionError if "Permission" in kind or "Unauthenticated" in kind else FetchError)(f"{url}: {said}")
+        raise (PermissionError if "Permission" in kind or "Unauthenticated" in kind else FetchError)(
+            redacted(f"{url}: {said}")
+        )
     return keys

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from asyncloader.datasets.extras import require
+from asyncloader.datasets.limits import MAX_BYTES, collect_range, too_large
 from asyncloader.datasets.listing import list_apart
 from asyncloader.datasets.remote import ByteRange, Key, RemoteDataset
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
+from asyncloader.errors import as_cause, redacted
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -66,6 +68,7 @@ class ObjectStoreDataset(RemoteDataset[OpenStore, T_co]):
             ``{"allow_http": True}``.
         credential_provider: Gets credentials that expire, as obstore's documentation tells; has to be picklable.
         retries: How transient failures are retried.
+        max_bytes: How large an object may be; a larger one is an error. Ranges are as long as you say.
         decode_threads: Threads that decode, in each worker: by default one in a worker process and up to four without
             one; 0 decodes on the event loop.
 
@@ -99,6 +102,7 @@ class ObjectStoreDataset(RemoteDataset[OpenStore, T_co]):
         client_options: Mapping[str, Any] | None = None,
         credential_provider: Any = None,
         retries: Retries | None = None,
+        max_bytes: int = MAX_BYTES,
         decode_threads: int | None = None,
     ) -> None:
         require("obstore", "objects", "ObjectStoreDataset")
@@ -111,23 +115,25 @@ class ObjectStoreDataset(RemoteDataset[OpenStore, T_co]):
             keys = [key for key in sorted(list_apart(url, self._options(), retries)) if key.endswith(suffix)]
             if not keys:
                 wanted = f"no object that ends with {suffix!r}" if suffix else "no object"
-                raise FileNotFoundError(errno.ENOENT, f"{wanted} is there", url)
-        super().__init__(keys, decode, retries, decode_threads)
+                raise FileNotFoundError(errno.ENOENT, f"{wanted} is there", redacted(url))
+        super().__init__(keys, decode, retries, decode_threads, max_bytes)
 
     async def _fetch(self, client: OpenStore, key: Key) -> bytes:
         import obstore
 
         name = key if isinstance(key, str) else key.key
+        what = f"{self.url}/{name}"
         try:
-            if isinstance(key, ByteRange):
-                return bytes(await obstore.get_range_async(client.get(), name, start=key.start, end=key.stop))
-            answer = await obstore.get_async(client.get(), name)
-            data = bytes(await answer.bytes_async())
+            options: Any = {"range": (key.start, key.stop)} if isinstance(key, ByteRange) else {}
+            answer = await obstore.get_async(client.get(), name, options=options)
+            size = key.stop - key.start if isinstance(key, ByteRange) else answer.meta["size"]
+            if not isinstance(key, ByteRange) and size > self.max_bytes:
+                raise too_large(what, self.max_bytes)
+            return await collect_range(answer.stream(), size, what)
+        except (FetchError, TransientError):
+            raise
         except Exception as error:
-            raise_told_apart(error, f"{self.url}/{name}")
-        if len(data) != answer.meta["size"]:
-            raise TransientError(f"{len(data)} bytes came of {answer.meta['size']}")
-        return data
+            raise_told_apart(error, what)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -165,14 +171,14 @@ def raise_told_apart(error: Exception, what: str) -> NoReturn:
     """Raise what an error of obstore means: not there, not allowed, may pass, will not pass."""
     from obstore import exceptions
 
-    said = str(error).partition("\n")[0]  # what follows is a dump of Rust structures
+    said = redacted(str(error).partition("\n")[0])  # what follows is a dump of Rust structures
     if isinstance(error, (FileNotFoundError, exceptions.NotFoundError)):
-        raise FileNotFoundError(errno.ENOENT, said, what) from error
+        raise FileNotFoundError(errno.ENOENT, said, redacted(what)) from as_cause(error)
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        raise PermissionError(errno.EACCES, said, what) from error
+        raise PermissionError(errno.EACCES, said, redacted(what)) from as_cause(error)
     if not isinstance(error, exceptions.GenericError):
-        raise FetchError(f"{what}: {type(error).__name__}: {said}") from error
+        raise FetchError(f"{what}: {type(error).__name__}: {said}") from as_cause(error)
     status = next((int(one or other) for one, other in _FAILED_STATUS.findall(str(error))), 500)
     if status < 500 and status not in (408, 429):
-        raise FetchError(f"{what}: {said}") from error
-    raise TransientError(said) from error
+        raise FetchError(f"{what}: {said}") from as_cause(error)
+    raise TransientError(said) from as_cause(error)

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
 from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.datasets.extras import require
+from asyncloader.datasets.filesystems import open_system, secrets_kept, version_in
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.retry import Retries
@@ -44,10 +45,11 @@ class _Open(NamedTuple):
 
 
 class Footer(NamedTuple):
-    """What a file says of itself: how many rows each row group has, and the names of its columns."""
+    """What a file says of itself: rows of each row group, its columns, and the dtypes of those of lists of numbers."""
 
     rows: list[int]
     columns: list[str]
+    dtypes: dict[str, np.dtype[Any]]
 
 
 class ParquetDataset(Openable[_Open], Dataset[T_co]):
@@ -58,13 +60,13 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
     that are larger than that, all would be read for each batch: shuffle with a
     :class:`~asyncloader.samplers.BlockShuffleSampler`, which visits row groups in blocks.
 
-    A sample is a dict by column: numbers, texts, bytes; lists of numbers are arrays; what else there is comes as
-    Python values. Null is None; within a list of floats it is NaN, and a list of integers that has one is a Python
-    list, so that its numbers stay exact.
+    A sample is a dict by column: numbers, texts, bytes; lists of numbers are arrays, of one dtype in all files; what
+    else there is comes as Python values. Null is None; within a list of floats it is NaN, and a list of integers that
+    has one is a Python list, so that its numbers stay exact.
 
     Args:
         paths: One file or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``; others through fsspec).
-        columns: Which to read, in this order; None reads all.
+        columns: Which to read, in this order; None reads all, of which all files have the same, in that of the first.
         decode: Makes a sample of a row. Runs on a thread.
         cache_bytes: How many bytes of row groups each worker keeps, as they are in memory.
         threads: Row groups that are read, and batches that are made of them, at once in each worker.
@@ -76,12 +78,14 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
         block_sizes: How many rows there are in each row group: for a BlockShuffleSampler. An array of int64.
 
     Raises:
-        ConfigurationError: There is no row, a file is no Parquet file or was truncated, or has not all the columns.
+        ConfigurationError: There is no row, a file is no Parquet file or was truncated, or has not the columns to be
+            read; a url leads through one of fsspec's caches.
         FileNotFoundError: A file is not there.
         ImportError: pyarrow, or the client for a url, is not installed (``asyncloader[parquet]``, ``[http]``,
             ``[objects]``, ``[fsspec]``).
 
-    A row raises :class:`FetchError` if its file was changed since the dataset was made.
+    A row raises :class:`FetchError` if its file was changed since the dataset was made; through fsspec, as far as its
+    file system tells (by size, tag or time).
 
     Example:
         ::
@@ -130,9 +134,14 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
             client_options=client_options,
             credential_provider=credential_provider,
         )
-        self._versions = dict(zip(served, versions_of(served, self.access), strict=True))
+        self._versions = {path: self._version(path) for path in self.paths if not _is_served(path)}
+        self._versions |= zip(served, versions_of(served, self.access), strict=True)
         footers = self._footers()
-        self._check_columns(footers)
+        self._names = self._named_columns(footers)
+        self._dtypes = {  # lists of numbers come in one dtype, whichever file they are of
+            name: np.result_type(*(footer.dtypes[name] for footer in footers if name in footer.dtypes))
+            for name in {name for footer in footers for name in footer.dtypes}
+        }
         sizes = [len(footer.rows) for footer in footers]
         self._files = np.repeat(np.arange(len(sizes)), sizes)  # of each row group
         self._groups = np.concatenate([np.arange(size) for size in sizes])  # its number in that file
@@ -168,7 +177,8 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
         found: list[Any] = [None] * len(places)
         for number, table in enumerate(tables):
             mine = np.flatnonzero(which == number)
-            columns = {name: _values(column) for name, column in _columns(table.take(places[mine]))}
+            taken = _columns(table.take(places[mine]))
+            columns = {name: _values(column, self._dtypes.get(name)) for name, column in taken}
             for at, values in zip(mine.tolist(), zip(*columns.values(), strict=True), strict=True):
                 found[at] = dict(zip(columns, values, strict=True))
         return found if self.decode is None else all_decoded(self.decode, found)
@@ -176,26 +186,39 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
     async def _read(self, client: _Open, group: int) -> pa.Table:
         path, number = self.paths[self._files[group]], int(self._groups[group])
         opens = partial(self._opened_file, path, client.ranges)
-        return await client.threads.run(_read_group, opens, number, self.columns)
+        table = await client.threads.run(_read_group, opens, number, self.columns)
+        return table.select(self._names)  # in one order, whatever that in the file is
 
     # --------------------------------------------------------------------------------------------------------- files
 
     @contextlib.contextmanager
     def _opened_file(self, path: str, ranges: _Ranges | None) -> Iterator[Any]:
-        """Open a file for pyarrow, on a thread."""
-        if not _is_served(path):
-            import fsspec
+        """Open a file for pyarrow, on a thread.
 
-            with fsspec.open(path, **self.storage_options) as file:
-                yield file
-        elif kind_of(path) == "file":
-            if Version.of_file(path_of(path)) != self._versions[path]:
-                raise_changed(path)
-            with open(path_of(path), "rb") as file:
-                yield file
-        else:
-            assert ranges is not None
+        Raises:
+            FetchError: It is another one than when the dataset was made. That is looked at after it was read, whatever
+                came of that: what was read while it was replaced may be parts of both.
+        """
+        if ranges is not None and _is_served(path) and kind_of(path) != "file":
             yield _RangeFile(ranges, path, self._versions[path])
+            return
+        try:
+            if _is_served(path):
+                with open(path_of(path), "rb") as file:
+                    yield file
+            else:
+                # Each thread has a file system of its own, which an archive's files need as long as they are read.
+                system, place = open_system(path, self.storage_options)
+                with secrets_kept(), system.open(place, "rb") as file:
+                    yield file
+        finally:
+            if self._version(path) != self._versions[path]:
+                raise_changed(path)
+
+    def _version(self, path: str) -> Version:
+        if _is_served(path):
+            return Version.of_file(path_of(path))
+        return version_in(*open_system(path, self.storage_options))
 
     def _footers(self) -> list[Footer]:
         """Read what all files say of themselves."""
@@ -209,14 +232,24 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
             found.update(zip(away, run_apart(_read_footers, away, versions, self.access), strict=True))
         return [found[path] for path in self.paths]
 
-    def _check_columns(self, footers: Sequence[Footer]) -> None:
-        wanted = footers[0].columns if self.columns is None else self.columns
+    def _named_columns(self, footers: Sequence[Footer]) -> list[str]:
+        """Return the columns of a row, which all files are to have."""
+        first = footers[0].columns
+        wanted = first if self.columns is None else self.columns
         for path, footer in zip(self.paths, footers, strict=True):
+            if len(set(footer.columns)) < len(footer.columns):
+                raise ConfigurationError(f"{path}: has several columns of one name: {', '.join(footer.columns)}")
+            if self.columns is None and (more := [name for name in footer.columns if name not in first]):
+                raise ConfigurationError(
+                    f"{path}: has columns that {self.paths[0]} has not: {', '.join(more)}; name those to be read "
+                    "(columns=...)"
+                )
             there = {*footer.columns, *(name.split(".")[0] for name in footer.columns)}
             if missing := [name for name in wanted if name.split(".")[0] not in there]:
                 raise ConfigurationError(
                     f"{path}: has no column {', '.join(missing)}; it has {', '.join(footer.columns)}"
                 )
+        return list(dict.fromkeys(name if name in first else name.split(".")[0] for name in wanted))
 
     async def _open(self) -> _Open:
         cache = BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)
@@ -326,7 +359,15 @@ def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManage
         with opens() as file:
             told = pq.ParquetFile(file)
             groups = (told.metadata.row_group(at) for at in range(told.metadata.num_row_groups))
-            return Footer([group.num_rows for group in groups], list(told.schema_arrow.names))
+            return Footer(
+                [group.num_rows for group in groups],
+                list(told.schema_arrow.names),
+                {
+                    field.name: np.dtype(field.type.value_type.to_pandas_dtype())
+                    for field in told.schema_arrow
+                    if _holds_numbers(field.type)
+                },
+            )
     except pa.ArrowInvalid as error:
         raise ConfigurationError(f"{path}: no Parquet file, or truncated: {error}") from error
 
@@ -344,17 +385,23 @@ def _columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
     return zip(table.column_names, table.columns, strict=True)
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
+def _holds_numbers(kind: pa.DataType) -> bool:
+    """Whether a column is one of lists of numbers."""
+    import pyarrow as pa
+
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)))
+
+
+def _values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None) -> list[Any]:
     """Return the values of a column: those of lists of numbers as arrays, where those can hold them exactly."""
     import pyarrow as pa
 
-    kind = column.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
+    if not _holds_numbers(column.type):
         return cast(list[Any], column.to_pylist())
-    holds_null = pa.types.is_floating(kind.value_type)  # as NaN; of integers with a null pyarrow would make floats
+    holds_null = pa.types.is_floating(column.type.value_type)  # as NaN; of integers with one pyarrow would make floats
     return [
-        np.array(row.values.to_numpy(zero_copy_only=False))
+        np.array(row.values.to_numpy(zero_copy_only=False), dtype)
         if row.is_valid and (holds_null or not row.values.null_count)
         else row.as_py()
         for row in column

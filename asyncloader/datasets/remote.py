@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset
 
+from asyncloader.datasets.limits import check_max_bytes
 from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.retry import Retries, TransientError
 from asyncloader.errors import ConfigurationError
@@ -42,6 +43,7 @@ class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, G
         decode: Makes a sample of an object's bytes and its key.
         retries: How transient failures are retried.
         decode_threads: Threads for ``decode``, in each worker; see :class:`~asyncloader.datasets.opened.Threads`.
+        max_bytes: How large a whole object may be.
     """
 
     def __init__(
@@ -50,12 +52,15 @@ class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, G
         decode: Callable[[bytes, Any], T_co] | None,
         retries: Retries,
         decode_threads: int | None,
+        max_bytes: int,
     ) -> None:
         super().__init__()
+        check_max_bytes(max_bytes)
         self.keys: Sequence[Key] = list(keys)
         self.decode = decode
         self.retries = retries
         self.decode_threads = decode_threads
+        self.max_bytes = max_bytes
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from asyncloader.errors import AsyncLoaderError, ConfigurationError
+from asyncloader.errors import AsyncLoaderError, ConfigurationError, redacted
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class TransientError(Exception):
     """
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
-        super().__init__(message)
+        super().__init__(redacted(message))
         self.wait_s = wait_s
 
 
@@ -90,7 +90,14 @@ class Retries:
                     if tried == self.tries:
                         break
                     wait_s = self._wait_s(tried, last)
-                    _log.info("%s: %s; try %d of %d follows in %.2g s", what, last, tried + 1, self.tries, wait_s)
+                    _log.info(
+                        "%s: %s; try %d of %d follows in %.2g s",
+                        redacted(str(what)),
+                        last,
+                        tried + 1,
+                        self.tries,
+                        wait_s,
+                    )
                     await asyncio.sleep(wait_s)
         except TimeoutError as error:
             if not limit.expired():

@@ -48,7 +48,7 @@ def encode(values: Sequence[Any], put: Put, depth: int = 0) -> Shape:
     if len(kinds) == 1:
         (kind,) = kinds
         encoder = _ENCODERS.get(kind)
-        if encoder is None and issubclass(kind, np.number):
+        if encoder is None and issubclass(kind, np.number) and not issubclass(kind, np.timedelta64):
             encoder = _scalars
         if encoder is not None and depth < _DEEPEST and (shape := encoder(values, put, depth)) is not None:
             return shape

@@ -108,6 +108,10 @@ class SampleStore:
     def __reduce__(self) -> Any:
         return SampleStore, (self._file,)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SampleStore:
+        """Return an empty one in memory: the dataset is copied with it, and the copy may be changed."""
+        return self if self.is_on_disk else SampleStore.in_memory(self._direct or None, self.usage().max_bytes)
+
     @property
     def is_on_disk(self) -> bool:
         """Whether to read or write may take as long as a disk takes."""

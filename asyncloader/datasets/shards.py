@@ -11,20 +11,30 @@ import dataclasses
 import os
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import torch.distributed
 from torch.utils.data import get_worker_info
 
+from asyncloader import identity
+from asyncloader.datasets.limits import MAX_BYTES, check_max_bytes
 from asyncloader.datasets.opened import Openable, Threads
-from asyncloader.datasets.retry import Retries
+from asyncloader.datasets.retry import FetchError, Retries
 from asyncloader.datasets.streams import Access, Sources
 from asyncloader.datasets.tar import RawSample, read_samples
-from asyncloader.errors import ConfigurationError
+from asyncloader.errors import ConfigurationError, StateMismatchError
 
 T_co = TypeVar("T_co", covariant=True)
 
 _CHUNKS_AHEAD = 4
+_MOST_PADDING = 1 << 22  # bytes behind the end of an archive: tar fills its last record, of 10 KiB as a rule
+_STATE_VERSION = 1
+_ADVICE = dict.fromkeys(
+    ("rank", "world_size", "worker", "num_workers"),
+    "Each worker of each rank reads a share of its own: resume with as many as there were, each from its own state.",
+)
 
 
 class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
@@ -56,15 +66,17 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         headers: For HTTP.
         config, client_options, credential_provider: For object stores, as
             :class:`~asyncloader.datasets.ObjectStoreDataset` takes them.
-        retries: How transient failures are retried, for each piece of a shard. A stream that broke goes on where it
+        retries: How transient failures are retried, for each 64 KiB of a shard. A stream that broke goes on where it
             broke; if the shard was changed meanwhile, that is an error.
+        max_bytes: How large a sample may be in its shard, headers and what follows it up to the next one included.
         decode_threads: 0 decodes on the event loop.
 
     Raises:
         ImportError: There are shards on HTTP (``asyncloader[http]``) or in an object store (``asyncloader[objects]``),
             and the client for them is not installed.
 
-    A worker that dies is replaced, once a batch has told where it was.
+    A state is one of a worker's share: it is refused by a dataset of other shards, another order, rank or worker. A
+    worker that dies is replaced, once a batch has told where it was.
 
     A shard raises FileNotFoundError if it is not there, and FetchError if it is damaged, was cut off, or does not come;
     if it has sparse files (their holes could be any amount of memory), or a sample two files with one extension.
@@ -102,9 +114,11 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         client_options: Mapping[str, Any] | None = None,
         credential_provider: Any = None,
         retries: Retries | None = None,
+        max_bytes: int = MAX_BYTES,
         decode_threads: int = 1,
     ) -> None:
         super().__init__()
+        check_max_bytes(max_bytes)
         self.shards = [os.fspath(shard) for shard in shards]
         if not self.shards:
             raise ConfigurationError("there are no shards")
@@ -125,56 +139,95 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         self.shuffle_shards = shuffle_shards
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self._part = None if rank is None or world_size is None else (rank, world_size)
+        self.max_bytes = max_bytes
         self.decode_threads = decode_threads
-        self._epoch = 0
-        self._progress: _Progress | None = None
-        self._to_skip = 0
+        self._next = _Place(0)
+        self._place: _Place | None = None  # of the newest iterator
+
+    @property
+    def rank(self) -> int:
+        """Which part of the data this process gets."""
+        return (self._part or _rank_and_world_size())[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many parts there are."""
+        return (self._part or _rank_and_world_size())[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
-        self._epoch, self._to_skip = epoch, 0
+        self._next = _Place(epoch)
 
     def __aiter__(self) -> AsyncGenerator[T_co, None]:
         # Set the state eagerly: a finished epoch yields no sample, so a lazy body would never run.
-        self._progress = _Progress(self._epoch)
-        to_skip, self._to_skip = self._to_skip, 0
-        if get_worker_info():  # which has a copy of its own
-            self._epoch += 1
-        return self._read(self._reader(), self._progress, to_skip)
+        place, worker = self._next, _worker()
+        if place.is_within:
+            identity.check(place.worker, worker, advice=_ADVICE)
+        self._place = place = dataclasses.replace(place, worker=worker)
+        self._next = _Place(place.epoch + (place.ended or bool(get_worker_info())))  # a worker has a copy of its own
+        return self._read(self._reader(), place)
 
-    async def _read(self, reader: _Reader, progress: _Progress, to_skip: int) -> AsyncGenerator[T_co, None]:
+    async def _read(self, reader: _Reader, place: _Place) -> AsyncGenerator[T_co, None]:
+        if place.ended:  # an epoch that is over is not read: this is the one after it
+            place.epoch, place.samples, place.ended = self._next.epoch, 0, False
+            self._next = _Place(place.epoch + bool(get_worker_info()))
         sources, threads = self._client
-        async with contextlib.aclosing(self._shuffled(sources, reader, progress.epoch)) as samples:
+        number = 0
+        async with contextlib.aclosing(self._shuffled(sources, reader, place.epoch)) as samples:
             async for sample in samples:
-                progress.samples += 1
-                if progress.samples <= to_skip:
+                number += 1
+                if number <= place.samples:
                     continue
+                place.samples = number
                 yield sample if self.decode is None else await threads.run(self.decode, sample)  # type: ignore[misc]
-        if self._progress is progress and not get_worker_info():
-            self._progress = None  # without workers the next state is one between two epochs
+        place.ended = True
+        if self._place is place and not get_worker_info():
+            self._place = None  # without workers the next state is one between two epochs
 
-    def state_dict(self) -> dict[str, int]:
-        """Tell how far this worker's share of the epoch has been read."""
-        progress = self._progress or _Progress(self._epoch)
-        return {"epoch": progress.epoch, "samples": progress.samples}
+    def state_dict(self) -> dict[str, Any]:
+        """Tell how far this worker's share of the epoch has been read, and what the share depends on."""
+        place = self._place or self._next
+        count = {"epoch": place.epoch, "samples": place.samples, "ended": place.ended}
+        return {"version": _STATE_VERSION, **count, **(place.worker or _worker()), **identity.of(self)}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next epoch of this worker be the one that was saved, without the samples that had been taken.
 
-        They are read again, and not decoded.
+        They are read again, and not decoded. A state between two epochs fits any number of ranks and workers.
+
+        Raises:
+            StateMismatchError: if the state is of other shards, another order, rank or number of ranks, or if an
+                earlier version took it in the middle of an epoch. A state of another worker, or another number of
+                workers, raises it when the epoch begins.
         """
-        self._epoch = state["epoch"]
-        self._to_skip = state["samples"]
+        worker = {name: state[name] for name in _worker() if name in state}
+        place = _Place(state["epoch"], state["samples"], state.get("ended", False), worker)
+        if "version" not in state and place.is_within:
+            anew = {"epoch": place.epoch, "samples": 0}
+            advice = f"It does not say whose share of which shards was read. The state {anew} begins the epoch anew."
+            raise StateMismatchError("version", None, _STATE_VERSION, advice)
+        identity.check({"version": _STATE_VERSION, **state}, {"version": _STATE_VERSION})
+        identity.check(state, identity.of(self), free=() if place.is_within else identity.RANKS, advice=_ADVICE)
+        self._next, self._place = place, None
+
+    def _state_identity(self) -> dict[str, Any]:
+        return {
+            "shards": self._checksum,
+            "shuffle_shards": self.shuffle_shards,
+            "shuffle_buffer": self.shuffle_buffer,
+            "seed": self.seed,
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }
+
+    @cached_property
+    def _checksum(self) -> dict[str, int]:
+        return identity.checksum(_names(self.shards))
 
     def _reader(self) -> _Reader:
-        rank, world_size = self.rank, self.world_size
-        if rank is None or world_size is None:
-            rank, world_size = _rank_and_world_size()
-        info = get_worker_info()
-        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        return _Reader(rank * num_workers + worker, world_size * num_workers)
+        worker, num_workers = _worker().values()
+        return _Reader(self.rank * num_workers + worker, self.world_size * num_workers)
 
     async def _shuffled(self, sources: Sources, reader: _Reader, epoch: int) -> AsyncGenerator[RawSample, None]:
         """Draw from a buffer that is filled up again after each sample."""
@@ -200,10 +253,10 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         if self.shuffle_shards:
             random.Random(f"{self.seed} {epoch}").shuffle(order)  # the same for all ranks and workers
         mine, part, parts = reader.share(order)
-        async with contextlib.aclosing(_read_ahead(sources, mine)) as shards:
+        async with contextlib.aclosing(_read_ahead(sources, mine, self.access.retries)) as shards:
             async for url, chunks in shards:
                 number = 0
-                async with contextlib.aclosing(read_samples(chunks, url)) as samples:
+                async with contextlib.aclosing(read_samples(chunks, url, self.max_bytes)) as samples:
                     async for sample in samples:
                         if number % parts == part:
                             yield sample
@@ -219,17 +272,31 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self.rank is None and _is_distributed():  # which a spawned worker is not
-            state["rank"], state["world_size"] = _rank_and_world_size()
+        if _is_distributed():  # which a spawned worker is not
+            state["_part"] = self.rank, self.world_size
         return state
 
 
 @dataclasses.dataclass
-class _Progress:
-    """How far one worker is."""
+class _Place:
+    """How far a worker is in its share of an epoch, or begins in the next one.
+
+    Attributes:
+        epoch: Its number.
+        samples: Samples of the share that were read.
+        ended: The share was read to its end. A worker counts epochs by itself: its next samples are the next epoch's.
+        worker: Which worker of how many has that share.
+    """
 
     epoch: int
     samples: int = 0
+    ended: bool = False
+    worker: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it is in the middle of an epoch."""
+        return self.samples > 0 and not self.ended
 
 
 class _Reader(NamedTuple):
@@ -246,6 +313,22 @@ class _Reader(NamedTuple):
         return [shards[place]], self.number // len(shards), len(range(place, self.readers, len(shards)))
 
 
+def _worker() -> dict[str, int]:
+    info = get_worker_info()
+    return {"worker": info.id if info else 0, "num_workers": info.num_workers if info else 1}
+
+
+def _names(shards: list[str]) -> list[str]:
+    """Return what tells shards from others wherever they lie: paths within the folder that they have in common.
+
+    Without queries, which may be signatures of an hour, unless these tell them apart.
+    """
+    plain = [urlsplit(shard)._replace(query="", fragment="").geturl() if "://" in shard else shard for shard in shards]
+    names = plain if len(set(plain)) == len(set(shards)) else shards
+    common = os.path.commonprefix([min(names), max(names)])  # noqa: RUF071  # cut to a folder below
+    return [name[common.rfind("/") + 1 :] for name in names]
+
+
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -254,7 +337,9 @@ def _rank_and_world_size() -> tuple[int, int]:
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_distributed() else (0, 1)
 
 
-async def _read_ahead(sources: Sources, urls: list[str]) -> AsyncGenerator[tuple[str, AsyncIterator[bytes]], None]:
+async def _read_ahead(
+    sources: Sources, urls: list[str], retries: Retries
+) -> AsyncGenerator[tuple[str, AsyncIterator[bytes]], None]:
     """Yield each file with its chunks, which are read some way ahead, the beginning of the next file included."""
     queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(_CHUNKS_AHEAD)
 
@@ -279,8 +364,16 @@ async def _read_ahead(sources: Sources, urls: list[str]) -> AsyncGenerator[tuple
         for url in urls:
             chunks = chunks_of_one()
             yield url, chunks
-            async for _ in chunks:  # padding behind the end of the archive
-                pass
+            await retries.run(partial(_pass_over, chunks, url), f"{url}, behind the end of the archive")
     finally:
         filling.cancel()
         await asyncio.wait({filling})
+
+
+async def _pass_over(chunks: AsyncIterator[bytes], url: str) -> None:
+    """Read the padding behind the end of an archive, and so to the checksum of one that is compressed."""
+    passed = 0
+    async for chunk in chunks:
+        passed += len(chunk)
+        if passed > _MOST_PADDING:
+            raise FetchError(f"{url}: damaged: more than {_MOST_PADDING:,} bytes follow behind the end of the archive")

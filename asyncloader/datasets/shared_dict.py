@@ -69,8 +69,9 @@ class SharedDict(Mapping[K, V_co]):
 
     def _refuse_doubles(self, doubles: Iterable[tuple[int, int]]) -> None:
         for first, second in doubles:
-            if self._key(first) == self._key(second):
-                raise ConfigurationError(f"the key {self._key(first)!r} comes twice, as items {first} and {second}")
+            one, other = self._key(first), self._key(second)
+            if canonical(one) == canonical(other) and one == other:
+                raise ConfigurationError(f"the key {one!r} comes twice, as items {first} and {second}")
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +92,9 @@ class SharedDict(Mapping[K, V_co]):
             bucket = zlib.crc32(data) & (len(self._buckets) - 2)
             for at in range(self._buckets[bucket], self._buckets[bucket + 1]):
                 number = self._members[at]
-                if self._key(number) == key:
+                stored = self._key(number)
+                # Bytes first: numpy's numbers compare with the items of a tuple, so that (1,) == np.int64(1) is true.
+                if canonical(stored) == data and stored == key:
                     return cast(V_co, self._value(number))
         raise KeyError(key)
 

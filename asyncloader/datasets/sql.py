@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -54,9 +55,9 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
     Raises:
         ImportError: asyncpg is not installed (``asyncloader[sql]``).
 
-    A sample raises KeyError if there is no row for its key, with all such keys of the batch, and
-    :class:`~asyncloader.datasets.FetchError` if the server is out of reach for longer than ``retries`` allow. What is
-    wrong with the query is raised as asyncpg tells it.
+    A sample raises KeyError if there is no row for its key, with all such keys of the batch, ValueError if there are
+    several, and :class:`~asyncloader.datasets.FetchError` if the server is out of reach for longer than ``retries``
+    allow. What is wrong with the query is raised as asyncpg tells it.
 
     Example:
         ::
@@ -109,7 +110,7 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
         wanted = [self.keys[index] for index in indices]
         asked = list(dict.fromkeys(wanted))
         rows = await self.retries.run(partial(self._fetch, pool, asked), f"{_named(asked)} from {_place(self.dsn)}")
-        by_key = {row[0]: row for row in rows}
+        by_key = _by_key(rows)
         missing = [key for key in asked if key not in by_key]
         if missing:
             raise KeyError(*missing)
@@ -150,6 +151,18 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(self.retries.run(select, query))).result()
+
+
+def _by_key(rows: Sequence[asyncpg.Record]) -> dict[Any, asyncpg.Record]:
+    by_key = {row[0]: row for row in rows}
+    if len(by_key) < len(rows):
+        counts = Counter(row[0] for row in rows)
+        twice = next(key for key in counts if counts[key] > 1)
+        raise ValueError(
+            f"the query gives {counts[twice]} rows for the key {twice!r}, and which of them is the sample cannot be "
+            "told: its first column has to be unique"
+        )
+    return by_key
 
 
 @contextlib.contextmanager

@@ -24,6 +24,10 @@ from asyncloader.datasets.http_client import (
     is_gzipped,
     range_header,
 )
+from asyncloader.datasets.http_client import (
+    read_range as read_range_over_http,
+)
+from asyncloader.datasets.limits import collect_range
 from asyncloader.datasets.objects import open_store, raise_told_apart
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 CHUNK_BYTES = 1 << 20
+
+_LEAST_BYTES = 1 << 16  # have to come within the tries and the time that `Retries` allows, or a stream would not end
+_MOST_EMPTY_BYTES = 1 << 20  # of compressed data that holds nothing
 
 
 def kind_of(url: str) -> str:
@@ -57,7 +64,7 @@ class Access(NamedTuple):
     """How files are reached.
 
     Attributes:
-        retries: For each chunk by itself: a file may take as long as it likes, as long as it goes on.
+        retries: For each 64 KiB by themselves: a file may take as long as it likes, as long as it goes on.
         headers: For HTTP.
         store_options: For object stores, as :func:`~asyncloader.datasets.objects.open_store` takes them.
     """
@@ -284,10 +291,7 @@ class Sources:
                 part = check(answer, url, start, stop)
                 if tag_of(answer) != version.tag or part is None or part.total not in (None, version.size):
                     raise_changed(url)
-                data = await answer.read()
-        if len(data) != stop - start:
-            raise TransientError(f"{len(data)} bytes came of {stop - start}")
-        return data
+                return await read_range_over_http(answer, url, stop - start)
 
     async def _range_in_store(self, url: str, start: int, stop: int, version: Version) -> bytes:
         import obstore
@@ -296,14 +300,11 @@ class Sources:
             answer = await obstore.get_async(*self._store_of(url), options={"range": (start, stop)})
             if (answer.meta["size"], answer.meta["e_tag"] or "") != version:
                 raise_changed(url)
-            data = bytes(await answer.bytes_async())
-        except FetchError:
+            return await collect_range(answer.stream(), stop - start, url)
+        except (FetchError, TransientError):
             raise
         except Exception as error:
             raise_told_apart(error, f"{url}, bytes {start} to {stop}")
-        if len(data) != stop - start:
-            raise TransientError(f"{len(data)} bytes came of {stop - start}")
-        return data
 
     def _client(self) -> Client:
         if self._http_client is None:
@@ -325,21 +326,29 @@ class _Stream:
         self.known = Known()
         self._begin = partial(sources.begin, url)
         self._offset = 0
+        self._came: list[bytes] = []  # and has not been taken
+        self._size = 0
+        self._is_at_end = False
         self._running: AsyncGenerator[tuple[bytes, Known], None] | None = None
 
     async def next_chunk(self) -> bytes:
         """Return the next bytes, b"" at the end. After a failure the next call begins where this one failed."""
-        if self._running is None:
-            self._running = self._begin(self._offset, self.known)
-        try:
-            chunk, self.known = await anext(self._running)
-        except StopAsyncIteration:
-            return b""
-        except BaseException:
-            await self.aclose()
-            raise
-        self._offset += len(chunk)
-        return chunk
+        while self._size < _LEAST_BYTES and not self._is_at_end:
+            if self._running is None:
+                self._running = self._begin(self._offset, self.known)
+            try:
+                chunk, self.known = await anext(self._running)
+            except StopAsyncIteration:
+                self._is_at_end = True
+                break
+            except BaseException:
+                await self.aclose()
+                raise
+            self._offset += len(chunk)
+            self._size += len(chunk)
+            self._came.append(chunk)
+        came, self._came, self._size = self._came, [], 0
+        return came[0] if len(came) == 1 else b"".join(came)
 
     async def aclose(self) -> None:
         """Let go of the connection."""
@@ -392,15 +401,19 @@ async def gunzip(chunks: AsyncGenerator[bytes, None], url: str) -> AsyncGenerato
 
     Yields no more than CHUNK_BYTES at a time, however much a chunk grows: a thousandfold, if it is all the same.
     """
-    unpack, is_between = zlib.decompressobj(wbits=31), True
+    unpack, is_between, empty = zlib.decompressobj(wbits=31), True, 0
     try:
         async for chunk in chunks:
+            empty += len(chunk)
+            if empty > _MOST_EMPTY_BYTES + len(chunk):
+                raise FetchError(f"{url}: damaged: {empty:,} bytes of compressed data hold nothing")
             while chunk := chunk.lstrip(b"\0") if is_between else chunk:
                 data = unpack.decompress(chunk, CHUNK_BYTES)
                 chunk, is_between = unpack.unconsumed_tail or unpack.unused_data, unpack.eof
                 if is_between:
                     unpack = zlib.decompressobj(wbits=31)
                 if data:
+                    empty = 0
                     yield data
     except zlib.error as error:
         raise FetchError(f"{url}: damaged: {error}") from error

@@ -1,7 +1,7 @@
 """Tar streams in WebDataset's layout, taken apart: blocks ─> members (path and content) ─> samples.
 
 tarfile reads only what it can wait for; here the bytes are awaited. It decodes the headers all the same. Shards come
-from elsewhere: whatever is in one, reading it ends, holds no more than one member of it, and writes nothing anywhere.
+from elsewhere: whatever is in one, reading it ends, holds no more than one sample of it, and writes nothing anywhere.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, TypeAlias
 
+from asyncloader.datasets.limits import MAX_BYTES, too_large
 from asyncloader.datasets.retry import FetchError
 
 RawSample: TypeAlias = dict[str, Any]  # extension -> bytes, and "__key__", "__url__"
@@ -31,25 +32,36 @@ class Damaged(Exception):
     """What is wrong with an archive."""
 
 
-async def read_samples(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator[RawSample, None]:
+class _TooLarge(Exception):
+    """Which part of an archive has more bytes than a sample may have."""
+
+
+async def read_samples(
+    chunks: AsyncIterator[bytes], url: str, max_bytes: int = MAX_BYTES
+) -> AsyncGenerator[RawSample, None]:
     """Put the files of a shard together that have a name in common.
 
     Raises:
-        FetchError: The archive is damaged, or a sample has two files with one extension.
+        FetchError: The archive is damaged; a sample has two files with one extension, or more than `max_bytes`, in
+            which headers count, and so does what lies between it and the next sample.
     """
     sample: RawSample = {}
-    async with contextlib.aclosing(read_members(chunks, url)) as members:
-        async for path, data in members:
-            key, extension = key_and_extension(path)
-            if not key:
-                continue
-            if sample.get("__key__") != key:
-                if sample:
-                    yield sample
-                sample = {"__key__": key, "__url__": url}
-            if extension in sample:
-                raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
-            sample[extension] = data
+    stream = Bytes(chunks, max_bytes)
+    with _damage_told(url, max_bytes):
+        async with contextlib.aclosing(_headers(stream)) as files:
+            async for path, size, begin in files:
+                key, extension = key_and_extension(path)
+                if not key:
+                    await stream.skip(size, path)
+                    continue
+                if sample.get("__key__") != key:
+                    stream.mark = begin
+                    if sample:
+                        yield sample
+                    sample = {"__key__": key, "__url__": url}
+                if extension in sample:
+                    raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
+                sample[extension] = await stream.content(size, path)
     if sample:
         yield sample
 
@@ -62,8 +74,9 @@ async def read_spans(stream: Bytes, url: str) -> AsyncGenerator[tuple[int, int],
     """
     last, extensions, begins, ends = "", set[str](), 0, 0
     with _damage_told(url):
-        async with contextlib.aclosing(_members(stream, with_content=False)) as members:
-            async for path, _, begin, end in members:
+        async with contextlib.aclosing(_headers(stream)) as files:
+            async for path, size, begin in files:
+                await stream.skip(size, path)
                 key, extension = key_and_extension(path)
                 if not key:
                     continue
@@ -75,7 +88,7 @@ async def read_spans(stream: Bytes, url: str) -> AsyncGenerator[tuple[int, int],
                 if extension in extensions:
                     raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
                 extensions.add(extension)
-                ends = end
+                ends = stream.at
     if last:
         yield begins, ends
 
@@ -95,31 +108,41 @@ async def read_members(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator
     Raises:
         FetchError: The archive is damaged, or has sparse files in it, whose holes would be any amount of memory.
     """
+    stream = Bytes(chunks)
     with _damage_told(url):
-        async with contextlib.aclosing(_members(Bytes(chunks))) as members:
-            async for path, data, _, _ in members:
-                yield path, data
+        async with contextlib.aclosing(_headers(stream)) as files:
+            async for path, size, begin in files:
+                stream.mark = begin
+                yield path, await stream.content(size, path)
 
 
 @contextlib.contextmanager
-def _damage_told(url: str) -> Iterator[None]:
+def _damage_told(url: str, max_bytes: int = MAX_BYTES) -> Iterator[None]:
     try:
         yield
     except Damaged as damage:
         raise FetchError(f"{url}: damaged: {damage}") from damage.__cause__
+    except _TooLarge as error:
+        raise too_large(f"{url}, {error}", max_bytes) from None
 
 
 class Bytes:
     """What a stream of chunks holds, taken as many bytes at a time as are wanted.
 
+    Args:
+        chunks: The stream.
+        max_bytes: How many may be taken from `mark` on; None sets no limit.
+
     Attributes:
         at: How many have been taken.
+        mark: How many had been taken where the sample at hand begins.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], max_bytes: int | None = MAX_BYTES) -> None:
         self._chunks = chunks
+        self._max_bytes = max_bytes
         self._waiting = bytearray()
-        self.at = 0
+        self.at = self.mark = 0
 
     async def take(self, count: int) -> bytes:
         """Return the next bytes; fewer only at the end."""
@@ -131,8 +154,14 @@ class Bytes:
         self.at += len(taken)
         return taken
 
+    def check(self, size: int, name: str) -> None:
+        """Refuse what is too large before it is read, so that nobody can have it read for ever."""
+        if self._max_bytes is not None and self.at + size - self.mark > self._max_bytes:
+            raise _TooLarge(f"from byte {self.mark:,} to the end of {name}")
+
     async def content(self, size: int, name: str) -> bytes:
         """Return the content of a member, and pass over what fills its last block."""
+        self.check(size, name)
         data = await self.take(size)
         if len(data) < size or len(await self.take(-size % _BLOCK)) < -size % _BLOCK:
             raise Damaged(f"it ends in the middle of {name}")
@@ -140,6 +169,7 @@ class Bytes:
 
     async def skip(self, size: int, name: str) -> None:
         """Pass over the content of a member, without holding it."""
+        self.check(size, name)
         left = size + -size % _BLOCK
         while left:
             if not (taken := len(await self.take(min(left, _MOST_METADATA)))):
@@ -147,8 +177,8 @@ class Bytes:
             left -= taken
 
 
-async def _members(stream: Bytes, with_content: bool = True) -> AsyncGenerator[tuple[str, bytes, int, int], None]:
-    """Yield path and content of each regular file, where its first header begins and where it ends."""
+async def _headers(stream: Bytes) -> AsyncGenerator[tuple[str, int, int], None]:
+    """Yield path and size of each regular file, and where its first header begins; its content is to be taken then."""
     more: dict[str, str] = {}  # what headers before a file say about it
     begin = stream.at
     while True:
@@ -156,27 +186,30 @@ async def _members(stream: Bytes, with_content: bool = True) -> AsyncGenerator[t
         if header is None:
             return
         if header.type in _BEFORE_OTHERS:
-            more |= await _told(header, stream)
+            more |= await _told(header, stream, begin)
             continue
         name = more.get("path") or header.name
         size = _size(more.get("size") or header.size, name)
         if header.type in _PARTIAL or (header.isreg() and any(key.startswith("GNU.sparse.") for key in more)):
             kind = _PARTIAL.get(header.type, _PARTIAL[tarfile.GNUTYPE_SPARSE])
             raise Damaged(f"{name} is {kind}, which is not read here: pack it as it is")
-        if header.isreg() and with_content:
-            yield name, await stream.content(size, name), begin, stream.at
+        if header.isreg():
+            yield name, size, begin
         elif header.type not in _HEADER_ONLY:
             await stream.skip(size, name)
-            if header.isreg():
-                yield name, b"", begin, stream.at
+        else:
+            stream.check(0, name)
         more, begin = {}, stream.at
 
 
-async def _told(header: tarfile.TarInfo, stream: Bytes) -> dict[str, str]:
-    """Read what a header says about the next one."""
-    if _size(header.size, header.name) > _MOST_METADATA:
-        raise Damaged(f"a header of {header.size:,} bytes")
-    data = await stream.content(header.size, header.name)
+async def _told(header: tarfile.TarInfo, stream: Bytes, begin: int) -> dict[str, str]:
+    """Read what a header says about the next one; headers about one file have a bound together."""
+    size = _size(header.size, header.name)
+    if size > _MOST_METADATA:
+        raise Damaged(f"a header of {size:,} bytes")
+    if stream.at + size - begin > 2 * _MOST_METADATA:
+        raise Damaged(f"headers of {stream.at + size - begin:,} bytes about one file")
+    data = await stream.content(size, header.name)
     if header.type == tarfile.XGLTYPE:  # about all that follow: who packed them, as a rule
         return {}
     long = _LONG_NAMES.get(header.type)

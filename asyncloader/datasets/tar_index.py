@@ -3,7 +3,9 @@
     shards ──> versions now ──> index files: of this version? ──> spans
                                         └ no, or none ──> headers read by ranges ──> spans ──> index file
 
-An index is of one version of its shard, by size and time (or tag); of any other one it is made anew.
+An index is of one version of its shard, by size and time (or tag); of any other one it is made anew. It lies where who
+made the shard could have put it, so it is believed no more than the shard: its own length is bounded by that of the
+shard, and all spans lie in the shard, in order.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncloader.datasets.apart import for_each, opened, run_apart
+from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of
 from asyncloader.datasets.tar import Bytes, Damaged, read_spans
 
 _log = logging.getLogger("asyncloader.datasets")
 
-_FORMAT = 1
-_SUFFIX = ".index.npz"
+_FORMAT = 2
+_SUFFIX = ".index"
+_BLOCK = 512  # the least that a sample takes, and what its bounds are multiples of
+_SPAN_BYTES = 16
 _AHEAD_BYTES = {"file": 1 << 16, "http": 1 << 20, "store": 1 << 20}
 
 
@@ -94,6 +99,9 @@ class _Skipping(Bytes):
         self.at = stop
         return taken
 
+    def check(self, size: int, name: str) -> None:
+        """Set no limit: nothing is held, and the file has an end."""
+
     async def skip(self, size: int, name: str) -> None:
         """Pass over the content of a member."""
         self.at += size + -size % 512
@@ -116,15 +124,37 @@ def _places(shard: str, folder: Path | None) -> list[Path]:
 
 def _load(places: Sequence[Path], version: Version) -> NDArray[np.int64] | None:
     for place in places:
-        try:
-            with open(place, "rb") as data, np.load(data, allow_pickle=False) as file:
-                told, spans = (str(file["format"]), str(file["size"]), str(file["tag"])), file["spans"]
-        except Exception:  # none there, or damaged, of which zipfile raises a dozen kinds
-            continue
-        if told == (str(_FORMAT), str(version.size), version.tag) and spans.dtype == np.int64:
-            return spans  # type: ignore[no-any-return]
-        _log.info("%s: is of another version of its shard, and made anew", place)
+        with contextlib.suppress(OSError):
+            if (spans := _read(place, version)) is not None:
+                return spans
+            _log.info("%s: is of another version of its shard, and made anew", place)
     return None
+
+
+def _read(place: Path, version: Version) -> NDArray[np.int64] | None:
+    """Read an index; None if it is none of this version of its shard.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    head = _head(version)
+    with open_regular(place) as file:
+        body = os.fstat(file.fileno()).st_size - len(head)
+        most = version.size // _BLOCK * _SPAN_BYTES
+        if not 0 <= body <= most or file.read(len(head)) != head:
+            return None
+        data = file.read(body)
+    if len(data) != body or body % _SPAN_BYTES:
+        return None
+    spans = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
+    bounds = spans.reshape(-1)
+    is_in_shard = not len(bounds) or (bounds[0] >= 0 and bounds[-1] <= version.size)
+    is_in_order = (spans[:, 0] < spans[:, 1]).all() and (bounds[:-1] <= bounds[1:]).all()
+    return spans if is_in_shard and is_in_order and not (bounds % _BLOCK).any() else None
+
+
+def _head(version: Version) -> bytes:
+    return f"asyncloader index {_FORMAT} of {version.size} bytes, {version.tag}\n".encode("utf-8", "surrogateescape")
 
 
 def _save(places: Sequence[Path], version: Version, spans: NDArray[np.int64]) -> None:
@@ -135,7 +165,7 @@ def _save(places: Sequence[Path], version: Version, spans: NDArray[np.int64]) ->
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with open(beside, "xb") as file:
-                    np.savez(file, format=_FORMAT, size=version.size, tag=version.tag, spans=spans)
+                    file.write(_head(version) + spans.astype("<i8").tobytes())
                 os.replace(beside, place)
             finally:
                 beside.unlink(missing_ok=True)

@@ -1,14 +1,17 @@
-"""Blocks of tokens out of flat files: nanoGPT's .bin, Megatron's .bin with .idx, mapped or read by ranges.
+"""Blocks of tokens out of flat files: nanoGPT's .bin, Megatron's .bin with .idx.
 
-numbers of blocks ──> Layout: which file, from which token to which ──> views of the mapping ──> stacked into a batch
+numbers of blocks ──> Layout: which file, from which token to which ──> read into one memory ──> stacked into a batch
                                                                    └──> range reads, neighbours in one
+
+Files are read and not mapped: a mapped file that somebody shortens kills the process that touches it (SIGBUS), which no
+check beforehand prevents.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -17,6 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch.utils.data import Dataset
 
 from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
+from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.megatron import read_index
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable
@@ -25,26 +29,25 @@ from asyncloader.datasets.retry import Retries
 from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
 from asyncloader.errors import ConfigurationError
 
+_MOST_INDEX_BYTES = 1 << 32  # of an .idx: 214 million sequences, all of which are in memory
+
 
 class TokenBlocks(Dataset[torch.Tensor]):
     """Serve blocks of tokens out of files that hold nothing but tokens.
 
     nanoGPT's ``.bin`` files are given with their ``dtype``; Megatron's are a ``.bin`` and an ``.idx``, which knows the
-    dtype and where documents begin. Local files are mapped: their pages are in memory once for all workers, and a
-    worker stacks the blocks of a batch straight from them into the batch. With paths on HTTP or in an object store the
-    dataset is async, and the blocks of a batch are read by ranges, neighbours together.
+    dtype and where documents begin. Local files are read, out of the page cache that all workers share. With paths on
+    HTTP or in an object store the dataset is async, and the blocks of a batch are read by ranges, neighbours together.
 
     A sample is a tensor of ``block_size`` tokens in the dtype of the file: a batch of uint16 takes a quarter of the
     memory, and of the time to the GPU, that int64 would. Convert it there (``batch.long()``), or have it converted with
     ``as_dtype``. For inputs and targets of length T take ``block_size=T + 1, stride=T``.
 
-    Samples of a batch are views of the file, or of what was read of it, and refuse to be changed in place: blocks that
-    overlap share memory. Clone what a ``collate_fn`` changes. Batches and ``dataset[i]`` are copies.
-
     Args:
         paths: One ``.bin`` or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``).
         block_size: Tokens in a block.
-        dtype: Of the tokens of flat files, such as ``"uint16"``; None reads the ``.idx`` beside each ``.bin``.
+        dtype: Of the tokens of flat files, such as ``"uint16"``, little-endian; None reads the ``.idx`` beside each
+            ``.bin``.
         stride: Tokens from the beginning of one block to that of the next; by default ``block_size``: each token once.
             1 makes every window a sample.
         by_document: Cut each document into blocks by itself; the last one of a document may be shorter. Otherwise
@@ -52,7 +55,8 @@ class TokenBlocks(Dataset[torch.Tensor]):
         pad: The token with which short blocks are filled up; None leaves them short, for a sampler or ``collate_fn``
             that packs them (``lengths`` says how long they are).
         header_bytes: At the beginning of each flat file, to be passed over (1,024 in llm.c's).
-        as_dtype: What samples are converted to, such as ``torch.int64``; None takes them as they are.
+        as_dtype: What samples are converted to, such as ``torch.int64``; None takes them as they are. A sample with a
+            token that does not fit is a ValueError.
         headers, config, client_options, credential_provider, retries: As :class:`~asyncloader.datasets.TarShards` takes
             them.
 
@@ -126,7 +130,6 @@ class TokenBlocks(Dataset[torch.Tensor]):
             self.dtype, starts = self._from_indices()
         else:
             self.dtype, starts = np.dtype(dtype).newbyteorder("<"), self._from_sizes(np.dtype(dtype))
-        self._torch_dtype = torch.from_numpy(np.empty(0, self.dtype)).dtype
         _check_pad(self)
         self._layout = Layout.of(starts, block_size, self.stride, by_document)
         self.tokens = int(self._layout.files[-1])
@@ -135,7 +138,6 @@ class TokenBlocks(Dataset[torch.Tensor]):
                 f"there is no block of {block_size:,} tokens in {self.tokens:,} tokens of {len(self.paths)} "
                 f"{'file' if len(self.paths) == 1 else 'files'}, the first of which is {self.paths[0]}"
             )
-        self._mapped: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return int(self._layout.firsts[-1])
@@ -147,14 +149,20 @@ class TokenBlocks(Dataset[torch.Tensor]):
         return (ends - begins).astype(np.int32)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a block, as a copy that may be written to."""
-        return self.__getitems__([index])[0].clone()
+        """Return a block."""
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Return the blocks of a batch, as views that may not be written to."""
+        """Return the blocks of a batch."""
         places = self._places(indices)
-        files = {file: self._file(file) for file in {file for file, _, _ in places}}
-        return self._finished([files[file][begin:end] for file, begin, end in places])
+        memory, parts = self._room(places)
+        of_files: dict[int, list[tuple[int, memoryview]]] = {}
+        size, header = self.dtype.itemsize, self.header_bytes
+        for (file, begin, _), part in zip(places, parts, strict=True):
+            of_files.setdefault(file, []).append((header + begin * size, part))
+        for file, wanted in of_files.items():
+            _read_parts(path_of(self.paths[file]), self._versions[file], wanted)
+        return self._finished(memory)
 
     def _places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return for each block its file, and its first token and the one behind its last in that file.
@@ -166,28 +174,31 @@ class TokenBlocks(Dataset[torch.Tensor]):
         files, begins, ends = self._layout.find(counted(indices, len(self), "block"))
         return list(zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True))
 
+    def _room(self, places: Sequence[tuple[int, int, int]]) -> tuple[list[torch.Tensor], list[memoryview]]:
+        """Return memory for the blocks of a batch, each as a tensor and as the bytes that are to be read into it."""
+        lengths = [end - begin for _, begin, end in places]
+        data = np.empty(sum(lengths), self.dtype)
+        ends = [0, *itertools.accumulate(length * self.dtype.itemsize for length in lengths)]
+        bytes_of = data.view(np.uint8).data
+        parts = [bytes_of[begin:end] for begin, end in itertools.pairwise(ends)]
+        return list(torch.split(torch.from_numpy(data), lengths)), parts
+
     def _finished(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.pad is not None:
             blocks = [block if len(block) == self.block_size else self._padded(block) for block in blocks]
-        return blocks if self.as_dtype is None else [block.to(self.as_dtype) for block in blocks]
+        return blocks if self.as_dtype is None else [self._converted(block, self.as_dtype) for block in blocks]
+
+    def _converted(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made, held, wanted = block.to(dtype), np.iinfo(self.dtype), torch.iinfo(dtype)
+        narrows = held.min < wanted.min or held.max > wanted.max
+        if narrows and (strays := block.long()[made.long() != block.long()]).numel():
+            raise ValueError(f"token {int(strays[0])} does not fit into as_dtype={dtype}; the files have {self.dtype}")
+        return made
 
     def _padded(self, block: torch.Tensor) -> torch.Tensor:
         whole = torch.from_numpy(np.full(self.block_size, self.pad, self.dtype))
         whole[: len(block)] = block
         return whole
-
-    def _file(self, number: int) -> torch.Tensor:
-        """Return all tokens of a file, mapped when they are first asked for in this process.
-
-        Raises:
-            FetchError: It was changed since the dataset was made.
-        """
-        path, version = path_of(self.paths[number]), self._versions[number]
-        if Version.of_file(path) != version:
-            raise_changed(path)
-        if (tokens := self._mapped.get(number)) is None:
-            tokens = self._mapped[number] = _map(path, version.size, self.header_bytes, self.dtype)
-        return tokens
 
     # ------------------------------------------------------------------------------------------ what is in the files
 
@@ -218,9 +229,6 @@ class TokenBlocks(Dataset[torch.Tensor]):
             raise ConfigurationError(f"the tokens of one dataset are of one dtype, but got {told}")
         return found[0].dtype, [documents.starts for documents in found]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": {}}
-
 
 class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
     """The same of files that are not local, or not all."""
@@ -230,18 +238,19 @@ class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
         TokenBlocks.__init__(self, *args, **kwargs)
 
     async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
-        """Return a block, as a copy that may be written to."""
+        """Return a block."""
         (block,) = await self.__getitems__([index])
-        return block.clone()
+        return block
 
     async def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the blocks of a batch, as views that may not be written to; neighbours are read in one."""
+        """Return the blocks of a batch; neighbours are read in one."""
         size, header = self.dtype.itemsize, self.header_bytes
-        places = [(file, header + begin * size, header + end * size) for file, begin, end in self._places(indices)]
-        contents = await read_places(self._client, self.paths, self._versions, places)
-        with torch.inference_mode():
-            blocks = [torch.frombuffer(data, dtype=self._torch_dtype) for data in contents]
-        return self._finished(blocks)
+        places = self._places(indices)
+        memory, parts = self._room(places)
+        ranges = [(file, header + begin * size, header + end * size) for file, begin, end in places]
+        for part, data in zip(parts, await read_places(self._client, self.paths, self._versions, ranges), strict=True):
+            part[:] = data
+        return self._finished(memory)
 
     async def _open(self) -> Sources:
         return Sources(self.access)
@@ -250,7 +259,7 @@ class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
         await client.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**TokenBlocks.__getstate__(self), **Openable.__getstate__(self), "_mapped": {}}
+        return Openable.__getstate__(self)
 
 
 class Layout(NamedTuple):
@@ -302,15 +311,21 @@ class Layout(NamedTuple):
         return files, begins - self.files[files], ends - self.files[files]
 
 
-def _map(path: str, size: int, header_bytes: int, dtype: np.dtype[Any]) -> torch.Tensor:
-    """Map a file, whose bytes then refuse to be written to.
+def _read_parts(path: str, version: Version, wanted: Sequence[tuple[int, memoryview]]) -> None:
+    """Read parts of a local file, each from its offset on.
 
-    It is an "inference tensor", of which an operation in place raises outside of torch.inference_mode; over read-only
-    memory it would be a segmentation fault. torch's mapping holds no descriptor of the file, which numpy's does.
+    Raises:
+        FetchError: It was changed since the dataset was made. That is looked at when all has been read: what is read
+            while a file is written may be parts of both.
     """
-    data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
-    with torch.inference_mode():
-        return torch.from_numpy(data[header_bytes:].view(dtype))
+    with open(path, "rb", buffering=0) as file:
+        for offset, part in wanted:
+            while part:
+                if not (count := os.preadv(file.fileno(), [part], offset)):
+                    raise_changed(path)
+                part, offset = part[count:], offset + count
+        if Version.of_file(file.fileno()) != version:
+            raise_changed(path)
 
 
 def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -319,7 +334,7 @@ def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) ->
 
 def _contents(names: Sequence[str], access: Access) -> list[bytes]:
     try:
-        found = {name: Path(path_of(name)).read_bytes() for name in names if kind_of(name) == "file"}
+        found = {name: _read_index(path_of(name)) for name in names if kind_of(name) == "file"}
         if away := [name for name in names if name not in found]:
             found.update(zip(away, run_apart(_read_whole, away, access), strict=True))
     except FileNotFoundError as error:
@@ -327,14 +342,26 @@ def _contents(names: Sequence[str], access: Access) -> list[bytes]:
     return [found[name] for name in names]
 
 
+def _read_index(path: str) -> bytes:
+    with open_regular(path) as file:
+        _check_index(path, os.fstat(file.fileno()).st_size)
+        return file.read()
+
+
 async def _read_whole(names: Sequence[str], access: Access) -> list[bytes]:
     async with opened(access) as sources:
 
         async def one(name: str) -> bytes:
             version = await sources.version(name)
+            _check_index(name, version.size)
             return await sources.read_range(name, 0, version.size, version)
 
         return await for_each(one, names)
+
+
+def _check_index(name: str, size: int) -> None:
+    if size > _MOST_INDEX_BYTES:
+        raise ConfigurationError(f"{name}: {size:,} bytes are more than an index may have ({_MOST_INDEX_BYTES:,})")
 
 
 def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
@@ -351,8 +378,18 @@ def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
         raise ConfigurationError("where documents begin is told by an .idx, whose dtype is not given besides")
     elif np.dtype(dtype).kind not in "iu":
         raise ConfigurationError(f"tokens are whole numbers, which {np.dtype(dtype)} is not")
+    elif np.dtype(dtype) != np.dtype(dtype).newbyteorder("<"):
+        big, little = np.dtype(dtype).str, np.dtype(dtype).newbyteorder("<").str
+        raise ConfigurationError(
+            f"tokens are little-endian, which {big!r} is not, nor can tensors be; convert the files once: "
+            f'numpy.fromfile(path, "{big}").astype("{little}").tofile(new_path)'
+        )
     elif dataset.header_bytes % np.dtype(dtype).itemsize:
         raise ConfigurationError(f"header_bytes={dataset.header_bytes} is no whole number of {np.dtype(dtype)}")
+    if dataset.as_dtype is not None and (
+        dataset.as_dtype.is_floating_point or dataset.as_dtype.is_complex or dataset.as_dtype is torch.bool
+    ):
+        raise ConfigurationError(f"tokens are whole numbers, which as_dtype={dataset.as_dtype} is not")
     if dataset.pad is not None and not dataset.by_document:
         raise ConfigurationError("pad is for short blocks, of which there are none unless by_document=True")
 

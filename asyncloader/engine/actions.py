@@ -139,6 +139,13 @@ class Lose(NamedTuple):
     rest_s: float = 0.0
 
 
+class Postpone(NamedTuple):
+    """Have others do the work of this worker, and start it after so many seconds: there was no room for a process."""
+
+    worker: int
+    rest_s: float
+
+
 class Discard(NamedTuple):
     """Kill the process of this worker, whose end is nobody's concern then."""
 
@@ -181,6 +188,7 @@ Action: TypeAlias = (
     | Abandon
     | Fail
     | Lose
+    | Postpone
     | Discard
     | GiveUp
     | Assemble

@@ -89,6 +89,10 @@ class Crew:
         self.members.add(worker)
         return [Join(worker)]
 
+    def comes_later(self, worker: int) -> None:
+        """A member could not be started, and is started later."""
+        self._coming.add(worker)
+
     def is_coming(self, worker: int) -> bool:
         """Whether the worker has not joined yet."""
         return worker in self._coming

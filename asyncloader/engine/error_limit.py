@@ -26,25 +26,26 @@ class ErrorLimit:
 
     Args:
         settings: With the limit.
-        progress: Where the run begins, and how many samples of the epoch had raised before; kept up to date.
+        progress: Where the run begins, and how many samples of the epoch had raised before.
         faults: Of the run.
     """
 
     def __init__(self, settings: Settings, progress: Progress, faults: Faults) -> None:
         self._limit = settings.max_errors
         self._num_samples = settings.num_samples() if isinstance(self._limit, float) else None
-        self._planned_before = progress.position * (settings.batch_size or 1)
-        self._bad_before = progress.bad_count
+        self._planned_before = progress.now.position * (settings.batch_size or 1)
+        self._bad_before = progress.now.bad_count
         self._progress = progress
         self.faults = faults
 
-    def count(self, bad: Sequence[BadSample]) -> Exception | None:
+    def count(self, bad: Sequence[BadSample], before: int) -> Exception | None:
         """Count bad samples; return the error to raise if there are too many by now.
 
         Args:
-            bad: Those of one batch.
+            bad: Those of one batch. A batch that was interrupted on its way comes here once more.
+            before: How many samples of the epoch had raised before them.
         """
-        faults, progress, first = self.faults, self._progress, bad[0]
+        faults, first, count = self.faults, bad[0], before + len(bad)
         if not faults.bad_count:
             log.warning(
                 "The sample with the index %s raised %s, and the batch is made without it, as on_error says. Further "
@@ -53,17 +54,13 @@ class ErrorLimit:
                 first.error.type_name,
                 first.error.text,
             )
-        faults.note_bad(sample.key for sample in bad)
-        progress.bad_count = self._bad_before + faults.bad_count
-        if progress.bad_count <= self._allowed():
+        if count - self._bad_before > faults.bad_count:
+            faults.note_bad(count - self._bad_before, [sample.key for sample in bad])
+        if count <= self._allowed():
             return None
         error = first.error.rebuild([first.key])
-        error.add_note(f"{progress.bad_count} samples have raised in this epoch, more than max_errors={self._limit}.")
+        error.add_note(f"{count} samples have raised in this epoch, more than max_errors={self._limit}.")
         return error
-
-    def rewind(self) -> None:
-        """Forget the bad samples of a batch that was interrupted: the progress has been rewound."""
-        self.faults.rewind(self._progress.bad_count - self._bad_before)
 
     def _allowed(self) -> float:
         limit = self._limit

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 
 class _Waiter(Protocol):
+    is_gone: bool
+
     def wake(self) -> bool:
         """Wake the consumer; False if it is gone."""
 
@@ -37,14 +39,16 @@ class _Waiter(Protocol):
 class _ThreadWaiter:
     """A thread that waits: its lock is held until somebody wakes it."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_lock", "is_gone")
 
     def __init__(self) -> None:
+        self.is_gone = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def wake(self) -> bool:
-        self._lock.release()
+        if self._lock.locked():
+            self._lock.release()
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -54,9 +58,10 @@ class _ThreadWaiter:
 class _TaskWaiter:
     """A task that waits on a future of its own loop."""
 
-    __slots__ = ("_loop", "future")
+    __slots__ = ("_loop", "future", "is_gone")
 
     def __init__(self) -> None:
+        self.is_gone = False
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[bool] = self._loop.create_future()
 
@@ -111,8 +116,12 @@ class Handoff(Generic[T]):
                 waiter = self._waiters.popleft()
             except IndexError:
                 return
-            if waiter.wake():
-                return
+            try:
+                if not waiter.is_gone and waiter.wake():
+                    return
+            except BaseException:  # whoever ends the run then wakes it
+                self._waiters.appendleft(waiter)
+                raise
 
     def wake_all(self) -> None:
         """Wake every consumer: there will be no more."""
@@ -127,22 +136,24 @@ class Handoff(Generic[T]):
             deadline: On :func:`time.monotonic`'s clock, seconds; None for no limit.
         """
         waiter = _ThreadWaiter()
-        self._waiters.append(waiter)
         woken = False
         try:
+            self._waiters.append(waiter)
             woken = changed() or waiter.wait(_remaining(deadline))
         finally:
+            waiter.is_gone = True  # holds also where a Ctrl-C keeps it from being withdrawn
             self._withdraw(waiter, woken)
         return woken
 
     async def wait_async(self, changed: Callable[[], bool], deadline: float | None) -> bool:
         """Suspend the task until woken; see `wait`."""
         waiter = _TaskWaiter()
-        self._waiters.append(waiter)
         woken = False
         try:
+            self._waiters.append(waiter)
             woken = changed() or await waiter.wait(_remaining(deadline))
         finally:
+            waiter.is_gone = True  # holds also where a Ctrl-C keeps it from being withdrawn
             self._withdraw(waiter, woken)
         return woken
 

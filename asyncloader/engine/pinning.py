@@ -8,6 +8,7 @@ The copy is torch's own (`torch.utils.data._utils.pin_memory`), which knows nest
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -17,24 +18,23 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from asyncloader.engine.portal import Portal
-from asyncloader.errors import LoaderClosedError
 from asyncloader.workers.child import threads
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 
-Tell: TypeAlias = Callable[[Any, Exception | None, float], None]
+Tell: TypeAlias = Callable[[Any, BaseException | None, float], None]
 
 
 class Pinner:
     """Owner of the pin thread of one session. Used from the loop thread; the thread starts with the first batch.
 
     Args:
-        portal: On whose loop the outcome is told.
+        loop: On which the outcome is told.
         device: Type of the accelerator, "cuda" for example.
         copy: Makes the pinned copy of a batch; torch's by default.
     """
 
-    def __init__(self, portal: Portal, device: str, copy: Callable[[Any], Any] | None = None) -> None:
-        self._portal = portal
+    def __init__(self, loop: GuardedLoop, device: str, copy: Callable[[Any], Any] | None = None) -> None:
+        self._loop = loop
         self._device = device
         self._copy = copy or (lambda batch: pin_memory(batch, device))  # type: ignore[no-untyped-call]
         self._index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else -1
@@ -59,6 +59,13 @@ class Pinner:
         return True
 
     def _run(self) -> None:
+        try:
+            self._pin_all()
+        except BaseException as error:  # nobody would pin what is still to come
+            with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+                self._loop.call_soon_threadsafe(self._loop.fail, error)
+
+    def _pin_all(self) -> None:
         torch.set_num_threads(1)
         if self._index >= 0:
             torch.accelerator.set_device_index(self._index)
@@ -68,12 +75,9 @@ class Pinner:
             began = perf_counter()
             try:
                 pinned, error = self._copy(batch), None
-            except Exception as raised:
+            except BaseException as raised:  # of a type of the user's, with a pin_memory method
                 raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._index}.")
                 pinned, error = None, raised
             del batch
-            try:
-                self._portal.post(tell, pinned, error, perf_counter() - began)
-            except LoaderClosedError:
-                return
+            self._loop.call_soon_threadsafe(tell, pinned, error, perf_counter() - began)
             del pinned, error, tell

@@ -65,6 +65,7 @@ class Portal:
         self.sessions: set[Closeable] = set()  # touched by the loop thread only
         self.is_closing = False  # written by the loop thread
         self.is_closed = False
+        self.has_ended = False  # by `shutdown`; written by the loop thread
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
         # a Ctrl-C in here must not leave a half-made portal to be closed.
@@ -74,6 +75,8 @@ class Portal:
         asyncio.set_event_loop(self.loop)
         try:
             run_forever(self.loop)
+            self.loop.call_soon(self.loop.stop)
+            run_forever(self.loop)  # what was posted at the last moment: whoever waits for it is answered
         finally:
             self.loop.close()
 
@@ -157,16 +160,32 @@ class Portal:
             kill_all()
 
     def end_if_idle(self) -> str:
-        """End the loop and its thread, unless something lives here that is not about to end; return what that is."""
+        """End the loop and its thread, unless something lives here that is not about to end; return what that is.
+
+        Raises:
+            ConfigurationError: if the loop does not answer.
+        """
         deadline = time.monotonic() + exits.EXIT_GRACE_S + 1.0
-        for session in self.call(self._ending_sessions).result():
+        for session in self._ask(self._ending_sessions):
             session.wait_closed(max(0.0, deadline - time.monotonic()))
-        if users := self.call(self._end_if_idle).result():
+        if users := self._ask(self._end_if_idle):
             return users
         self.is_closed = True
         self._finalize.cancel()
         self._thread.join()
         return ""
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        """Run the function on the loop, soon or not at all."""
+        answer = self.call(function)
+        try:
+            return answer.result(exits.EXIT_GRACE_S)
+        except TimeoutError:
+            if not answer.cancel():
+                return answer.result()
+            raise ConfigurationError(
+                f"something blocks the event loop of the background thread, which is at:\n{self.where()}"
+            ) from None
 
     def _ending_sessions(self) -> list[Closeable]:
         return [session for session in self.sessions if session.is_ending]
@@ -177,6 +196,7 @@ class Portal:
         if asyncio.all_tasks(self.loop):
             return "a dataset is being awaited"
         slab_pool().leave_loop()
+        self.has_ended = True
         self.loop.stop()
         return ""
 
@@ -200,6 +220,8 @@ class Portal:
 
 
 def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function(*args))
     except BaseException as error:
@@ -236,7 +258,7 @@ def get_portal() -> Portal:
     if _portal is None and exits.is_exiting:
         exits.stop_daemon()
     with _making:
-        if _portal is None or (_portal.is_closed and not exits.is_exiting):
+        if _portal is None or _portal.has_ended or (_portal.is_closed and not exits.is_exiting):
             with handlers_wait():  # Ctrl-C must not meet a portal that is half made
                 _portal = Portal()
         return _portal
@@ -251,16 +273,18 @@ def shutdown() -> None:
 
     Raises:
         ConfigurationError: if it is needed: an iterator is not at its end, or has persistent workers. Close iterators
-            first. And if it is called in code that runs on that very thread.
+            first. And if it is called in code that runs on that very thread, or something blocks that.
     """
     global _portal
     refuse_to_block_the_loop()
+    portal = _portal
+    if portal is None or portal.has_ended or exits.is_exiting:
+        return
+    if users := portal.end_if_idle():  # loaders begin meanwhile: no lock is held
+        raise ConfigurationError(f"{users}: close them (loader.close(), iterator.close()) before shutdown()")
     with _making:
-        if _portal is None or exits.is_exiting:
-            return
-        if users := _portal.end_if_idle():
-            raise ConfigurationError(f"{users}: close them (loader.close(), iterator.close()) before shutdown()")
-        _portal = None
+        if _portal is portal:
+            _portal = None
 
 
 def refuse_to_block_the_loop() -> None:

@@ -1,16 +1,25 @@
 """How far one run over the data is. Passive: the plan and the consumer write, states are made of it.
 
+    ready ── Taking.take ──> Call: on its way ── call.item = None, then `return` ──> given: counted in `Progress.now`
+      the next call takes it again <── call.is_over = True: the call was interrupted
+
+A signal handler may raise in the consumer's thread after any call of a function, and at the beginning of one; CPython
+looks for signals nowhere else but where loops jump back. Whatever is taken or counted is therefore worked out first,
+and then made so by assignments alone. So there is no moment between a batch that is counted and the ``return`` that
+gives it, and nothing has to be put back or undone: neither after one interrupt nor after two.
+
 It outlives the iterator, so that a loader can tell the state of a run that was left with ``break``; so it holds no
 iterator, and no worker.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from typing import Any, NamedTuple
 
-from asyncloader.engine.tracks import make_tracks
+from asyncloader.engine.tracks import Progressing, make_tracks
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.workers.protocol.snapshot import Frozen, Start, Untold
 
@@ -26,17 +35,95 @@ class SamplerState(NamedTuple):
     is_over: bool = False
 
 
+class Given(NamedTuple):
+    """What counts of a batch when the consumer has it, or its error, or when it is left out.
+
+    Attributes:
+        seq: Number of the batch in the plan; -1 for what is none of it.
+        worker: Who made it; -1 for nobody.
+        number: Of the batch in the stream of its worker.
+        snapshot: The dataset's state after it, if one was taken.
+        keys: Where they may be needed to make the batch again.
+        bad_count: Samples of it that had raised.
+    """
+
+    seq: int
+    worker: int = -1
+    number: int = -1
+    snapshot: Any = None
+    keys: Any = None
+    bad_count: int = 0
+
+
+class Call:
+    """One call of `next` or `anext`. The first two attributes are written under the lock, the last two not.
+
+    Attributes:
+        given: What counts of the batch that is on its way to the caller.
+        item: That batch; None when the caller has it.
+        is_over: The call was interrupted before that.
+    """
+
+    __slots__ = ("given", "is_over", "item")
+    given: Given
+
+    def __init__(self) -> None:
+        self.item: Any = None
+        self.is_over = False
+
+
+class Place(NamedTuple):
+    """How far the consumers of a run are. Never changed: with another batch they are at another place.
+
+    Attributes:
+        position: In order, how many batches of the plan are done with.
+        ahead: What is done with behind that: where batches come out of order, or an earlier one is on its way.
+        bad_count: Samples of the epoch that had raised.
+        tracks: Where workers are, for datasets that they have a place or a state in.
+        next_worker: Who gets the first batch.
+        untold: Why the state of a dataset could not be taken.
+    """
+
+    position: int
+    ahead: frozenset[int]
+    bad_count: int
+    tracks: dict[int, Progressing] | None
+    next_worker: int | None
+    untold: str
+
+    @property
+    def workers(self) -> dict[int, Start] | None:
+        """Where each worker would begin."""
+        return None if self.tracks is None else {worker: track.start for worker, track in self.tracks.items()}
+
+    def after(self, batch: Given, *, is_ahead: bool) -> Place:
+        """Return the place at which another batch is done with, one before it may be missing."""
+        position, ahead, bad_count, tracks, next_worker, untold = self
+        seq, worker, number, snapshot, keys, bad = batch
+        if is_ahead and seq >= position:
+            ahead |= {seq}
+        elif seq >= 0:
+            position = max(position, seq + 1)
+        if ahead:
+            while position in ahead:
+                position += 1
+            ahead = frozenset(each for each in ahead if each > position)
+        if tracks is not None and worker >= 0:
+            if isinstance(snapshot, Untold):
+                untold = snapshot.reason
+            track = copy.copy(tracks[worker])
+            track.done(number, snapshot, keys)
+            tracks, next_worker = {**tracks, worker: track}, worker + 1
+        return Place(position, ahead, bad_count + bad, tracks, next_worker, untold)
+
+
 class Progress:
     """What was read and taken of one run.
-
-    In order, `position` is the number of batches of the plan that are done with. Out of order some behind it are done
-    with as well: these are `ahead`.
 
     Args:
         position: Where the run begins.
         ahead: What is done with beyond that.
-        workers: Where workers are at the beginning, for datasets that they have a place or a state in. Kept up to date
-            with what is done with.
+        workers: Where workers are at the beginning, for datasets that they have a place or a state in.
         next_worker: Who gets the first batch.
         key: Of a map-style dataset: what batches are seeded with. None for a stream.
         overlaps: A worker has samples of several batches in work at once.
@@ -48,6 +135,9 @@ class Progress:
         samplers_before: Where samplers were before the run.
         lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
             middle of that, in the same thread: so it can be taken again.
+        counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
+        is_over: A consumer has been told that there is no more.
+        is_broken: Not because the run has come to its end.
         ends: By worker, the state of a stream after its end.
         num_workers: How many there are now, where their number looks after itself.
     """
@@ -67,9 +157,11 @@ class Progress:
         knows_places: bool = False,
     ) -> None:
         self.lock = threading.RLock()
-        self.position = position
-        self.ahead = ahead or set()
-        self.read = position  # batches of keys that were read from the sampler
+        tracks = None if workers is None else make_tracks(workers, key, overlaps=overlaps)
+        place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
+        self.counted: tuple[Place, tuple[Call, ...]] = place, ()
+        self.read = position  # batches of keys that the plan has given out
+        self.asked = self.replied = position  # how often the sampler was asked, and answered: a batch, or its end
         self.named_samples = 0  # that those of this run have named
         self._next_sample = sample  # after what was read
         self._firsts: dict[int, int] = {}  # of batches that were read, the number of the first sample
@@ -78,20 +170,25 @@ class Progress:
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
         self.samplers_before = SamplerState(None)
         self.set_epochs: list[int | None] = []  # what `set_epoch` of samplers had been called with
-        self.finished = False
-        self.workers = workers
+        self.is_over = self.is_broken = False
         self.ends: dict[int, Frozen] = {}
-        self.untold = ""  # why the state of a dataset could not be taken
-        self.next_worker = next_worker
-        self.bad_count = bad_count
         self.num_workers: int | None = None
-        self._in_order = in_order
-        self._tracks = make_tracks(workers, key, overlaps=overlaps)
+        self.in_order = in_order
+
+    @property
+    def now(self) -> Place:
+        """How far consumers are."""
+        return self.folded()[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything was taken."""
+        return self.is_over and not self.folded()[1]
 
     def begin_after(self, samplers: SamplerState) -> None:
         """Note where samplers were before the run."""
         if samplers.state is not None and not samplers.is_over:
-            self.sampler_states.append((self.position - samplers.drawn, samplers.state))
+            self.sampler_states.append((self.now.position - samplers.drawn, samplers.state))
         self.samplers_before = samplers
 
     def read_batch(self, count: int) -> None:
@@ -108,53 +205,33 @@ class Progress:
     @property
     def sample(self) -> int:
         """Number of the first sample of the batch at `position` in the epoch; -1 if nobody has counted them."""
-        return self._firsts.get(self.position, self._next_sample) if self._knows_places else -1
+        return self._firsts.get(self.now.position, self._next_sample) if self._knows_places else -1
 
-    def answered(self, worker: int, snapshot: Any, number: int = -1, keys: Any = None) -> None:
-        """What is done with came from this worker, and is this batch of its stream; its dataset was in this state."""
-        if self.workers is not None:
-            if isinstance(snapshot, Untold):
-                self.untold = snapshot.reason
-            self._tracks[worker].done(number, snapshot, keys)
-            self.workers[worker] = self._tracks[worker].start
-            self.next_worker = worker + 1
+    def folded(self) -> tuple[Place, tuple[Call, ...]]:
+        """Return how far consumers are with all that they have been given, and the calls that are not over yet."""
+        place, calls = self.counted
+        open_calls: list[Call] = []
+        for call in calls:
+            if call.item is None:
+                place = place.after(call.given, is_ahead=bool(open_calls) or not self.in_order)
+            else:
+                open_calls.append(call)
+        return place, tuple(open_calls)
 
-    def done(self, seq: int) -> None:
-        """A batch was yielded, or left out, or its error raised."""
-        if self._in_order:
-            self.position = seq + 1
-        else:
-            self.ahead.add(seq)
-        while self.ahead and self.position in self.ahead:
-            self.ahead.remove(self.position)
-            self.position += 1
+    def forget(self, position: int) -> None:
+        """Drop what is known of batches before this one."""
         states = self.sampler_states
-        while len(states) > 1 and states[1][0] < self.position:  # `rewind` may go back by one
+        while len(states) > 1 and states[1][0] <= position:
             states.popleft()
-        while self._knows_places and self._oldest_first < self.position - 1:
+        while self._knows_places and self._oldest_first < position:
             self._firsts.pop(self._oldest_first, None)
             self._oldest_first += 1
 
-    def mark(self) -> tuple[Any, ...]:
-        """Remember how far it is, for `rewind`."""
-        place = (self.position, frozenset(self.ahead) if self.ahead else (), self.finished, self.bad_count, self.ends)
-        if self.workers is None:
-            return place, {}, None, self.next_worker
-        tracks = {worker: track.mark() for worker, track in self._tracks.items()}
-        return place, tracks, dict(self.workers), self.next_worker
-
-    def rewind(self, mark: tuple[Any, ...]) -> None:
-        """Go back to where it was one batch ago: that one was interrupted on its way to the consumer."""
-        place, tracks, self.workers, self.next_worker = mark
-        self.position, ahead, self.finished, self.bad_count, self.ends = place
-        self.ahead = set(ahead)
-        for worker, track in tracks.items():
-            self._tracks[worker].rewind(track)
-
     def sampler_state(self) -> SamplerState:
         """Return the last state of the samplers that is not beyond the position."""
+        position = self.now.position
         for read, state in reversed(tuple(self.sampler_states)):
-            if read <= self.position:
-                return SamplerState(state, self.position - read)
+            if read <= position:
+                return SamplerState(state, position - read)
         before = self.samplers_before
-        return before if before.is_over else before._replace(drawn=self.position)
+        return before if before.is_over else before._replace(drawn=position)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Replace, Ticket
+from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Postpone, Replace, Ticket
 from asyncloader.engine.tracks import Progressing
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
 from asyncloader.settings import OnTimeout
@@ -38,6 +38,11 @@ _CALM_LOSSES = 2
 _FIRST_REST_S = 0.02
 _LONGEST_REST_S = 1.0
 """From then on a worker waits for its next process: at first this long, each time twice as long, at most so long."""
+
+_MOST_LAUNCHES = 30
+"""Where nobody can do the work of a worker, so many starts of a process in a row may fail: some 25 s."""
+
+_LONGEST_POSTPONED_S = 60.0
 
 _NOT_REPLACED = (
     "The worker was not replaced: no batch has told where it was in its iterable dataset. Give the dataset "
@@ -114,6 +119,7 @@ class Recovery:
         self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
         self._losses = 0  # since the last outcome of any worker
+        self._failed_launches: dict[int, int] = {}  # in a row, by worker
 
     def __repr__(self) -> str:
         return f"<Recovery losses={self._losses} failed_starts={self._failed_starts} vacant={sorted(self._vacant)}>"
@@ -156,6 +162,28 @@ class Recovery:
         if not self._can_replace(start):
             return self._lose_for_good(process)
         return [Lose(process.worker_id, partial(_death, process), was_ready=is_blamed, rest_s=self._rest_s())]
+
+    def launched(self) -> None:
+        """A process was started: there is room for others."""
+        self._failed_launches.clear()
+
+    def not_launched(self, worker: int, error: Exception, *, is_needed: bool) -> Sequence[Lose | GiveUp | Postpone]:
+        """The system had no room for a process under this worker id, and may have some later.
+
+        Args:
+            worker: The id.
+            error: What was raised.
+            is_needed: Nobody else is there for its work. Nor is there where it matters who makes a batch.
+        """
+        count = self._failed_launches[worker] = self._failed_launches.get(worker, 0) + 1
+        if count == 1:
+            log.warning("No process could be started for worker %d, which is tried again: %s", worker, error)
+        rest_s = _FIRST_REST_S * 2.0 ** min(count - 1, 20)
+        if not (is_needed or self._policy.stays):
+            return [Postpone(worker, min(rest_s, _LONGEST_POSTPONED_S))]
+        if count > _MOST_LAUNCHES:
+            return [GiveUp(error)]
+        return [Lose(worker, lambda tickets: error, was_ready=False, rest_s=min(rest_s, _LONGEST_REST_S))]
 
     def leaves(self, process: Worker, start: Start | None) -> Sequence[Discard | Lose]:
         """The worker's machine is about to go: have another one begin where it is, if somebody knows where that is."""

@@ -10,68 +10,31 @@ consumer that would wait anyway also reads on for run-ahead. Nothing waits in he
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.engine import exits
 from asyncloader.engine.actions import Action, Fail, Ticket
 from asyncloader.engine.error_limit import ErrorLimit
-from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.progress import Progress
+from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.sliced import Sliced, batches_of, contents
+from asyncloader.engine.taking import Item, Taking, failed
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import describe_keys
-from asyncloader.observe.meter import BatchTimes, Meter
-from asyncloader.workers.protocol.failure import stand_in
+from asyncloader.observe.meter import Meter
+from asyncloader.workers.protocol.failure import another
 from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut
 from asyncloader.workers.protocol.snapshot import Frozen, Start
 
 log = logging.getLogger("asyncloader")
-
-
-class Item(NamedTuple):
-    """What the consumer gets: an outcome whose turn has come.
-
-    Attributes:
-        outcome: A batch, what was raised in its place, or nothing, but the place in the window is free; the end of the
-            data, where batches are made in this process.
-        seq: Number of the batch in the plan; -1 beside the order.
-        worker: Who has answered the ticket; -1 for nobody.
-        times: The meter's note of a batch.
-        number: Of the batch in the stream of its worker.
-        keys: Where they may be needed to make the batch again.
-        counts: It is in order, and frees a place in the window.
-    """
-
-    outcome: Outcome
-    seq: int = -1
-    worker: int = -1
-    times: BatchTimes | None = None
-    number: int = -1
-    keys: Any = None
-    counts: bool = True
-
-    def open(self) -> Any:
-        """Return the batch, or raise what came in its place."""
-        outcome = self.outcome
-        if type(outcome) is Batch:
-            return outcome.data
-        try:
-            if type(outcome) is Failure:
-                raise stand_in(outcome.error)
-            raise StopIteration
-        finally:
-            del self, outcome  # the traceback refers to this frame
-
-
-def failed(error: BaseException, seq: int = -1, *, counts: bool = True) -> Item:
-    """Return what is raised in place of a batch that no worker has come to."""
-    return Item(Failure(NO_RECORD, error), seq, counts=counts)
 
 
 class Run:
@@ -89,12 +52,14 @@ class Run:
         overlaps: A worker has samples of several batches in work at once.
 
     Attributes:
-        taken: Batches of the plan that consumers have taken, those before the run included.
+        taking: What consumers take by.
         inbox: Keys that were read, for the loop thread.
         plan_ended: There are no more behind these.
         handoff: What consumers can take.
+        exhausted: Everything was taken.
         ended: Everything that was planned has been handed over. Written by the loop thread, as all that follows.
         closed: Nobody makes batches any more.
+        error: Why, if that is no consumer's wish.
         read_until: A consumer that waits may read the sampler on, until it has read so many batches of keys.
         void_count: Tickets that made no batch; each frees a place in the window.
         faults: What went wrong and was mended.
@@ -124,22 +89,25 @@ class Run:
         self._is_stream = is_stream
         self._overlaps = overlaps
         self.begin_at(epoch.starts or {})
-        self.handoff: Handoff[Item] = Handoff()
-        self.ended = self.closed = False
+        self.taking = Taking(progress, limit)
+        self.handoff = self.taking.handoff
+        self.ended = self.closed = self.exhausted = False
+        self.error: BaseException | None = None
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
         self.read_until = 0
         self.void_count = 0
 
         self.inbox: deque[Any] = deque()
         self.plan_ended = False
-        self.taken = self._planned = progress.position  # as if those before had been taken
+        self._planned = self.taken
         self._plan = plan
         self._plan_error: Exception | None = None
-        self._limit = limit
         self._window = window  # written by the loop thread later on
         self._lock = progress.lock
         self._taker = 0
         self._wake_loop: Callable[[], None]
         self._wake_posted = False
+        self._end_known = False  # to the loop thread: that of the plan
 
     # ---------------------------------------------------------------------------------------- the consumers' side
     #
@@ -165,76 +133,82 @@ class Run:
             progress: In which those before are counted as read.
             limit: Counts bad samples, as faults of this run.
         """
-        self._plan, self.progress, self._limit, self._lock = plan, progress, limit, progress.lock
+        self._plan, self.progress, self._lock = plan, progress, progress.lock
+        self.taking.progress, self.taking.limit = progress, limit
         self.meter.restart_clock()
 
     @property
-    def exhausted(self) -> bool:
-        """Whether everything was taken."""
-        return self.progress.finished
+    def taken(self) -> int:
+        """Batches of the plan that consumers have taken, those before the run included."""
+        return self.taking.taken
 
-    def take(self, asked_at: float = 0.0) -> Item | None:
+    def take(self, call: Call, asked_at: float = 0.0) -> Item | None:
         """Take the next item if there is one, and read the sampler on by what that frees.
 
         Args:
+            call: Of the consumer.
             asked_at: Since when the consumer has waited; 0.0 if it has just come.
         """
-        ready, progress, meter = self.handoff.ready, self.progress, self.meter
+        meter = self.meter
         with self._lock:
-            try:
-                item = ready.popleft()
-            except IndexError:
+            if (item := self.taking.take(call)) is None:
                 return None
             if self._taker != threading.get_ident():
                 self._note_taker()
-            self.taken += item.counts
-            try:
+            if item.counts:
                 self._read(self._window + self.taken + self.void_count)
-            except BaseException:  # Ctrl-C inside the sampler: the batch is not lost
-                self.taken -= item.counts
-                ready.appendleft(item)
-                raise
-            outcome = item.outcome
-            if item.seq >= 0:
-                progress.done(item.seq)
-                if item.worker >= 0:
-                    progress.answered(item.worker, outcome.snapshot, item.number, item.keys)
-            if outcome.bad and (error := self._limit.count(outcome.bad)) is not None:
-                item = failed(error)
             if type(item.outcome) is Failure:
                 meter.failed()
             elif item.times is not None:
-                meter.took(asked_at, item.times, self._planned - self.taken - self.void_count, len(ready))
+                used = self._planned - self.taken - self.void_count
+                meter.took(asked_at, item.times, used, len(self.handoff.ready))
             if self._plan_error is not None:
                 self.handoff.wake()  # what the sampler raised may be due now, and we may not come again
-        return None if type(item.outcome) is LeftOut else item
+        return item
 
     def read_on(self) -> None:
         """Do what a consumer can do before it waits.
 
         Raises:
             StopIteration: if everything was taken.
-            Exception: what the sampler raised, when its turn has come.
         """
         self._note_taker()
         with self._lock:
             self._read(self._may_read())
-            if self._plan_error is not None and self._is_plan_error_due():
-                self.handoff.wake()  # somebody else reads on
-                error, self._plan_error = self._plan_error, None
-                try:
-                    raise error
-                finally:
-                    del error
-        if self.ended and not self.handoff.ready:
+            if (error := self._plan_error) is not None and self._is_plan_error_due():
+                item = failed(error, counts=False)
+                self._plan_error = None
+                self.handoff.ready.append(item)  # no signal's handler comes between the two
+                del item, error  # a traceback refers to this frame
+            is_over = self.ended and not self.taking.has_ready
+        if is_over:
             self.progress.ends = self.ends
-            self.progress.finished = True
             self.meter.log_summary()
+            self.exhausted = True
             raise StopIteration
+
+    def check(self) -> None:
+        """Raise what has ended the run, after all that is ready: to each consumer once, a thread or a task.
+
+        Raises:
+            BaseException: that.
+            StopIteration: for one that has been told, and goes on after every error. Its epoch is not over in states.
+        """
+        if self.error is None or self.ended or self.taking.has_ready:
+            return
+        consumer: Any = None
+        with contextlib.suppress(RuntimeError):  # there is no loop
+            consumer = asyncio.current_task()
+        consumer = consumer or threading.current_thread()
+        if consumer in self._told:
+            self.progress.is_broken = True
+            raise StopIteration
+        self._told.add(consumer)
+        raise another(self.error)
 
     def has_news(self) -> bool:
         """Whether there is something to take or to do, so that a consumer should not wait."""
-        if self.handoff.ready or self.ended or self.closed:
+        if self.taking.has_ready or self.ended or self.closed or self.error is not None:
             return True
         if self._plan_error is not None:
             return self._is_plan_error_due()
@@ -249,22 +223,27 @@ class Run:
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:
             try:
-                keys = next(self._plan)
-            except StopIteration:
-                self.plan_ended = True
+                # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
+                for keys in self._plan:
+                    self._planned += 1
+                    self.inbox.append(keys)
+                    break
+                else:
+                    self.plan_ended = True
             except Exception as error:
                 self._plan_error = error
-                return
-            else:
-                self._planned += 1
-                self.inbox.append(keys)
-            if not self._wake_posted:
-                try:
-                    self._wake_posted = True
-                    self._wake_loop()
-                except BaseException:  # Ctrl-C: the next one must not rely on this wake-up
-                    self._wake_posted = False
-                    raise
+            self._wake()
+        self._wake()  # an interrupted call may have come to less
+
+    def _wake(self) -> None:
+        """Have the loop thread look into the inbox, if there is something new and it is not about to."""
+        if not self._wake_posted and (self.inbox or self.plan_ended is not self._end_known):
+            try:
+                self._wake_posted = True
+                self._wake_loop()
+            except BaseException:  # Ctrl-C: the next one must not rely on this wake-up
+                self._wake_posted = False
+                raise
 
     def _may_read(self) -> int:
         """Return how far a consumer that waits may read the sampler."""
@@ -284,7 +263,8 @@ class Run:
         """Return the keys that have come, and whether there are no more behind them."""
         # Cleared before the inbox is read: what is read in between posts one wake-up too many, never one too few.
         self._wake_posted = False
-        plan_ended, batches = self.plan_ended, []
+        self._end_known = plan_ended = self.plan_ended
+        batches = []
         while self.inbox:
             batches.append(self.inbox.popleft())
         return batches, plan_ended
@@ -292,7 +272,13 @@ class Run:
     def close(self) -> None:
         """Drop what is ready, and wake consumers: nobody makes batches any more."""
         self.closed = True
-        self.handoff.ready.clear()
+        if self.error is None:
+            self.taking.clear()
+        self.handoff.wake_all()
+
+    def stop(self, error: BaseException) -> None:
+        """Have consumers take what is ready, and raise this then, unless all batches are there."""
+        self.error = error
         self.handoff.wake_all()
 
     def begin_at(self, starts: dict[int, Start]) -> None:
@@ -366,7 +352,7 @@ class Run:
 
     def finish(self) -> None:
         """Tell consumers that everything that was planned has been handed over."""
-        self.ended = True
+        self.ended = self.error is None
         self.handoff.wake_all()
 
     def begin_after(self, past: dict[int, Sequence[Start]]) -> None:

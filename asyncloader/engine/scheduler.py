@@ -106,7 +106,7 @@ class Scheduler:
         self._suspects: dict[int, deque[Ticket]] = {}
         self._parked: dict[int, Any] = {}
         self.planned_count = first
-        self.gone_count = first
+        self.gone_count = self._first = first
         self.void_count = 0
         self._plan_ended = False
         self._finished = False
@@ -331,9 +331,12 @@ class Scheduler:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
 
         One round of tickets, or for batches of microseconds as many as hide the latency of asking, and no more until
-        the consumer has read that far. One that does not wait does not read: then training is what is slow.
+        the consumer has read that far. One that does not wait does not read: then training is what is slow. Nor is
+        anything read before the first batch: all consumers wait for that, also for workers that are slow to start.
         """
         run_ahead = self._run_ahead
+        if self.gone_count == self._first:
+            return []
         if self.planned_count < self._read_until or self._unsent or self._plan_ended or not run_ahead.is_possible:
             return []
         if (least := self.roster.least()) is None or least[1] >= run_ahead.low:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import os
 import threading
 import time
@@ -25,7 +26,6 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 from asyncloader.engine.actions import (
-    VOID,
     Action,
     Assemble,
     Deliver,
@@ -37,6 +37,7 @@ from asyncloader.engine.actions import (
     Join,
     Lose,
     Part,
+    Postpone,
     Read,
     Replace,
     Send,
@@ -48,16 +49,23 @@ from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue
-from asyncloader.engine.run import Item, Run, failed
+from asyncloader.engine.run import Run
 from asyncloader.engine.sliced import batch_of, batches_of, bytes_of, times_of
 from asyncloader.engine.staff import END_GRACE_S, Staff
-from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, timed_out
+from asyncloader.engine.taking import Item, failed
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.workers.backend import Backend, Worker
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.parent.launching import carry_out
-from asyncloader.workers.protocol.failure import with_notes
+from asyncloader.workers.protocol.failure import another, with_notes
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused, Samples, Written
 from asyncloader.workers.protocol.snapshot import Frozen
+
+log = logging.getLogger("asyncloader")
+
+_MOST_ERRORS = 100
+"""A session whose end fails so often is abandoned."""
 
 
 class State(enum.Enum):
@@ -74,14 +82,21 @@ class Session:
 
     Args:
         portal: Where it lives.
+        loop: The portal's, for all that belongs to this session.
         pool: The workers, not started yet.
         run: The first run.
         staff: Looks after the workers' places.
         pinner: Copies batches into page-locked memory, or None.
+
+    Attributes:
+        error: Why no more batches are made, if that is no consumer's wish; each consumer is told.
     """
 
-    def __init__(self, portal: Portal, pool: Backend, run: Run, staff: Staff, pinner: Pinner | None = None) -> None:
+    def __init__(
+        self, portal: Portal, loop: GuardedLoop, pool: Backend, run: Run, staff: Staff, pinner: Pinner | None = None
+    ) -> None:
         self.portal = portal
+        self._loop = loop
         self.pool = pool
         self.state = State.NEW
         self.pid = os.getpid()
@@ -92,7 +107,9 @@ class Session:
         self.staff = staff
         self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
-        self.gave_up = False  # no worker can be had any more
+        self.error: BaseException | None = None
+        self._num_errors = 0
+        self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
         self._outbox = Outbox(pool, frozenset() if staff.turnover is None else staff.turnover.held)
         for worker in run.tracks:
             self.staff.note_start(run, worker)
@@ -110,10 +127,18 @@ class Session:
     def wake(self) -> None:
         """Have the loop look what has come."""
         try:
-            self.portal.post(self._read_inbox)
+            self.post(self._read_inbox)
         except BaseException:
             self.portal.stop_daemon()
             raise
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop call something of this session.
+
+        Raises:
+            LoaderClosedError: if there is no loop any more.
+        """
+        self.portal.post(self._loop.run, function, *args)
 
     def waker(self) -> Callable[[], None]:
         """Return `wake` for a run, which must not keep the session alive."""
@@ -123,7 +148,7 @@ class Session:
         """Begin to close, and return. Finalizers call this: no lock, nothing logged, nothing in a forked child."""
         if self.pid == os.getpid() and self.state is not State.CLOSED:
             with contextlib.suppress(LoaderClosedError):
-                self.portal.post(self.close_soon, grace_s)
+                self.post(self._close, grace_s)
 
     @property
     def is_ending(self) -> bool:
@@ -158,39 +183,82 @@ class Session:
 
     def _steps(self) -> Generator[Callable[[], None], None, None]:
         """Start; what is yielded launches a worker, and is to be called before the next step."""
-        if self.portal.is_closing:
-            self.close_soon(0.0)
-            raise exiting()
-        self.portal.sessions.add(self)
-        self.pool.listener = self
-        self._move(State.OPEN)
-        self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
         try:
+            if self.portal.is_closing:
+                raise exiting()
+            if self.portal.has_ended:
+                raise LoaderClosedError("asyncloader.shutdown() was called")
+            self.portal.sessions.add(self)
+            self.pool.listener = self
+            self._loop.on_error = self._on_error
+            self._move(State.OPEN)
+            self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
             yield from self.pool.start(self.run.epoch, self.flush)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):  # whoever launched them was interrupted, and has no iterator
+                self._stop(error)
             self.close_soon(0.0)
             raise
 
     def close_soon(self, grace_s: float) -> None:
         """Tell the workers to end; wake whoever waits."""
+        self._loop.run(self._close, grace_s)
+
+    def _close(self, grace_s: float) -> None:
         if self.state is State.CLOSED:
             return
         self._move(State.CLOSING)
-        if self._last is not None:
-            self._last.close()
-        self.run.close()
-        self._read_inbox()
-        self.staff.stop()
-        self.run.meter.write_trace()
-        if self._pinner is not None:
-            self._pinner.stop()
-        self.pool.end(grace_s)
+        with contextlib.ExitStack() as steps:  # from the last one up, and each whatever others raise
+            steps.callback(self.pool.end, grace_s)
+            if self._pinner is not None:
+                steps.callback(self._pinner.stop)
+            steps.callback(self.run.meter.write_trace)
+            steps.callback(self.staff.stop)
+            steps.callback(self._read_inbox)
+            steps.callback(self.run.close)
+            if self._last is not None:
+                steps.callback(self._last.close)
 
     def on_closed(self) -> None:
         """All workers are gone."""
-        self._move(State.CLOSED)
         self.portal.sessions.discard(self)
+        self._loop.on_error = None
         self._closed.set()
+        self._move(State.CLOSED)
+
+    def _stop(self, error: BaseException) -> None:
+        """Have every consumer raise this once what is ready is taken: no more batches are made."""
+        # A copy, without the frames of whoever starts workers: through them it would keep the iterator alive.
+        self.error = kept = another(error).with_traceback(None)
+        for run in (self.run, *self._next_runs):
+            run.stop(kept)
+        for report in tuple(self._reports):
+            self._answer(report, None)
+
+    def _on_error(self, error: BaseException) -> None:
+        """Something in here, or in what belongs to it, has failed: end with it, whatever else fails."""
+        self._num_errors += 1
+        is_first = self.error is None and self.state is State.OPEN
+        try:
+            with contextlib.ExitStack() as steps:
+                steps.callback(self._close, END_GRACE_S if is_first else 0.0)
+                if is_first:
+                    steps.callback(self._stop, internal(error))
+                else:  # nobody waits for anything any more
+                    words = "asyncloader has failed while it ended workers: please report this"
+                    steps.callback(log.error, words, exc_info=error)
+        except BaseException:
+            self._num_errors = _MOST_ERRORS
+        if self._num_errors >= _MOST_ERRORS:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Leave alone what cannot be ended."""
+        self._loop.close()
+        for worker in self.pool.processes.values():
+            with contextlib.suppress(BaseException):
+                worker.kill()
+        self.on_closed()
 
     def _move(self, state: State) -> None:
         self.state = state
@@ -203,7 +271,9 @@ class Session:
         while self._next_runs:
             self._begin(self._next_runs.popleft())
         batches, plan_ended = self.run.read_inbox()
-        if self.state is State.OPEN and batches:
+        if not self.takes_outcomes:
+            return
+        if batches:
             self.apply(self.run.scheduler.planned(batches))
         if plan_ended:
             self.apply(self.run.scheduler.plan_ended())
@@ -218,8 +288,10 @@ class Session:
             self._carry_over(last)
             self.pool.begin_epoch(run.epoch)
             self.staff.begin(self)
-        else:
-            run.close()
+            return
+        if self.error is not None:
+            run.stop(self.error)
+        run.close()
 
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
@@ -285,7 +357,7 @@ class Session:
         pinner.pin(batch.data, partial(self._on_pinned, self.run, times, emptied))
 
     def _on_pinned(
-        self, run: Run, times: BatchTimes, item: Item, data: Any, error: Exception | None, seconds: float
+        self, run: Run, times: BatchTimes, item: Item, data: Any, error: BaseException | None, seconds: float
     ) -> None:
         if run is not self.run or self.state is not State.OPEN:
             return
@@ -304,7 +376,7 @@ class Session:
     @property
     def takes_outcomes(self) -> bool:
         """Whether somebody waits for what workers make: not while they end, nor after they were given up."""
-        return self.state is State.OPEN and not self.gave_up
+        return self.state is State.OPEN and self.error is None
 
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker's process ended on its own."""
@@ -337,11 +409,26 @@ class Session:
         """Have so many workers here from now on. Who comes joins when it is ready; who goes finishes what it has."""
         self.staff.resize(self, num_workers)
 
-    def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
-        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+    def report_overdue(self, timeout_s: float) -> Future[BatchTimeoutError | None]:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says. In any thread.
 
-        ``tell`` gets the error to raise, or None if the batch, or its error, will come after all.
+        Returns:
+            The error to raise, or None if the batch, or its error, will come after all.
         """
+        report: Future[BatchTimeoutError | None] = Future()
+        self._reports.add(report)
+        self.post(self._overdue, timeout_s, partial(self._answer, report))
+        return report
+
+    def _answer(self, report: Future[BatchTimeoutError | None], error: BatchTimeoutError | None) -> None:
+        self._reports.discard(report)
+        if not report.done():
+            report.set_result(error)
+
+    def _overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
+        if self.error is not None:
+            tell(None)
+            return
         scheduler = self.run.scheduler
         ticket = scheduler.awaited()
         process = None if ticket is None else self.pool.processes.get(ticket.worker)
@@ -385,7 +472,7 @@ class Session:
         self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, failed(error, batch.seq)))
 
     def _send(self, action: Send) -> None:
-        if self.gave_up:
+        if self.error is not None:
             return
         ticket = action.ticket
         ticket.sent_at = perf_counter()
@@ -409,19 +496,14 @@ class Session:
         self.run.meter.resized(self.run.scheduler.num_workers, action.size)
 
     def _give_up(self, action: GiveUp) -> None:
-        self.gave_up, error = True, action.error
-        self.staff.stop()
-        self._outbox.clear()
+        error = action.error
         self._read_inbox()
-        scheduler = self.run.scheduler
-        lost = scheduler.stopped()
-        if lost:
+        if lost := self.run.scheduler.stopped():
             batches = batches_of(lost)
             keys = describe_keys(batches[0].keys)
             error.add_note(f"{len(batches)} batches that were planned are lost; the first has the indices {keys}.")
-        self.run.handoff.put(failed(error, counts=False))
-        self.apply([action for ticket in lost for action in scheduler.ready(ticket.seq, VOID)])
-        self.apply(scheduler.plan_ended())
+        self._stop(error)
+        self._loop.call_soon(self._close, END_GRACE_S)
 
     _do: ClassVar[dict[type, Callable[[Session, Any], None]]] = {
         Send: _send,
@@ -436,6 +518,7 @@ class Session:
         Finish: lambda session, action: session.run.finish(),
         Start: lambda session, action: session.staff.start(session, action),
         Join: lambda session, action: session.staff.join(session, action),
+        Postpone: lambda session, action: session.staff.postpone(session, action),
         Part: lambda session, action: session.staff.part(session, action),
         Dismiss: lambda session, action: session.staff.dismiss(session, action),
         Window: _note_window,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-from asyncloader.engine.actions import Dismiss, GiveUp, Join, Lose, Part, Replace, Start
+from asyncloader.engine.actions import Dismiss, Join, Lose, Part, Postpone, Replace, Start
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.crew import Crew
 from asyncloader.engine.recovery import Policy, Recovery
@@ -29,6 +29,7 @@ from asyncloader.errors import describe_death, last_words
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
 from asyncloader.workers.backend import Backend, Elastic, Worker
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
 
@@ -98,7 +99,7 @@ class Staff:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         pool: Backend,
         policy: Policy,
         num_workers: int,
@@ -132,8 +133,11 @@ class Staff:
             self._pool.discard(worker)
         for worker in self._pool.processes:
             self._note_node(session, worker)
-        for worker in (self.stop() | unmoved) & self._pool.processes.keys():
-            session.apply(self.recovery.fill(self._pool.processes[worker], session.run.start_of(worker)))
+        for worker in self.stop() | unmoved:
+            if (process := self._pool.processes.get(worker)) is not None:
+                session.apply(self.recovery.fill(process, session.run.start_of(worker)))
+            elif session.run.scheduler.roster.takes(worker):
+                session.apply([Replace(worker)])
         if self.auto is not None:
             self.auto.controller.begin()
         self.due = 0.0
@@ -251,16 +255,47 @@ class Staff:
     def replace(self, session: Session, action: Replace) -> None:
         """Put another in the place of one that was lost."""
         run, worker = session.run, action.worker
-        run.faults.replacements += 1
+        if not session.takes_outcomes:
+            return
         if run.epoch.starts is not None:
             run.epoch.starts[worker] = run.tracks[worker].start
             self.note_start(run, worker)
+        if self._launch(session, worker):
+            run.faults.replacements += 1
+
+    def _launch(self, session: Session, worker: int) -> bool:
+        """Start a process under this id, now or, if the system has no room for it, later; whether it is there."""
         try:
             self._pool.add(worker, len(self.crew.members))
         except Exception as error:
-            session.apply([GiveUp(error)])
+            self._loop.call_soon(self._not_launched, session, worker, error)  # after what else was decided with this
+            return False
+        self.recovery.launched()
         if self.turnover is not None:
             self.turnover.born(worker)
+        return True
+
+    def _not_launched(self, session: Session, worker: int, error: Exception) -> None:
+        if not session.takes_outcomes or worker in self._pool.processes:
+            return
+        roster = session.run.scheduler.roster
+        others = any(process.is_alive and roster.takes(other) for other, process in self._pool.processes.items())
+        session.apply(self.recovery.not_launched(worker, error, is_needed=worker in roster.active and not others))
+
+    def postpone(self, session: Session, action: Postpone) -> None:
+        """Go on without a worker that there is no room for now."""
+        worker = action.worker
+        if self.turnover is not None:
+            self.turnover.lost(worker)
+        session.drop(worker)
+        session.apply(session.run.scheduler.lost(worker))
+        if worker in self.crew.members:
+            self.crew.comes_later(worker)
+            self._rests[worker] = self._loop.call_later(action.rest_s, self._start_postponed, session, worker)
+
+    def _start_postponed(self, session: Session, worker: int) -> None:
+        del self._rests[worker]
+        self.start(session, Start(worker))
 
     def lose(self, session: Session, action: Lose) -> None:
         """Tell the scheduler of a worker that was lost; another comes at once, or later."""
@@ -295,12 +330,7 @@ class Staff:
         worker = self._to_start.popleft()
         # Meanwhile it may not be wanted any more.
         if session.takes_outcomes and worker in self.crew.members and worker not in self._pool.processes:
-            try:
-                self._pool.add(worker, len(self.crew.members))
-            except Exception as error:
-                self._not_joined(session, worker, str(error))
-            if self.turnover is not None:
-                self.turnover.born(worker)
+            self._launch(session, worker)
             session.flush()  # a run may have begun with it
         if self._to_start:
             self._loop.call_soon(self._start_next, session)

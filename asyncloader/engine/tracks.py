@@ -43,12 +43,6 @@ class Progressing(Protocol):
     def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
         """A batch is done with; the dataset was in this state then, or nobody knows (None, Untold)."""
 
-    def mark(self) -> Any:
-        """Remember what is done with, for `rewind`."""
-
-    def rewind(self, mark: Any) -> None:
-        """What was done with since then is not."""
-
 
 class Track:
     """Keeps what of one worker's stream is done with, in one run. Batches of it are numbered from 0.
@@ -105,19 +99,11 @@ class Track:
         self.is_untouched = False
         if isinstance(snapshot, Untold):
             snapshot = None
-        self._ahead[self._first if number < 0 else number] = snapshot
+        # A new dictionary: copies of this track keep theirs (`Place.after`).
+        self._ahead = {**self._ahead, self._first if number < 0 else number: snapshot}
         while self._first in self._ahead:
             self._place = self._place.after(self._ahead.pop(self._first))
             self._first += 1
-
-    def mark(self) -> Any:
-        """Remember what is done with, for `rewind`."""
-        return self._place, self._first, dict(self._ahead)
-
-    def rewind(self, mark: Any) -> None:
-        """What was done with since then is not."""
-        self._place, self._first, ahead = mark
-        self._ahead = dict(ahead)
 
     def past(self, ended: bool) -> tuple[Start, ...]:
         """Return the runs that another worker has to be taken through before it begins the one after this.
@@ -144,10 +130,20 @@ class History:
     """
 
     def __init__(self, start: Start, key: tuple[int, int, int], *, overlaps: bool) -> None:
-        self.start = start
+        self._start = start
+        self._since: tuple[Made, Any] | None = None  # what was made then, the last first: each with what was before it
         self._key = key
         self._overlaps = overlaps
         self._is_known = True  # whether what was made since a state, or the beginning, is in `start`
+
+    @property
+    def start(self) -> Start:
+        """Where another worker has to begin."""
+        made, rest = [], self._since
+        while rest is not None:
+            last, rest = rest
+            made.append(last)
+        return self._start._replace(made=(*self._start.made, *reversed(made)))
 
     def begin_after(self, past: Sequence[Start]) -> None:
         """Do nothing: what was made in earlier runs is in `start`."""
@@ -168,21 +164,14 @@ class History:
         """A batch is done with; the dataset was in this state then, or nobody knows (None, Untold)."""
         if snapshot is None:
             if self._is_known and not self._overlaps:
-                self.start = self.start._replace(made=(*self.start.made, Made(self._key, number, keys)))
+                # Copies of this history keep theirs (`Place.after`), and none is as long as the history.
+                self._since = Made(self._key, number, keys), self._since
         elif isinstance(snapshot, Untold):
             self._is_known = False
-            self.start = Start()
-        elif not self._overlaps or snapshot.taken_at >= getattr(self.start.snapshot, "taken_at", 0.0):
+            self._start, self._since = Start(), None
+        elif not self._overlaps or snapshot.taken_at >= getattr(self._start.snapshot, "taken_at", 0.0):
             self._is_known = True
-            self.start = Start(0, snapshot)
-
-    def mark(self) -> Any:
-        """Remember what is done with, for `rewind`."""
-        return self.start, self._is_known
-
-    def rewind(self, mark: Any) -> None:
-        """What was done with since then is not."""
-        self.start, self._is_known = mark
+            self._start, self._since = Start(0, snapshot), None
 
 
 def make_tracks(

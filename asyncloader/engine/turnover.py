@@ -8,7 +8,6 @@ A worker that is held is sent nothing; the session's outbox keeps what is for it
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial
 from time import perf_counter
@@ -19,6 +18,7 @@ from asyncloader.engine.renewal import Renewal
 from asyncloader.engine.run import Run
 from asyncloader.errors import describe_death, last_words
 from asyncloader.workers.backend import Renewable, Worker
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
 
@@ -55,7 +55,7 @@ class Turnover:
         held: Workers whose tickets are not sent now.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pool: Renewable, renewal: Renewal, *, grace_s: float) -> None:
+    def __init__(self, loop: GuardedLoop, pool: Renewable, renewal: Renewal, *, grace_s: float) -> None:
         self.held: set[int] = set()
         self._loop = loop
         self._pool = pool

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
 
+from asyncloader.engine.handoff import Handoff
+from asyncloader.engine.progress import Call
+from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.checkpoint import Checkpointer, check
@@ -79,6 +83,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     """
 
     _last_turn = 0.0
+    _last_warned = 0
     _meter: Meter
     _checkpointer: Checkpointer
 
@@ -104,14 +109,14 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
         def draw() -> Drawn:
             iterate()
-            return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed, self._rank, self._num_yielded)
+            return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed, self._num_yielded)
 
         start = begin(self._settings, state, self._runs, draw, prepare=prepare, inline=inline, last=last)
         self._checkpointer = start.checkpointer
         self._base_seed = start.checkpointer.base_seed
         self._shared_seed = start.checkpointer.shared_seed
         self._sampler_iter = start.plan
-        self._num_yielded = start.checkpointer.progress.position
+        self._num_yielded = start.checkpointer.progress.now.position
         return start
 
     def _worker_spec(self) -> WorkerSpec:
@@ -189,20 +194,87 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    # Ctrl-C may hit after any call; see `asyncloader.engine.progress`. So a batch is given by assignments, behind which
+    # there is nothing but `return`; what is raised in its place likewise, and the end.
+
     def __next__(self) -> Any:
-        raise NotImplementedError
+        call = Call()
+        try:
+            if torch._C._autograd._profiler_enabled():
+                with torch.autograd.profiler.record_function(self._profile_name):
+                    item = self._next(call)
+            else:
+                item = self._next(call)
+            batch, error = item.open()
+            if error is None and self._IterableDataset_len_called is not None:
+                self._check_length()
+        except StopIteration:
+            progress = self._checkpointer.progress
+            progress.is_over = not progress.is_broken
+            call.item = None
+            raise
+        except BaseException:
+            call.is_over = True
+            self._handoff.wake()  # somebody else may take it
+            raise
+        if error is None:
+            self._num_yielded += 1
+            call.item = None
+            return batch
+        try:
+            call.item = None
+            raise error
+        finally:
+            del item, error  # a traceback that refers to this frame would keep the iterator, and its workers, alive
 
     async def __anext__(self) -> Any:
+        await self._let_the_loop_turn()
+        call = Call()
+        try:
+            item = await self._anext(call)
+            batch, error = item.open(in_async_for=True)
+            if error is None and self._IterableDataset_len_called is not None:
+                self._check_length()
+        except StopAsyncIteration:
+            progress = self._checkpointer.progress
+            progress.is_over = not progress.is_broken
+            call.item = None
+            raise
+        except BaseException:
+            call.is_over = True
+            self._handoff.wake()
+            raise
+        if error is None:
+            self._num_yielded += 1
+            call.item = None
+            return batch
+        try:
+            call.item = None
+            raise error
+        finally:
+            del item, error
+
+    @property
+    def _handoff(self) -> Handoff[Item]:
+        """What is taken from."""
         raise NotImplementedError
 
-    def _note_yielded(self) -> None:
-        """Count a batch, and warn as torch does when an iterable dataset gives more than it said."""
-        self._num_yielded += 1
-        length = self._IterableDataset_len_called
-        if length is not None and self._num_yielded > length and self._dataset_kind != _DatasetKind.Map:
+    def _next(self, call: Call) -> Item:
+        """Take what comes next, for this call."""
+        raise NotImplementedError
+
+    async def _anext(self, call: Call) -> Item:
+        """Take what comes next, for this call."""
+        raise NotImplementedError
+
+    def _check_length(self) -> None:
+        """Warn as torch does when an iterable dataset gives more than it said; once a batch, also if that raises."""
+        length, count = self._IterableDataset_len_called, self._num_yielded + 1
+        if count > max(length or 0, self._last_warned) and self._dataset_kind != _DatasetKind.Map:
+            self._last_warned = count
             warn(
                 f"Length of IterableDataset {self._dataset} was reported to be {length}"
-                f"(when accessing len(dataloader)), but {self._num_yielded} samples have been fetched. "
+                f"(when accessing len(dataloader)), but {count} samples have been fetched. "
                 + (_REPLICAS if self._num_workers else "")
             )
 

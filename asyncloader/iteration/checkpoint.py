@@ -3,7 +3,8 @@
     {"version": 2, "kind": "map" or "iterable",
      "epoch": runs of the loader before this one, "position": batches of it that are done with, "ahead": [more of them],
      "base_seed": of this run, or None if the next one draws its own,
-     "draws": what the random generators were when the order began to be drawn (JSON), "check": what they are now,
+     "draws": what the random generators were when the order began to be drawn (JSON), "check": what they are now; [] if
+     nobody can say, "asked": how often the sampler had been asked for a batch by then, its end included,
      "inline": whether the base seed was drawn after that, "shared_seed": of data pipes,
      "set_epochs": what `set_epoch` of samplers had been called with, "dataset_epochs": that of datasets,
      "samplers": the last state of samplers that was taken, "drawn": batches that were drawn since, "is_over": that was
@@ -11,9 +12,10 @@
      "sample": samples of the epoch before that position; -1 if the run has not counted them,
      "bad_count": samples of the run that have raised, and were left out or replaced,
      "finished": whether it is a state after the end of a run,
+     "has_past": its workers had made epochs before this one,
      "num_workers": how many there are, where their number looks after itself,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
-     "fits": what of the loader must be the same}
+     "fits": what of the loader must be the same; "samplers" and "datasets" in it are lists of identities (JSON)}
 
 Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
 as JSON text if that says all there is, else as they are; so the keys of two states are the same whatever was saved,
@@ -29,21 +31,46 @@ or in persistent ones, provide their state after its end; others begin each run 
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
+from asyncloader import identity
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.errors import StateMismatchError
 from asyncloader.iteration.plan import is_elastic, own_state, samplers_within
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
-from asyncloader.protocols import probe
+from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.snapshot import Start, as_plain, dataset_here, from_plain
 
 log = logging.getLogger("asyncloader")
 
 VERSION = 2
+
+_ADVICE = {
+    "seeding_rank": (
+        "It is part of the seeds. Give it, or leave it out, as when the state was taken; otherwise the run would go on "
+        "with other random numbers."
+    ),
+    "division": (
+        "(It is batch_size, num_replicas and rank of each sampler.) With in_order=False a state names batches that "
+        "came early by their numbers, which are other samples in another division. Save between epochs, or with "
+        "in_order=True."
+    ),
+    "generators": "Give the loader and its samplers as many generators of their own as they had.",
+    "dataset_state": (
+        "It says whether a state has that of the dataset: so it is if the dataset provides one, unless "
+        "snapshot_every_n_steps is 0 or None."
+    ),
+    "num_workers": "A dataset with a state of its own in each worker can only go on with as many workers.",
+}
+"""By what differs: what to do about it."""
 
 _DIVISION = ("batch_size", "num_replicas", "rank")
 """What of samplers says which samples batch n has."""
@@ -58,25 +85,30 @@ def check(state: dict[str, Any], settings: Settings) -> None:
     if not isinstance(state, dict) or state.get("version") != VERSION:
         version = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise StateMismatchError("version", version, VERSION, "It is not a state of this version of asyncloader.")
-    keys = _state("", 0, {}, "").keys()
+    keys = _state("", 0, {}, "").keys() - {"asked", "has_past"}  # which earlier versions did not say
     if missing := keys - state.keys():
         advice = f"It is not all that a loader had given: without {', '.join(sorted(missing))}."
         raise StateMismatchError("keys", sorted(state), sorted(keys), advice)
     _same("kind", state["kind"], _kind(settings))
-    saved, here = state["fits"], describe(settings)
-    division = here.pop("division")
-    for name, now in here.items():
-        _same(name, saved.get(name), now)
-    if state["ahead"]:
-        advice = (
-            "(It is batch_size, num_replicas and rank of each sampler.) With in_order=False a state names batches that "
-            "came early by their numbers, which are other samples in another division. Save between epochs, or with "
-            "in_order=True."
-        )
-        _same("division", saved.get("division"), division, advice)
-    if state["workers"] is not None and not is_between_runs(state):
-        advice = "A dataset with a state of its own in each worker can only go on with as many workers."
-        _same("num_workers", len(from_plain(state["workers"])), settings.num_places, advice)
+    saved, here = dict(state["fits"]), describe(settings)
+    is_between = is_between_runs(state)
+    saved["generators"] = len(json.loads(state["draws"]))
+    here["generators"] = len(RNGSnapshot(settings.generator, samplers_within(settings.index_sampler)))
+    if state["workers"] is not None and not is_between:
+        saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), settings.num_places
+    free = {"samplers", "datasets"}  # which are compared one by one
+    free |= set() if state["ahead"] else {"division"}
+    identity.check(saved, here, free=free, advice=_ADVICE)
+    for name in ("samplers", "datasets"):
+        if name in saved:  # earlier versions did not save them
+            _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
+
+
+def _check_each(name: str, saved: list[dict[str, Any]], here: list[dict[str, Any]], free: Collection[str]) -> None:
+    """See whether samplers or datasets are those that a state was taken with."""
+    _same(name, [one["kind"] for one in saved], [one["kind"] for one in here])
+    for one, other in zip(saved, here, strict=True):
+        identity.check(one, other, free=free)
 
 
 def describe(settings: Settings) -> dict[str, Any]:
@@ -88,12 +120,26 @@ def describe(settings: Settings) -> dict[str, Any]:
         "dataset_length": None if settings.is_iterable else _length(settings.dataset),
         "batch_size": None if elastic else settings.batch_size,
         "drop_last": settings.drop_last,
+        "seeding": None if settings.is_iterable else settings.seeding,
         "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),
         "samples": None if elastic or settings.is_iterable else _length(settings.sampler),
         "num_replicas": None if elastic or divided is None else divided.num_replicas,
         "rank": None if elastic or divided is None else divided.rank,
+        # Not which one: the states of ranks are alike, and many trainers save that of the first for all.
+        "seeding_rank": None if settings.seeding_rank is None else "given",
         "division": [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers],
+        "dataset_state": not settings.is_iterable and settings.snapshot_every > 0 and is_stateful(settings.dataset),
+        "samplers": json.dumps([_identity(sampler, elastic) for sampler in samplers], default=identity.plain),
+        "datasets": json.dumps([known for one in members(settings.dataset) if len(known := identity.of(one)) > 1]),
     }
+
+
+def _identity(sampler: Any, elastic: bool) -> dict[str, Any]:
+    """Return what a state of the loader belongs to of one of its samplers."""
+    found = identity.of(sampler)
+    if isinstance(sampler, (list, tuple, range, np.ndarray, torch.Tensor)):
+        return {**found, "keys": identity.checksum(sampler)}
+    return {name: value for name, value in found.items() if not (elastic and name == "batch_size")}
 
 
 def is_between_runs(state: dict[str, Any]) -> bool:
@@ -140,6 +186,7 @@ class Checkpointer:
         shared_seed: Of data pipes.
         inline: The base seed was drawn between `begun` and the first batch.
         dataset_epochs: What `set_epoch` had told the dataset.
+        has_past: Its workers had made runs before it.
     """
 
     settings: Settings
@@ -151,6 +198,7 @@ class Checkpointer:
     shared_seed: int | None
     inline: bool
     dataset_epochs: list[int | None]
+    has_past: bool = False
     _begun_text: str = ""
     _described: dict[str, Any] = field(default_factory=dict)
     _has_warned: bool = False
@@ -159,11 +207,11 @@ class Checkpointer:
         """Return the state as of what was yielded so far."""
         with self.progress.lock:
             state = self._after_the_run() if self.progress.finished else self._within_the_run()
-        if self.progress.untold and not self._has_warned:
+        if (untold := self.progress.now.untold) and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "The state of the dataset could not be taken (%s). %s",
-                self.progress.untold,
+                untold,
                 "It is not in states of the loader."
                 if not self.settings.is_iterable
                 else "To resume from here, batches since the last one are read again and dropped.",
@@ -172,17 +220,14 @@ class Checkpointer:
 
     def carried(self) -> dict[int, Start] | None:
         """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
-        progress = self.progress
-        settings = self.settings
-        if not settings.keeps_dataset or progress.workers is None:
+        settings, ends, workers = self.settings, self.progress.ends, self.progress.now.workers
+        if not settings.keeps_dataset or workers is None:
             return None
         if not settings.is_iterable:
             if settings.persistent_workers:
-                return dict(progress.workers)
+                return workers
             return {0: dataset_here(settings.dataset, settings.snapshot_every)}
-        if not progress.ends:
-            return None
-        return {worker: Start(0, progress.ends.get(worker)) for worker in progress.workers}
+        return {worker: Start(0, ends.get(worker)) for worker in workers} if ends else None
 
     def samplers_after(self) -> SamplerState:
         """Return where samplers are before the next run."""
@@ -197,7 +242,7 @@ class Checkpointer:
         return _state(
             _kind(self.settings),
             self.epoch + 1,
-            self._describe(),
+            describe(self.settings),  # anew: between two runs the trainer may change its samplers
             self.rng.as_text(self.rng.capture()),
             base_seed=self.base_seed if self.settings.persistent_workers else None,
             shared_seed=self.shared_seed if self.settings.persistent_workers else None,
@@ -205,37 +250,48 @@ class Checkpointer:
             drawn=samplers.drawn,
             is_over=samplers.is_over,
             finished=True,
+            has_past=self.settings.persistent_workers,
             num_workers=self.progress.num_workers,
             workers=None if carried is None else as_plain(carried),
         )
 
     def _within_the_run(self) -> dict[str, Any]:
-        progress = self.progress
+        progress, now = self.progress, self.progress.now
         self._begun_text = self._begun_text or self.rng.as_text(self.begun)
-        position = progress.position
         samplers = progress.sampler_state()
         return _state(
             _kind(self.settings),
             self.epoch,
             self._describe(),
             self._begun_text,
-            position=position,
-            ahead=sorted(progress.ahead),
+            position=now.position,
+            ahead=sorted(now.ahead),
             base_seed=self.base_seed,
             shared_seed=self.shared_seed,
             inline=self.inline,
-            check=self.rng.check() if position else [],
+            **self.generators_now(),
             set_epochs=list(progress.set_epochs),
             dataset_epochs=list(self.dataset_epochs),
-            bad_count=progress.bad_count,
+            bad_count=now.bad_count,
             sample=progress.sample,
             samplers=samplers.state and samplers.state.plain(),
             drawn=samplers.drawn,
             is_over=samplers.is_over,
-            workers=None if progress.workers is None else as_plain(progress.workers),
-            next_worker=progress.next_worker,
+            workers=None if now.workers is None else as_plain(now.workers),
+            next_worker=now.next_worker,
+            has_past=self.has_past,
             num_workers=progress.num_workers,
         )
+
+    def generators_now(self) -> dict[str, Any]:
+        """Return what the generators are, and how often the sampler was asked by now, which goes with that.
+
+        In the middle of an answer, where a handler of a signal may ask, the generators are at no place that a sampler
+        that is read again would leave them at.
+        """
+        with self.progress.lock:
+            is_between = self.progress.asked == self.progress.replied
+            return {"check": self.rng.check() if is_between else [], "asked": self.progress.replied}
 
     def _describe(self) -> dict[str, Any]:
         self._described = self._described or describe(self.settings)
@@ -269,6 +325,7 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "shared_seed": None,
         "draws": rng,
         "check": [],
+        "asked": 0,
         "inline": False,
         "set_epochs": [],
         "dataset_epochs": [],
@@ -280,6 +337,7 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "finished": False,
         "workers": None,
         "next_worker": None,
+        "has_past": False,
         "num_workers": None,
     }
     return {**state, **more, "fits": dict(fits)}

@@ -70,8 +70,7 @@ class Yielded:
         """Return the state; what the trainer has drawn since the batch was made is no reason to draw anew."""
         if self.over:
             return self._checkpointer.state_dict()
-        check = self._checkpointer.rng.check() if self.state["position"] else []
-        return {**copy.deepcopy(self.state), "check": check}
+        return {**copy.deepcopy(self.state), **self._checkpointer.generators_now()}
 
 
 class Agreement:
@@ -225,10 +224,11 @@ class EqualStepsIterator(ClosableIterator):
             log.info("equal_steps: a rank that has more batches than others leaves them out")
         self._held.clear()
         progress = self._inner._checkpointer.progress
-        for worker, start in (progress.workers or {}).items():  # datasets that were left in the middle of their data
+        # Datasets that were left in the middle of their data.
+        for worker, start in (progress.now.workers or {}).items():
             if start.snapshot is not None:
                 progress.ends.setdefault(worker, start.snapshot)
-        progress.finished = True
+        progress.is_over = True
         self._inner._meter.log_summary(is_over=True)
         if not self._persistent:
             self._inner.close()

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.run import Item
+from asyncloader.engine.taking import Item, Taking
+from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child import threads
@@ -25,7 +25,7 @@ from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut
 
 
 def is_of_a_sample(error: BaseException) -> bool:
@@ -72,25 +72,31 @@ class InlineMaker:
     Args:
         maker: Makes them.
         meter: Counts them.
+        faults: Has the keys of those that are left out.
         pin: Pins a batch; None if it is not to be pinned.
         aside: Entered while a batch is made.
         is_stream: The dataset is iterable: keys are not needed to make a batch again.
+        is_batched: Keys name the samples of a batch; otherwise one sample.
     """
 
     def __init__(
         self,
         maker: BatchMaker,
         meter: Meter,
+        faults: Faults,
         pin: Callable[[Any], Any] | None,
         aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         *,
         is_stream: bool,
+        is_batched: bool,
     ) -> None:
         self._maker = maker
         self._meter = meter
         self._pin = pin
         self._aside = aside
+        self._faults = faults
         self._is_stream = is_stream
+        self._is_batched = is_batched
         self._one_at_a_time = threading.Lock()  # `for` in one thread, the thread of `async for`
 
     def item(self, seq: int, keys: Any) -> Item:
@@ -109,6 +115,11 @@ class InlineMaker:
                 except Exception as error:
                     outcome = Failure(outcome.record, error, outcome.bad, outcome.snapshot)
             times = self._meter.made_here(outcome.record) if type(outcome) is Batch else None
+            if type(outcome) is Exhausted:
+                return Item(outcome)
+            if type(outcome) is LeftOut:
+                bad = [sample.key for sample in outcome.bad]
+                self._faults.left_out.append(bad if self._is_batched else bad[0])
             if self._is_stream:
                 return Item(outcome, seq, 0, times)
             return Item(outcome, seq, 0, times, seq, keys)
@@ -122,16 +133,25 @@ class FetchThread:
     """A thread that makes batches from keys, in order, and hands them over.
 
     Holds the maker, not the iterator: so a dropped iterator ends it.
+
+    Args:
+        maker: Makes them.
+        taking: What consumers take by.
     """
 
-    def __init__(self, maker: InlineMaker) -> None:
-        self.handoff: Handoff[Item] = Handoff()
-        self.unserved = 0  # requests less batches taken; changed by consumers, one at a time
+    def __init__(self, maker: InlineMaker, taking: Taking) -> None:
+        self.taking = taking
+        self.requested = taking.taken  # changed by consumers, one at a time
         self.wanting: set[object] = set()  # consumers that wait for one
         self._maker = maker
         self.requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()  # each the number and keys of a batch
         self._thread: threading.Thread | None = None
         fetch_threads.add(self)
+
+    @property
+    def unserved(self) -> int:
+        """Batches that were asked for and that no consumer has."""
+        return self.requested - self.taking.taken + self.taking.num_dropped
 
     def start(self) -> None:
         """Start the thread, if there is none yet."""
@@ -159,7 +179,7 @@ class FetchThread:
                 item = self._maker.item(seq, request.pop())
             except BaseException as error:
                 item = self._maker.failed(seq, error)
-            self.handoff.put(item)
+            self.taking.handoff.put(item)
             del item
         self.requests.put(None)  # for another one, if a Ctrl-C inside `Thread.start` had two of them started
 

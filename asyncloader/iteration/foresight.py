@@ -32,6 +32,7 @@ from asyncloader.iteration.plan import Plan, samplers_within, set_epochs
 from asyncloader.iteration.rng_snapshot import KNOWN_SAMPLERS, RNGSnapshot
 from asyncloader.observe.notices import warn
 from asyncloader.samplers.elastic import ElasticSampler
+from asyncloader.seeding.turns import Drawing
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.indices import listed
 from asyncloader.workers.protocol.messages import EpochSpec
@@ -231,7 +232,9 @@ def _draw(settings: Settings, epochs: Sequence[int | None], count: int, progress
         for sampler, epoch in zip(samplers, epochs, strict=True):
             if epoch is not None and epoch_of(sampler) != epoch:
                 sampler.set_epoch(epoch)
-        plan = Plan(index_sampler, iter(index_sampler), progress, Pace(), is_batched=settings.auto_collation)
+        with Drawing():
+            drawn = iter(index_sampler)
+        plan = Plan(index_sampler, drawn, progress, Pace(), is_batched=settings.auto_collation)
         keys = list(islice(plan, count))
         return keys, len(keys) < count
     finally:

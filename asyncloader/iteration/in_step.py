@@ -15,13 +15,14 @@ _numbers: WeakKeyDictionary[Runs, int] = WeakKeyDictionary()
 _next_number = count()
 
 
-def enrol(runs: Runs, mode: EqualSteps | None) -> None:
-    """Give a loader its number among those of this process that are to be in step with other ranks, when it is made.
+def enrol(runs: Runs, mode: EqualSteps | None) -> Runs:
+    """Give the runs of a loader that is made now a number, among those that are to be in step with other ranks.
 
     Ranks know by it whether they speak of the same loader, if all of them make their loaders in the same order.
     """
     if mode is not None and runs not in _numbers:
         _numbers[runs] = next(_next_number)
+    return runs
 
 
 def in_step(iterator: Any, mode: EqualSteps | None, runs: Runs) -> Any:

@@ -15,9 +15,8 @@ import time
 import weakref
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -25,33 +24,27 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
-from asyncloader.engine.run import Item
+from asyncloader.engine.progress import Call
+from asyncloader.engine.taking import Item, Taking
 from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
-from asyncloader.iteration.fetching import FetchThread, InlineHost, InlineMaker, fetch_threads, is_of_a_sample
+from asyncloader.iteration.fetching import FetchThread, InlineHost, InlineMaker, fetch_threads
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from asyncloader.seeding.seeder import left_alone
+from asyncloader.seeding.turns import Drawing, alone
 from asyncloader.settings import Settings
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut
+from asyncloader.workers.protocol.outcome import Exhausted, Failure
 from asyncloader.workers.protocol.snapshot import Frozen
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class _Taken(NamedTuple):
-    """A batch on its way to the consumer, and how far the run was before it."""
-
-    item: Item
-    mark: tuple[Any, ...]
-    num_yielded: int
 
 
 _NOTHING: Any = object()
@@ -92,26 +85,25 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None) -> None:
         """Begin a run."""
         start = self._begin(partial(self._construct, loader), state, inline=True)
-        start.settle()
         self._progress = start.checkpointer.progress
-        self._faults = Faults()
-        self._limit = ErrorLimit(self._settings, self._progress, self._faults)
+        faults = Faults()
+        taking = Taking(self._progress, ErrorLimit(self._settings, self._progress, faults))
         trace = self._runs.open_trace(self._settings)
-        self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, self._faults, trace)
-        self._dataset_fetcher = self._make_maker(start)
+        self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, trace)
+        self._dataset_fetcher = self._make_maker(start, faults)
         self._pid = os.getpid()
-        self._fetching = FetchThread(self._dataset_fetcher)
+        self._fetching = FetchThread(self._dataset_fetcher, taking)
         self._finalizer = weakref.finalize(self, self._fetching.stop)
         self._finalizer.atexit = False
         self._closed = False
         self._exhausted = False
         self._held: Any = _NOTHING  # keys that were read of the sampler, and whose batch is not made yet
         self._is_torn = False  # a batch of a stream was interrupted: what was read for it is gone
-        self._taking = threading.Lock()
-        self._asking = self._progress.lock  # held to read the sampler, and to change the thread's two numbers
+        self._making = threading.Lock()
+        self._asking = self._progress.lock  # held to read the sampler, to ask for a batch and to take one
         _iterators.add(self)
 
-    def _make_maker(self, start: RunStart) -> InlineMaker:
+    def _make_maker(self, start: RunStart, faults: Faults) -> InlineMaker:
         """Return what makes batches, its dataset where the run begins. What that raises is raised."""
         settings, generators = self._settings, GlobalGenerators()
         # torch's own fetcher has begun to iterate, which a dataset may count; but before the dataset was in its state.
@@ -124,153 +116,92 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             maker.open_fetcher(dataset, iterator)
             generators.loaded()
 
-        maker.begin(EpochSpec(0, start.key, starts=start.starts), open_source)
+        with Drawing():  # a state of the dataset may set global generators
+            maker.begin(EpochSpec(0, start.key, starts=start.starts), open_source)
         if maker.failure is not None:
             raise maker.failure
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
-        aside = left_alone if settings.seeds_each_sample else contextlib.nullcontext
-        return InlineMaker(maker, self._meter, pin, aside, is_stream=settings.is_iterable)
+        aside = alone if settings.seeds_each_sample else contextlib.nullcontext
+        kind = {"is_stream": settings.is_iterable, "is_batched": settings.auto_collation}
+        return InlineMaker(maker, self._meter, faults, pin, aside, **kind)
 
     # -------------------------------------------------------------------------------------------------- taking
     #
-    # Ctrl-C may hit after any call. What was read of the sampler is held until its batch is made. What was taken is
-    # noted, with how far the run was before; and if it does not get to the caller, it is put back, to be taken again.
+    # What was read of the sampler is held until its batch is made, or asked for.
 
-    def __next__(self) -> Any:
-        taken: list[_Taken] = []
-        try:
-            if torch._C._autograd._profiler_enabled():
-                with torch.autograd.profiler.record_function(self._profile_name):
-                    return self._take(taken).open()
-            item = self._take(taken)
-            if type(item.outcome) is Batch:
-                return item.outcome.data
-            try:
-                return item.open()
-            finally:
-                del item
-        except Exception:
-            taken.clear()  # the traceback refers to it
-            raise
-        except BaseException as error:
-            if is_of_a_sample(error):
-                taken.clear()
-            else:
-                self._put_back(taken)
-            raise
+    @property
+    def _handoff(self) -> Handoff[Item]:
+        return self._fetching.taking.handoff
 
-    def _take(self, taken: list[_Taken]) -> Item:
+    def _next(self, call: Call) -> Item:
         while True:
             self._check_usable()
-            with self._taking:
+            with self._making:
                 if not (exits.is_exiting and exits.is_left_behind()):
-                    item = self._take_from_thread(taken) if self._fetching.unserved else self._make_here(taken)
-                    if type(item.outcome) is not LeftOut:
-                        if type(item.outcome) is Batch:
-                            self._note_yielded()
+                    asked_at = time.perf_counter()
+                    if self._fetching.unserved:
+                        return self._take_from_thread(call, asked_at)
+                    self._make_here()
+                    if (item := self._take(call, asked_at)) is not None:
                         return item
-                    taken.clear()
                     continue
             exits.stop_daemon()
 
-    def _make_here(self, taken: list[_Taken]) -> Item:
+    def _make_here(self) -> None:
         """Make the next batch in this thread."""
-        asked_at = time.perf_counter()
         try:
             with self._asking:
                 seq, keys = self._read_sampler()
         except StopIteration:
             self._meter.log_summary()
             raise
-        mark = self._progress.mark()
+        fetching, ready = self._fetching, self._handoff.ready
         try:
             item = self._dataset_fetcher.item(seq, keys)
-            note = _Taken(item, mark, self._num_yielded)
         except BaseException:
             self._is_torn = self._settings.is_iterable
             raise
         self._held = _NOTHING
-        taken.append(note)  # nothing that an interrupt could follow is called between these two
-        return self._counted(self._judged(item) if item.outcome.bad else item, asked_at)
+        fetching.requested += 1
+        ready.append(item)  # nothing that an interrupt could follow is called in these three lines before it is done
 
-    def _take_from_thread(self, taken: list[_Taken]) -> Item:
+    def _take_from_thread(self, call: Call, asked_at: float) -> Item:
         """Take a batch that was asked for by a task that was cancelled, or the next one while tasks wait for theirs."""
-        asked_at = time.perf_counter()
         fetching = self._fetching
-        me = object()
         try:
-            fetching.wanting.add(me)
-            while (item := self._take_or_request(asked_at, taken)) is None:
+            fetching.wanting.add(call)
+            while (item := self._take_or_request(call, asked_at)) is None:
                 if self._exhausted and fetching.unserved < len(fetching.wanting):
                     raise StopIteration  # what comes is for tasks, perhaps of a loop in this thread
-                fetching.handoff.wait(self._has_news, None)
+                self._handoff.wait(self._has_news, None)
                 self._check_usable()
         finally:
-            fetching.wanting.discard(me)
+            fetching.wanting.discard(call)
         return item
 
-    def _put_back(self, taken: list[_Taken]) -> None:
-        """Have the consumer's next call take again what an interruption has kept from it."""
-        if not taken:
-            return
-        item, mark, self._num_yielded = taken.pop()
-        fetching = self._fetching
-        with self._asking:
-            ready = fetching.handoff.ready
-            if not (ready and ready[0] is item):
-                ready.appendleft(item)
-                fetching.unserved += 1
-            self._progress.rewind(mark)
-            self._limit.rewind()
-
-    async def __anext__(self) -> Any:
+    async def _anext(self, call: Call) -> Item:
         self._check_usable()
-        await self._let_the_loop_turn()
-        taken: list[_Taken] = []
-        try:
-            item = await self._wait_async(time.perf_counter(), taken)
-            outcome: Any = item.outcome
-            is_batch = type(outcome) is Batch
-        except Exception:
-            raise
-        except BaseException:
-            self._put_back(taken)
-            raise
-        if is_batch:
-            return outcome.data  # nothing is called from there to here
-        try:
-            return item.open()
-        except StopIteration:
-            raise StopAsyncIteration from None
-        except StopAsyncIteration as error:
-            raise stand_in(error, in_async_for=True) from error
-        finally:
-            taken.clear()
-            del item, outcome
-
-    async def _wait_async(self, asked_at: float, taken: list[_Taken]) -> Item:
         exits.note_user()
+        asked_at = time.perf_counter()
         while True:
-            fetching, me = self._fetching, object()
+            fetching = self._fetching
             try:
-                fetching.wanting.add(me)
+                fetching.wanting.add(call)
                 while fetching is self._fetching:  # otherwise the iterator has begun anew, from a state
                     try:
-                        item = self._take_or_request(asked_at, taken)
+                        item = self._take_or_request(call, asked_at)
                     except StopIteration:
                         raise StopAsyncIteration from None
                     except StopAsyncIteration as error:  # of the sampler
                         raise stand_in(error, in_async_for=True) from error
                     if item is not None:
-                        if type(item.outcome) is Batch:
-                            self._note_yielded()
                         return item
-                    await fetching.handoff.wait_async(self._has_news, None)
+                    await self._handoff.wait_async(self._has_news, None)
                     self._check_usable()
             finally:
-                fetching.wanting.discard(me)
+                fetching.wanting.discard(call)
 
-    def _take_or_request(self, asked_at: float, taken: list[_Taken]) -> Item | None:
+    def _take_or_request(self, call: Call, asked_at: float) -> Item | None:
         """Take a batch, or see that one is on its way for each consumer that waits.
 
         A batch whose consumer was cancelled waits for the next one: what was asked for is not asked for again. And one
@@ -281,55 +212,38 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             StopIteration: if everything was taken.
         """
         fetching = self._fetching
-        ready = fetching.handoff.ready
         with self._asking:
-            while ready:
-                item = ready[0]
-                taken.append(_Taken(item, self._progress.mark(), self._num_yielded))
-                fetching.unserved -= 1
-                ready.popleft()
-                item = self._counted(self._judged(item) if item.outcome.bad else item, asked_at)
-                if self._is_at_end:
-                    self._progress.finished = True
-                    fetching.handoff.wake_all()  # those who still wait learn that there is no more
-                if type(item.outcome) is not LeftOut:
-                    return item
-                taken.clear()
-            if fetching.unserved < len(fetching.wanting):
+            item = self._take(call, asked_at)
+            if item is None and fetching.unserved < len(fetching.wanting):
                 self._request()
-            return None
-
-    def _judged(self, item: Item) -> Item:
-        """Count the bad samples of a batch that has some; it becomes an error if there are too many by now."""
-        outcome = item.outcome
-        error = self._limit.count(outcome.bad)
-        if error is not None:
-            return item._replace(outcome=Failure(outcome.record, error))
-        if type(outcome) is LeftOut:
-            keys = [sample.key for sample in outcome.bad]
-            self._faults.left_out.append(keys if self._auto_collation else keys[0])
+        if self._is_at_end:
+            self._handoff.wake_all()  # those who still wait learn that there is no more
         return item
 
-    def _counted(self, item: Item, asked_at: float) -> Item:
-        """Count a batch that is handed over, left out or raises now."""
-        progress, outcome = self._progress, item.outcome
+    def _take(self, call: Call, asked_at: float) -> Item | None:
+        """Take a batch that is ready.
+
+        Raises:
+            StopIteration: if the end of the data is.
+        """
+        with self._asking:
+            item = self._fetching.taking.take(call)
+        if item is None:
+            return None
+        outcome = item.outcome
         if type(outcome) is Exhausted:
             self._meter.log_summary()
             if isinstance(outcome.snapshot, Frozen):
-                progress.ends = {0: outcome.snapshot}
-            progress.finished = True
-            return item
-        progress.done(item.seq)
-        if progress.workers is not None:
-            progress.answered(0, outcome.snapshot, item.number, item.keys)
+                self._progress.ends = {0: outcome.snapshot}
+            raise StopIteration
         if type(outcome) is Failure:
             self._meter.failed()
         elif item.times is not None:
-            self._meter.took(asked_at, item.times, 0, len(self._fetching.handoff.ready))
+            self._meter.took(asked_at, item.times, 0, len(self._handoff.ready))
         return item
 
     def _has_news(self) -> bool:
-        return bool(self._fetching.handoff.ready) or self._closed or self._is_at_end
+        return self._fetching.taking.has_ready or self._closed or self._is_at_end
 
     @property
     def _is_at_end(self) -> bool:
@@ -348,7 +262,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                 self._fetching.start()
                 put, request = self._fetching.requests.put, [seq, keys]
                 del keys
-                self._fetching.unserved += 1
+                self._fetching.requested += 1
                 self._held = _NOTHING
                 put(request)  # nothing that an interrupt could follow is called in these three lines before it is done
                 return
@@ -369,7 +283,6 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                     break
             else:
                 self._exhausted = True
-                self._progress.finished = not self._fetching.unserved
                 raise StopIteration
         seq = self._progress.read - 1
         return seq, self._progress.placed(seq, self._held)
@@ -392,7 +305,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """End; a batch in work on the thread is waited for, 3 s at most."""
         self._closed = True
         self._finalizer()
-        self._fetching.handoff.wake_all()
+        self._handoff.wake_all()
         self._fetching.join(3.0)
 
     async def aclose(self) -> None:
@@ -401,8 +314,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def wait_made(self, timeout_s: float) -> None:
         """Wait until no batch is being made in a caller's thread, which a fork of that process does not have."""
-        if self._pid == os.getpid() and self._taking.acquire(timeout=timeout_s):
-            self._taking.release()
+        if self._pid == os.getpid() and self._making.acquire(timeout=timeout_s):
+            self._making.release()
 
 
 # ------------------------------------------------------------------------------------------------- interpreter's exit

@@ -12,7 +12,8 @@ import contextlib
 import json
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from asyncloader.protocols import is_stateful, probe
+from asyncloader.seeding.turns import untouched
 
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
@@ -128,23 +130,31 @@ class GlobalGenerators:
 
     def __init__(self) -> None:
         self._sources: list[_Source] = [_TorchSource(torch.default_generator), _PythonSource(), _NumpySource()]
-        self._before = [source.check() for source in self._sources]
+        with untouched():
+            self._before = [source.check() for source in self._sources]
 
     def loaded(self) -> None:
         """The state was loaded."""
-        now = [source.check() for source in self._sources]
+        with untouched():
+            now = [source.check() for source in self._sources]
         pairs = zip(self._sources, self._before, now, strict=True)
         self._sources = [source for source, before, after in pairs if before == after]
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
         """Leave the generators as they are, whatever is drawn from them meanwhile."""
-        states = [source.capture() for source in self._sources]
-        try:
-            yield
-        finally:
-            for source, state in zip(self._sources, states, strict=True):
-                source.restore(state)
+        with untouched():
+            states = [source.capture() for source in self._sources]
+            try:
+                yield
+            finally:
+                for source, state in zip(self._sources, states, strict=True):
+                    source.restore(state)
+
+
+def draws_once(sampler: Any) -> bool:
+    """Whether a sampler draws nothing from a global generator but before its first index."""
+    return type(sampler) in KNOWN_SAMPLERS and probe(sampler, "generator") is not torch.default_generator
 
 
 class RNGSnapshot:
@@ -170,20 +180,30 @@ class RNGSnapshot:
         self._sources: list[_Source] = [_TorchSource(own) for own in generators]
         if others:
             self._sources += [_PythonSource(), _NumpySource()]
+        is_global = others or any(own is torch.default_generator for own in generators)
+        self._untouched: Callable[[], AbstractContextManager[Any]] = (
+            untouched if is_global else nullcontext
+        )  # other generators are nobody's in between
+
+    def __len__(self) -> int:
+        return len(self._sources)
 
     def capture(self) -> list[Any]:
         """Take the generators' states as they are: 1 us, and 40 where Python's and numpy's count."""
-        return [source.capture() for source in self._sources]
+        with self._untouched():
+            return [source.capture() for source in self._sources]
 
     def restore(self, states: list[Any], where: list[bool] | None = None) -> None:
         """Set the generators, or those of them that ``where`` names, to states that were captured."""
-        for number, (source, state) in enumerate(zip(self._sources, states, strict=False)):
-            if where is None or where[number]:
-                source.restore(state)
+        with self._untouched():
+            for number, (source, state) in enumerate(zip(self._sources, states, strict=False)):
+                if where is None or where[number]:
+                    source.restore(state)
 
     def check(self) -> list[int]:
         """Return numbers that tell these states from others. Taken with each state of a loader, so quick: 2 us."""
-        return [source.check() for source in self._sources]
+        with self._untouched():
+            return [source.check() for source in self._sources]
 
     def as_text(self, states: list[Any]) -> str:
         """Write captured states down as JSON."""

@@ -4,16 +4,18 @@
 
 torch iterates over the samplers as often as without a state, so what they do then they do as often.
 
-Each random generator ends up where it was in the run that is resumed. If the trainer had set it to that by itself (the
-state's ``check`` tells), it is left alone: so what was drawn from it beside the loader is accounted for. Otherwise it
-is left where drawing the order anew takes it: right as long as nothing else draws from it.
+Generators belong to the trainer, and the sampler draws from them whenever it is asked for a batch. At a resume each is
+set to what it was when the order began, and the sampler draws again what it had drawn. If the trainer has restored a
+generator (the state's ``check`` tells), the sampler is asked as often as it had been when the state was saved, and the
+generator is then put back to what the trainer has made it. What is drawn afterwards, by the sampler, the trainer and
+the next epochs, is drawn from there: as in the run that is resumed, whoever had drawn from it. A generator that was not
+restored is left where the sampler takes it: right as long as nothing else draws from it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -22,10 +24,12 @@ import torch
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.epochs import Told, listeners, restore, tell
 from asyncloader.iteration.checkpoint import Checkpointer, is_between_runs
+from asyncloader.iteration.data_rank import data_rank
 from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
 from asyncloader.protocols import is_stateful
+from asyncloader.seeding.turns import Drawing
 from asyncloader.settings import Settings
 from asyncloader.workers.child.gather import gathers
 from asyncloader.workers.protocol.snapshot import Frozen, Pace, Start, dataset_here, from_plain, unplain
@@ -39,7 +43,6 @@ class Drawn(NamedTuple):
     keys: Iterator[Any]
     base_seed: int
     shared_seed: int | None
-    rank: int
     num_yielded: int = 0
 
 
@@ -49,18 +52,15 @@ class RunStart(NamedTuple):
     Attributes:
         plan: Yields the keys of its batches.
         checkpointer: Makes its states; with its progress, epoch and seeds.
-        key: What the seeds of its batches are made from: base seed, epoch, rank.
+        key: What the seeds of its batches are made from: base seed, epoch, rank of the data.
         starts: Where workers begin, for datasets that they have a place or a state in. The session changes those of
             workers that it replaces.
-        settle: To be called when the run has begun: after its first batches of keys were read, if that happens before
-            the first is taken. Sets the generators that the trainer has restored to what they were.
     """
 
     plan: Plan
     checkpointer: Checkpointer
     key: tuple[int, int, int]
     starts: dict[int, Start] | None
-    settle: Callable[[], None]
 
 
 def begin(
@@ -90,42 +90,61 @@ def begin(
     states = None if state is None else unplain(state["samplers"])
     goes_on = state is not None and state["base_seed"] is not None
     if state is not None:
-        left_alone = [now == saved for now, saved in zip_longest(rng.check(), state["check"][: len(before)])]
+        left_alone = _left_alone(rng.check(), state)
         if state["is_over"]:
             _finish_last_run(settings.index_sampler, states, state["drawn"], runs)
         begun = rng.from_text(state["draws"])
         rng.restore(begun)
     if prepare is not None:
-        prepare()
+        with Drawing():
+            prepare()
         if goes_on:
             rng.restore(begun)
         else:
             begun = rng.capture()
     samplers = _load_samplers(settings.index_sampler, state, states, runs.latest)
+    loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     if state is not None:
         with runs.telling():
             restore(listeners(settings.dataset), state.get("dataset_epochs", ()))
             runs.restored(state, settings)
     news = runs.told_since(state, settings)
     is_dataset_loaded = inline and _load_dataset(settings, state, news)
-    order = _Order(iterate(), begun, inline, samplers)
+    with Drawing():
+        order = _Order(iterate(), begun, inline, samplers)
     if order.drawn.num_yielded or is_drawn_from(order.drawn.keys):
-        order = _past_patches(order, settings, state, rng, before, inline=inline)
+        order = _past_patches(order, settings, state, rng, before if state is None else loaded, inline=inline)
     if state is not None and goes_on:
-        order = _as_drawn_before(order, settings, state, rng, inline=inline)
+        order = _as_drawn_before(order, settings, state, rng, loaded, inline=inline)
     drawn, begun, is_seed_first, samplers = order
     epoch = runs.begun if state is None else state["epoch"]
-    key = (drawn.base_seed, epoch, drawn.rank)
+    key = (drawn.base_seed, epoch, data_rank(settings))
     starts = _starts(settings, None if is_dataset_loaded else state, news)
     progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
     plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)
+    if state is not None and any(left_alone):
+        plan.read_ahead(state["asked"])
+        rng.restore(before, left_alone)
     progress.set_epochs = runs.heard_by_samplers(settings.index_sampler)
     epochs = [each.number for each in runs.heard(settings.dataset)]
     checkpointer = Checkpointer(
         settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
     )
-    runs.begun, runs.latest = epoch + 1, checkpointer
-    return RunStart(plan, checkpointer, key, starts, partial(rng.restore, before, left_alone))
+    checkpointer.has_past = last is not None
+    runs.begin(epoch, checkpointer, state)
+    return RunStart(plan, checkpointer, key, starts)
+
+
+def _left_alone(now: list[int], state: dict[str, Any]) -> list[bool]:
+    """Return which generators the trainer has restored, by what they are now."""
+    restored = [here == saved for here, saved in zip_longest(now, state["check"][: len(now)])]
+    if any(restored) and "asked" not in state:
+        log.warning(
+            "The state is of an earlier version of asyncloader, which did not note how far the sampler had been read: "
+            "random generators that were restored are left where drawing the order again takes them."
+        )
+        return [False] * len(now)
+    return restored
 
 
 class _Order(NamedTuple):
@@ -156,20 +175,20 @@ def _past_patches(
     """Begin where a patch of torch's constructor has advanced the sampler to, unless a state says where."""
     if state is None:
         return _Order(order.drawn, before, True, SamplerState(None))
-    rng.restore(order.begun)
+    rng.restore(before)
     if inline:
         _draw_base_seed(settings)
-    return order._replace(drawn=order.drawn._replace(keys=iter(settings.index_sampler)))
+    return order._replace(drawn=order.drawn._replace(keys=_iterate(settings)))
 
 
 def _as_drawn_before(
-    order: _Order, settings: Settings, state: dict[str, Any], rng: RNGSnapshot, *, inline: bool
+    order: _Order, settings: Settings, state: dict[str, Any], rng: RNGSnapshot, before: list[Any], *, inline: bool
 ) -> _Order:
     """Draw seeds and order as the run that is resumed did, which may have been of the other kind of iterators."""
     drawn = order.drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
     if inline and not state["inline"]:
-        rng.restore(order.begun)
-        drawn = drawn._replace(keys=iter(settings.index_sampler))
+        rng.restore(before)
+        drawn = drawn._replace(keys=_iterate(settings))
     elif state["inline"] and not inline:
         _draw_base_seed(settings)
     return order._replace(drawn=drawn, is_seed_first=state["inline"])
@@ -190,8 +209,8 @@ def _plan(
     is_gathered = gathers(dataset, is_batched, settings.collate_fn) and not (settings.overlaps or is_stateful(dataset))
     kind = {"is_batched": is_batched, "with_arrays": is_gathered}
     plan = Plan(settings.index_sampler, drawn.keys, progress, Pace(), **kind)
-    if goes_on and progress.position and not settings.is_iterable:
-        plan.go_on(None if samplers.is_over else states, progress.position if samplers.is_over else samplers.drawn)
+    if goes_on and progress.now.position and not settings.is_iterable:
+        plan.go_on(None if samplers.is_over else states, progress.now.position if samplers.is_over else samplers.drawn)
     return plan
 
 
@@ -224,7 +243,13 @@ def _progress(
 
 
 def _draw_base_seed(settings: Settings) -> None:
-    torch.empty((), dtype=torch.int64).random_(generator=settings.generator)
+    with Drawing():
+        torch.empty((), dtype=torch.int64).random_(generator=settings.generator)
+
+
+def _iterate(settings: Settings) -> Iterator[Any]:
+    with Drawing():
+        return iter(settings.index_sampler)
 
 
 def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
@@ -236,7 +261,9 @@ def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: i
         return
     chosen = runs.heard_by_samplers(index_sampler)
     load_samplers(index_sampler, states, ())
-    plan = Plan(index_sampler, iter(index_sampler), Progress(), Pace())
+    with Drawing():
+        keys = iter(index_sampler)
+    plan = Plan(index_sampler, keys, Progress(), Pace())
     plan.go_on(states, drawn)
     next(plan, None)
     for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, runs.epochs_when_loaded, strict=False):
@@ -267,7 +294,8 @@ def _load_dataset(settings: Settings, state: dict[str, Any] | None, news: tuple[
     starts = from_plain(state["workers"])
     if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(settings.dataset):
         return False
-    settings.dataset.load_state_dict(starts[0].snapshot["dataset"])
+    with Drawing():
+        settings.dataset.load_state_dict(starts[0].snapshot["dataset"])
     tell(settings.dataset, news, ())
     return True
 
@@ -277,6 +305,7 @@ def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, 
     if not settings.is_iterable and not (settings.snapshot_every and is_stateful(settings.dataset)):
         return None
     anew = {worker: Start() for worker in range(settings.num_places)}
+    _warn_of_other_numbers(settings, state)
     if state is None or state["workers"] is None:
         return anew
     starts = from_plain(state["workers"])
@@ -295,6 +324,19 @@ def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, 
             again,
         )
     return {worker: start._replace(epochs=news) for worker, start in starts.items()}
+
+
+def _warn_of_other_numbers(settings: Settings, state: dict[str, Any] | None) -> None:
+    """Say that workers draw other numbers for a stream than those that had drawn for earlier epochs as well."""
+    if state is None or not state.get("has_past") or not (settings.is_iterable and settings.has_workers):
+        return
+    if state["workers"] is None or any(start.snapshot is None for start in from_plain(state["workers"]).values()):
+        log.warning(
+            "The state is of persistent workers that had read the stream in epochs before. Their random generators had "
+            "moved on from epoch to epoch, and those of the workers that start now have not: if the stream draws from "
+            "the global generators, it yields other numbers. Draw from asyncloader.sample_rng(), or have the dataset "
+            "provide its state, with a generator of its own in it."
+        )
 
 
 def _known(settings: Settings, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:

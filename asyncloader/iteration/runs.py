@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from asyncloader.engine.slicer import Slicer
 from asyncloader.epochs import Told, numbers, told
 from asyncloader.iteration.checkpoint import Checkpointer, check, initial_state, is_between_runs
-from asyncloader.iteration.plan import samplers_within
+from asyncloader.iteration.plan import left_after, samplers_within
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
@@ -41,6 +41,7 @@ class Runs:
         slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
         elsewhere: Workers that there are to be on other machines, where their number looks after itself.
+        resumed: How far the state was that the newest one has begun from, or None.
         told_when_loaded: What `set_epoch` of the dataset had been called with then.
     """
 
@@ -49,6 +50,8 @@ class Runs:
         self.latest: Checkpointer | None = None
         self.meter: Meter | None = None
         self.loaded: dict[str, Any] | None = None
+        self.resumed: dict[str, Any] | None = None
+        self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.yielded: _Yielded | None = None
         self.told = Told()
         self.is_telling = False
@@ -61,7 +64,7 @@ class Runs:
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = {"latest": None, "meter": None, "yielded": None, "_trace": None}
+        forgotten = {"latest": None, "_left": None, "meter": None, "yielded": None, "_trace": None}
         return {**vars(self), **forgotten, "slicer": Slicer(), "traffic": Traffic()}
 
     def state_dict(self, settings: Callable[[], Settings]) -> dict[str, Any]:
@@ -85,7 +88,27 @@ class Runs:
             return self.yielded.done
         if self.latest is None or self.latest.progress.finished:
             return 0
-        return self.latest.progress.position + len(self.latest.progress.ahead)
+        now = self.latest.progress.now
+        return now.position + len(now.ahead)
+
+    def begin(self, epoch: int, checkpointer: Checkpointer, state: dict[str, Any] | None) -> None:
+        """Note a run that begins, anew or from a state."""
+        self.begun, self.latest = epoch + 1, checkpointer
+        self.resumed = state and {name: state[name] for name in ("position", "samplers", "drawn", "is_over")}
+
+    def remaining(self, length: int, index_sampler: Any) -> int:
+        """Return how many batches are left of the run that is spoken of, which has so many if it is a whole one.
+
+        Where the samples are divided anew at each resume, batches before it were of another size, perhaps: then what is
+        left is counted from there.
+        """
+        done, began = self.done, self.loaded or self.resumed
+        if began is not None and 0 < began["position"] <= done:
+            if self._left is None or self._left[0] is not began:
+                self._left = began, left_after(index_sampler, began)
+            if (left := self._left[1]) is not None:
+                return max(0, left + int(began["position"]) - done)
+        return max(0, length - done)
 
     def load(self, state: dict[str, Any], settings: Settings) -> None:
         """Have the next run begin from a state; an empty one for the very first."""
@@ -93,7 +116,7 @@ class Runs:
             check(state, settings)
         self.loaded = copy.deepcopy(state) or None
         self.note_epochs(settings)
-        self.latest = self.yielded = None
+        self.latest = self.yielded = self.resumed = None
         self.begun = 0
 
     @contextlib.contextmanager

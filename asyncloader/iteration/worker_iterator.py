@@ -20,16 +20,17 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import DataLoader
 
 from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.pinning import Pinner
-from asyncloader.engine.portal import Portal, get_portal, refuse_to_block_the_loop
-from asyncloader.engine.progress import Progress
-from asyncloader.engine.run import Item, Run
+from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
+from asyncloader.engine.progress import Call, Progress
+from asyncloader.engine.run import Run
 from asyncloader.engine.session import Session, State
 from asyncloader.engine.staff import END_GRACE_S, Staff
+from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.iteration import auto_number, workplace
@@ -40,11 +41,10 @@ from asyncloader.iteration.runs import Runs
 from asyncloader.observe.faults import Faults
 from asyncloader.settings import AutoWorkers, Settings
 from asyncloader.workers.child.bootstrap import refuse_in_main
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.parent.pool import WorkerHandle
 from asyncloader.workers.parent.process import WorkerProcess
-from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import Batch
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -157,7 +157,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
         """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
-        key = (int(self._base_seed), self._runs.begun, self._rank)
+        key = (int(self._base_seed), self._runs.begun, self._run.epoch.key[2])
         spec = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
         run = self._make_run(spec, iter(keys), progress)
         self._session.push(run)
@@ -168,7 +168,6 @@ class WorkerIterator(BaseIterator[T_co]):
         """Have consumers take from a run that has begun."""
         self._run = run
         self._meter = self._runs.meter = run.meter
-        start.settle()
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self._finalizer()
@@ -198,14 +197,15 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _make_session(self, run: Run) -> Session:
         portal = get_portal()
+        loop = GuardedLoop(portal.loop)
         settings, runs = self._settings, self._runs
         original = workplace.make_original(self._dataset, runs)
-        pool = workplace.make_pool(settings, self._worker_spec(), portal.loop, runs.traffic, runs.elsewhere, original)
-        pinner = self._make_pinner(portal)
+        pool = workplace.make_pool(settings, self._worker_spec(), loop, runs.traffic, runs.elsewhere, original)
+        pinner = self._make_pinner(loop)
         auto = workplace.make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
-        turnover, first = workplace.make_turnover(settings, pool, portal.loop), settings.first_elsewhere
-        staff = Staff(portal.loop, pool, workplace.policy_of(settings), settings.num_places, auto, turnover, first)
-        return workplace.watched(Session(portal, pool, run, staff, pinner), original)
+        turnover, first = workplace.make_turnover(settings, pool, loop), settings.first_elsewhere
+        staff = Staff(loop, pool, workplace.policy_of(settings), settings.num_places, auto, turnover, first)
+        return workplace.watched(Session(portal, loop, pool, run, staff, pinner), original)
 
     def note_number(self, num_workers: int, elsewhere: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
@@ -214,22 +214,22 @@ class WorkerIterator(BaseIterator[T_co]):
             self._checkpointer.progress.num_workers = num_workers
             auto_number.note(self._loader(), num_workers)
 
-    def _make_pinner(self, portal: Portal) -> Pinner | None:
-        return Pinner(portal, str(self._pin_memory_device)) if self._pin_memory else None
+    def _make_pinner(self, loop: GuardedLoop) -> Pinner | None:
+        return Pinner(loop, str(self._pin_memory_device)) if self._pin_memory else None
 
     @property
     def is_usable(self) -> bool:
         """Whether it can begin another run."""
         session = self._session
         is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
-        return is_there and not session.gave_up and not session.staff.recovery.has_lost
+        return is_there and session.error is None and not session.staff.recovery.has_lost
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""
         if self.is_usable:
             self._settings = replace(self._settings, num_workers=num_workers)
             self._num_workers = num_workers
-            resize = partial(self._session.portal.post, self._session.resize, num_workers)
+            resize = partial(self._session.post, self._session.resize, num_workers)
             if self._started is None:
                 resize()
             else:  # the workers of the beginning are being launched, elsewhere
@@ -237,21 +237,19 @@ class WorkerIterator(BaseIterator[T_co]):
 
     # -------------------------------------------------------------------------------------------------- taking
 
-    def __next__(self) -> Any:
-        if torch._C._autograd._profiler_enabled():
-            with torch.autograd.profiler.record_function(self._profile_name):
-                return self._next()
-        return self._next()
+    @property
+    def _handoff(self) -> Handoff[Item]:
+        return self._run.handoff
 
-    def _next(self) -> Any:
+    def _next(self, call: Call) -> Item:
         run = self._run
         if run.ended:
             self._foresee()
-        if run.handoff.ready and self._session.pid == os.getpid() and (item := run.take()) is not None:
+        if run.handoff.ready and self._session.pid == os.getpid() and (item := run.take(call)) is not None:
             try:
-                return self._open(item)
+                return item
             finally:
-                del item  # a traceback that refers to this frame would keep the iterator, and its workers, alive
+                del item  # the traceback of an error of the sampler may refer to this frame
         asked_at = time.perf_counter()
         refuse_to_block_the_loop()
         if self._started is not None:
@@ -259,10 +257,10 @@ class WorkerIterator(BaseIterator[T_co]):
             self._wait_started(self._started)
         self._check_usable()
         deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
-        while (item := self._take_or_read_on(asked_at)) is None:
+        while (item := self._take_or_read_on(call, asked_at)) is None:
             run = self._run  # another one, if the iterator has begun it meanwhile
             if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
-                error = self._wait_report(self._report_overdue())
+                error = self._wait_report(self._session.report_overdue(self._settings.timeout))
                 if error is not None and not run.has_news():  # it may have come in the last moment
                     try:
                         raise error
@@ -270,7 +268,7 @@ class WorkerIterator(BaseIterator[T_co]):
                         del error
                 deadline = time.monotonic() + self._settings.timeout
         try:
-            return self._open(item)
+            return item
         finally:
             del item
 
@@ -296,8 +294,7 @@ class WorkerIterator(BaseIterator[T_co]):
                 self._started = None
             del started
 
-    async def __anext__(self) -> Any:
-        await self._let_the_loop_turn()
+    async def _anext(self, call: Call) -> Item:
         asked_at = time.perf_counter()
         if self._started is not None:
             check_owner(self._session.pid)
@@ -305,29 +302,22 @@ class WorkerIterator(BaseIterator[T_co]):
         self._check_usable()
         if self._run.ended:
             self._foresee()
-        if (item := self._run.take()) is None:
-            item = await self._wait_async(asked_at)
-        try:
-            return self._open(item)
-        except StopAsyncIteration as error:
-            raise stand_in(error, in_async_for=True) from error
-        finally:
-            del item
-
-    async def _wait_async(self, asked_at: float) -> Item:
+        if (item := self._run.take(call)) is not None:
+            return item
         deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
         while True:
             try:
-                item = self._take_or_read_on(asked_at)
+                item = self._take_or_read_on(call, asked_at)
             except StopIteration:
                 raise StopAsyncIteration from None
-            except StopAsyncIteration as raised:  # of the sampler
-                raise stand_in(raised, in_async_for=True) from raised
             if item is not None:
-                return item
+                try:
+                    return item
+                finally:
+                    del item
             run = self._run
             if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
-                error = await self._wait_report_async(self._report_overdue())
+                error = await self._wait_report_async(self._session.report_overdue(self._settings.timeout))
                 if error is not None and not run.has_news():
                     try:
                         raise error
@@ -336,14 +326,15 @@ class WorkerIterator(BaseIterator[T_co]):
                 deadline = time.monotonic() + self._settings.timeout
             self._last_turn = time.monotonic()
 
-    def _take_or_read_on(self, asked_at: float) -> Item | None:
+    def _take_or_read_on(self, call: Call, asked_at: float) -> Item | None:
         """Take an item, or find out that there will be none, or do what can be done before waiting."""
         run = self._run
         if run.ended:
             self._foresee()
-        if (item := run.take(asked_at)) is not None:
+        if (item := run.take(call, asked_at)) is not None:
             return item
         self._check_usable()
+        run.check()
         try:
             run.read_on()
         finally:
@@ -351,34 +342,15 @@ class WorkerIterator(BaseIterator[T_co]):
                 self._finalizer()  # the workers may go
         return None
 
-    def _open(self, item: Item) -> Any:
-        """Return the batch, or raise what came in its place."""
-        if type(item.outcome) is Batch:
-            self._note_yielded()
-        try:
-            return item.open()
-        finally:
-            del item  # a traceback refers to this frame
-
     def _check_usable(self) -> None:
         session = self._session
         check_owner(session.pid)
-        if session.state in (State.CLOSING, State.CLOSED) and not self._run.exhausted:
+        run = self._run
+        if session.state in (State.CLOSING, State.CLOSED) and not run.exhausted and run.error is None:
             session.portal.stop_daemon()
             raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
 
     # ------------------------------------------------------------------------------------------------- timeouts
-
-    def _report_overdue(self) -> Future[BatchTimeoutError | None]:
-        """Have the session look after the awaited batch; get the error to raise, or None to wait on."""
-        future: Future[BatchTimeoutError | None] = Future()
-
-        def tell(error: BatchTimeoutError | None) -> None:
-            if not future.done():
-                future.set_result(error)
-
-        self._session.portal.post(self._session.overdue, self._settings.timeout, tell)
-        return future
 
     def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
         """Wait for the session's answer, which comes within a second, unless something blocks its loop."""

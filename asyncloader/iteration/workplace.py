@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import weakref
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from asyncloader.transport.room import make_room
 from asyncloader.transport.slab import slab_pool
 from asyncloader.workers.backend import Backend, Elastic, Renewable
 from asyncloader.workers.child.gather import gathers
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.parent.pool import Pool
 from asyncloader.workers.protocol.messages import WorkerSpec
@@ -43,7 +43,7 @@ from asyncloader.workers.protocol.pickled_spec import pickle_for_elsewhere
 def make_pool(
     settings: Settings,
     spec: WorkerSpec,
-    loop: asyncio.AbstractEventLoop,
+    loop: GuardedLoop,
     traffic: Traffic,
     elsewhere: int,
     original: Original,
@@ -78,7 +78,7 @@ def make_pool(
     return remote if local is None else Together(local, remote, first)
 
 
-def _make_local(settings: Settings, spec: WorkerSpec, loop: asyncio.AbstractEventLoop, original: Original) -> Pool:
+def _make_local(settings: Settings, spec: WorkerSpec, loop: GuardedLoop, original: Original) -> Pool:
     pool = Pool(loop, settings.start_context, spec, original)
     pool.pack()
     return pool
@@ -128,14 +128,14 @@ def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, fault
         dataset = settings.dataset
         if is_collated(dataset) or not has_samples(dataset) or gathers(dataset, True, settings.collate_fn):
             slicer.is_whole = True
-        sizes = {"first": progress.position, "batch_size": settings.samples_in_batch}
+        sizes = {"first": progress.now.position, "batch_size": settings.samples_in_batch}
         rooms = None if settings.is_in_process else partial(make_room, slab_pool())
         return SplitScheduler(slicer, on_error=settings.on_error, faults=faults, make_room=rooms, **sizes, **options)
     return Scheduler(
         scheduling="dynamic" if settings.scheduling == "dynamic" and not settings.is_iterable else "static",
         overlapping=settings.tickets_at_once,
-        first=progress.position,
-        next_worker=progress.next_worker,
+        first=progress.now.position,
+        next_worker=progress.now.next_worker,
         **options,
     )
 
@@ -195,7 +195,7 @@ def make_auto(settings: Settings, pool: Backend, tell: Callable[[int, int], None
     return Auto(controller, tell, None if remote is None else elastic)
 
 
-def make_turnover(settings: Settings, pool: Backend, loop: asyncio.AbstractEventLoop) -> Turnover | None:
+def make_turnover(settings: Settings, pool: Backend, loop: GuardedLoop) -> Turnover | None:
     """Return what renews workers, or None if nothing does."""
     if not settings.renews:
         return None

@@ -32,14 +32,7 @@ class Faults:
         self.bad_samples: deque[Any] = deque(maxlen=_MOST_KEPT)
         self.left_out: deque[Any] = deque(maxlen=_MOST_KEPT)
 
-    def note_bad(self, keys: Iterable[Any]) -> None:
-        """Count the bad samples of a batch."""
-        for key in keys:
-            self.bad_count += 1
-            self.bad_samples.append(key)
-
-    def rewind(self, bad_count: int) -> None:
-        """Forget the last bad samples: their batch was interrupted, and is counted again."""
-        self.bad_count = bad_count
-        while len(self.bad_samples) > self.bad_count:
-            self.bad_samples.pop()
+    def note_bad(self, count: int, keys: Iterable[Any]) -> None:
+        """Note the bad samples of a batch, with which there are so many of the run."""
+        self.bad_count = count
+        self.bad_samples.extend(keys)

@@ -10,13 +10,14 @@ A position of the order is looked up, not drawn: position -> worker's stretch ->
 
 from __future__ import annotations
 
-import zlib
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from asyncloader.errors import ConfigurationError
+from asyncloader.identity import checksum
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.ordered import Order
 from asyncloader.samplers.shuffle import Shuffle
@@ -93,14 +94,18 @@ class BlockShuffleSampler(ElasticSampler):
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
 
         Raises:
-            StateMismatchError: if the state is of other blocks, another order, or a later version.
+            StateMismatchError: if the state is of another sampler, blocks or order, or a later version.
         """
         super().load_state_dict(state)
         self._lanes = Lanes(*state["lanes"])
 
-    def _fits(self) -> dict[str, Any]:
-        blocks = f"{len(self.block_sizes)}:{zlib.crc32(self.block_sizes.tobytes()):08x}"
-        return {**super()._fits(), "blocks": blocks, "window": self.window}
+    def _state_identity(self) -> dict[str, Any]:
+        return {**super()._state_identity(), "blocks": self._checksum, "window": self.window}
+
+    @cached_property
+    def _checksum(self) -> str:
+        found = checksum(self.block_sizes)
+        return f"{found['count']}:{found['checksum']:08x}"
 
     def _state_at(self, cursor: int) -> dict[str, Any]:
         return {**super()._state_at(cursor), "lanes": list(self._lanes)}

@@ -60,8 +60,8 @@ class ElasticSampler(OrderedSampler):
     def _num_positions(self) -> int:
         return self.num_indices()
 
-    def _fits(self) -> dict[str, Any]:
-        return {"length": self.num_indices(), "shuffle": self.shuffle, "drop_last": self.drop_last}
+    def _state_identity(self) -> dict[str, Any]:
+        return {**super()._state_identity(), "length": self.num_indices(), "shuffle": self.shuffle}
 
 
 class _Order(NamedTuple):

@@ -162,9 +162,9 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
                 'give too_long="alone" for a batch of its own above the budget'
             )
 
-    def _fits(self) -> dict[str, Any]:
+    def _state_identity(self) -> dict[str, Any]:
         return {
-            **super()._fits(),
+            **super()._state_identity(),
             "max_tokens": self.max_tokens,
             "max_batch": self.max_batch,
             "buckets": self.buckets,

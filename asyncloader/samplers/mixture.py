@@ -191,8 +191,8 @@ class MixtureSampler(OrderedSampler):
     def _num_positions(self) -> int | None:
         return self._length
 
-    def _fits(self) -> dict[str, Any]:
-        return {"lengths": self.lengths, "stop": self.stop, "shuffle": self.shuffle, "drop_last": self.drop_last}
+    def _state_identity(self) -> dict[str, Any]:
+        return {**super()._state_identity(), "lengths": self.lengths, "stop": self.stop, "shuffle": self.shuffle}
 
     def _state_at(self, cursor: int) -> dict[str, Any]:
         return {**super()._state_at(cursor), "weights": [list(stage) for stage in self.weights]}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from asyncloader import identity
 from asyncloader.errors import ConfigurationError, StateMismatchError
 
 STATE_VERSION = 1
@@ -140,21 +141,25 @@ class OrderedSampler(Sampler[int], HasOrder):
         """Return the state after so many samples of the newest iterator, counted on this rank."""
         return self._state_at(self._run.start + samples * self.num_replicas)
 
+    def left_after(self, state: dict[str, Any]) -> int:
+        """Return how many samples of this rank are left of an epoch after a state, of whichever number of ranks."""
+        return len(self._positions(state["cursor"], self._num_positions() or ENDLESS))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
 
         Raises:
-            StateMismatchError: if the state is of another dataset, another order, or a later version.
+            StateMismatchError: if the state is of another sampler, dataset or order, or a later version.
         """
-        check_fits(state, self._fits())
-        self.seed = state["seed"]
+        check_state(state, self)
         self.epoch = state["epoch"]
         self._resume_at = state["cursor"]
         self._run = _Run(state["cursor"])
 
     @abstractmethod
-    def _fits(self) -> dict[str, Any]:
-        """Return what of the sampler must be the same for a state to mean the same samples, as plain data."""
+    def _state_identity(self) -> dict[str, Any]:
+        """Return what must be the same for a state to mean the same samples; what others return is added to this."""
+        return {"seed": self.seed, "drop_last": self.drop_last}
 
     @abstractmethod
     def _num_positions(self) -> int | None:
@@ -166,8 +171,7 @@ class OrderedSampler(Sampler[int], HasOrder):
             "epoch": self.epoch,
             "cursor": cursor,
             "world": self.num_replicas,
-            "seed": self.seed,
-            **self._fits(),
+            **identity.of(self),
         }
 
     def _cursor(self) -> int:
@@ -181,7 +185,7 @@ class OrderedSampler(Sampler[int], HasOrder):
         return range(start + self.rank, start + each * self.num_replicas, self.num_replicas)
 
 
-def check_fits(state: dict[str, Any], fits: dict[str, Any]) -> None:
+def check_state(state: dict[str, Any], sampler: Any) -> None:
     """See whether a state is one of a sampler like this.
 
     Raises:
@@ -189,9 +193,11 @@ def check_fits(state: dict[str, Any], fits: dict[str, Any]) -> None:
     """
     if state.get("version") != STATE_VERSION:
         raise StateMismatchError("version", state.get("version"), STATE_VERSION)
-    for field, now in fits.items():
-        if state.get(field) != now:
-            raise StateMismatchError(field, state.get(field), now)
+    if "kind" not in state:  # states of earlier versions did not say it: those of each kind have keys of their own
+        keys, others = sampler.state_dict().keys() - {"kind"}, state.keys()
+        if keys != others:
+            raise StateMismatchError("kind", f"one with {sorted(others)}", f"{type(sampler).__name__} ({sorted(keys)})")
+    identity.check(state, identity.of(sampler))
 
 
 class _Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncloader.samplers.pieces import has_length
+from asyncloader.samplers.pieces import is_row
 
 IGNORED = -100
 """torch's `cross_entropy` leaves out targets of this value by default."""
@@ -32,7 +33,8 @@ def pack_collate(
 
     Args:
         samples: Rows of tokens (tensors, arrays or lists of integers), or dictionaries with such a row under
-            "input_ids". Their own "labels" are used if there are any; other rows of the same length are laid out alike.
+            "input_ids". Their own "labels" are used if there are any; other rows of numbers, one for each token, are
+            laid out alike. What is no row of numbers (texts, numbers, arrays of several dimensions) is left out.
         block_size: Tokens of a block.
         batch_size: How many blocks to make, also where fewer are needed, so that all batches have one shape; by
             default as many as are needed.
@@ -50,13 +52,15 @@ def pack_collate(
         (``document_ids[b, q] == document_ids[b, kv]``) and for masks.
         "cu_seqlens", int32: where samples begin, and at last the end, in the batch laid out as one row; a block's
         padding counts as a sample. With "max_seqlen", an int, the longest: for flash attention's variable lengths.
-        And what other rows the samples have, filled with 0.
+        And what other rows the samples have, filled with 0, in the dtype that torch promotes those of all samples to.
 
     Raises:
         ValueError: if a sample is longer than a block, or all need more than `batch_size` blocks: then their lengths
-            are not those that the sampler was given.
+            are not those that the sampler was given. If a row or labels are not of the length of their "input_ids", a
+            sample lacks a row that another one has, tokens or labels are no integers, or dtypes have none in common
+            that holds all of their numbers.
     """
-    rows = [_rows(sample) for sample in samples]
+    rows = [_rows(sample, f"sample {number} of the batch") for number, sample in enumerate(samples)]
     sizes = _sizes(rows, block_size, too_long)
     starts, num_blocks = _lay_out(sizes, block_size)
     if batch_size is not None:
@@ -68,11 +72,9 @@ def pack_collate(
         num_blocks = batch_size
     segments, numbers = _segments(starts, sizes, num_blocks, block_size)
     fills = {"input_ids": pad_id, "labels": IGNORED}
-    dtypes: dict[str, Any] = {name: row.dtype for name, row in rows[0].items()} if rows else {}
-    dtypes |= {"input_ids": np.int64, "labels": np.int64}
     flat = {
         name: _laid_out(rows, name, starts, sizes, np.full(num_blocks * block_size, fills.get(name, 0), dtype))
-        for name, dtype in dtypes.items()
+        for name, dtype in _dtypes(rows).items()
     }
     begins = np.cumsum(segments) - segments
     _ignore_first(flat["labels"], begins, segments, shift_labels=shift_labels)
@@ -102,8 +104,15 @@ def _laid_out(
     rows: list[dict[str, NDArray[Any]]], name: str, starts: list[int], sizes: list[int], flat: NDArray[Any]
 ) -> NDArray[Any]:
     """Lay one row of each sample into all blocks, one behind the other."""
-    for row, start, size in zip(rows, starts, sizes, strict=True):
-        flat[start : start + size] = row[name][:size]
+    try:
+        with np.errstate(over="raise"):
+            for row, start, size in zip(rows, starts, sizes, strict=True):
+                if size:
+                    flat[start : start + size] = row[name][:size]
+    except FloatingPointError as error:
+        raise ValueError(
+            f"the row {name!r} of the batch has numbers too large for {flat.dtype}, the common dtype of its samples"
+        ) from error
     return flat
 
 
@@ -118,14 +127,54 @@ def _ignore_first(
         labels[begins] = IGNORED
 
 
-def _rows(sample: Any) -> dict[str, NDArray[Any]]:
+def _rows(sample: Any, whose: str) -> dict[str, NDArray[Any]]:
     """Return a sample's rows as arrays, "input_ids" and "labels" among them."""
-    if not isinstance(sample, Mapping):
-        tokens = np.asarray(sample)
-        return {"input_ids": tokens, "labels": tokens}
-    tokens = np.asarray(sample["input_ids"])
-    rows = {name: np.asarray(row) for name, row in sample.items() if has_length(row, len(tokens))}
-    return {"labels": tokens, **rows, "input_ids": tokens}
+    held = sample if isinstance(sample, Mapping) else {"input_ids": sample}
+    tokens = np.asarray(held["input_ids"])
+    length = len(tokens) if tokens.ndim else 0
+    rows = {name: np.asarray(row) for name, row in held.items() if is_row(row, name, length, whose)}
+    rows = {"labels": tokens, **rows, "input_ids": tokens}
+    for name in ("input_ids", "labels"):
+        if rows[name].ndim != 1 or (length and rows[name].dtype.kind not in "biu"):
+            raise ValueError(
+                f"{whose}: {name!r} should be one row of integers, but is {rows[name].dtype} of shape "
+                f"{rows[name].shape}"
+            )
+    return {name: row for name, row in rows.items() if row.ndim == 1 and row.dtype.kind in "biufc"}
+
+
+def _dtypes(rows: list[dict[str, NDArray[Any]]]) -> dict[str, np.dtype[Any]]:
+    """Return which rows the samples have, and the dtype of each in a batch: of samples without tokens nothing counts.
+
+    Raises:
+        ValueError: A sample lacks a row, or there is no common dtype.
+    """
+    filled = [(number, row) for number, row in enumerate(rows) if len(row["input_ids"])]
+    found: dict[str, dict[np.dtype[Any], int]] = {}  # of each row the dtypes, and which sample was the first with it
+    for number, row in filled:
+        for name, values in row.items():
+            found.setdefault(name, {}).setdefault(values.dtype, number)
+    for number, row in filled:
+        if missing := found.keys() - row.keys():
+            name = min(missing)
+            raise ValueError(
+                f"sample {number} of the batch has no row {name!r}, which sample {min(found[name].values())} has"
+            )
+    found |= {"input_ids": {np.dtype(np.int64): 0}, "labels": {np.dtype(np.int64): 0}}
+    return {name: _common(name, dtypes) for name, dtypes in found.items()}
+
+
+def _common(name: str, dtypes: Mapping[np.dtype[Any], int]) -> np.dtype[Any]:
+    """Return the dtype that torch promotes these to, numpy's with the bytes in this machine's order."""
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        return dtype.newbyteorder("=")
+    try:
+        each = [torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype for dtype in dtypes]
+        return torch.empty(0, dtype=functools.reduce(torch.promote_types, each)).numpy().dtype
+    except (TypeError, RuntimeError) as error:
+        told = ", ".join(f"{dtype} in sample {number}" for dtype, number in dtypes.items())
+        raise ValueError(f"the row {name!r} of the batch has no common dtype: {told}") from error
 
 
 def _lay_out(sizes: list[int], block_size: int) -> tuple[list[int], int]:

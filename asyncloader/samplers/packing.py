@@ -137,8 +137,8 @@ class PackingBatchSampler(WindowedBatchSampler):
                 'too_long="split" or "cut"'
             )
 
-    def _fits(self) -> dict[str, Any]:
-        return {**super()._fits(), "block_size": self.block_size, "too_long": self.too_long}
+    def _state_identity(self) -> dict[str, Any]:
+        return {**super()._state_identity(), "block_size": self.block_size, "too_long": self.too_long}
 
 
 class _PiecedUnits(Units):

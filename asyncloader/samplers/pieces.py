@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, cast
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from asyncloader.protocols import is_async, is_resource, members, probe
@@ -23,7 +25,8 @@ class Pieces(Dataset[Any]):
     """A dataset that can be asked for a :class:`Piece` of a sample too: that sample is read, and cut.
 
     Samples are rows of tokens (tensors, arrays, lists), or dictionaries with such a row under "input_ids", whose other
-    rows of the same length are cut alike. An async dataset stays one; whatever else a dataset has, such as `set_epoch`
+    rows of the same length are cut alike; labels, or a row of numbers, of another length are a ValueError. An async
+    dataset stays one; whatever else a dataset has, such as `set_epoch`
     or a state, is had of the pieces too.
 
     Args:
@@ -85,16 +88,44 @@ def cut(sample: Any, key: Any) -> Any:
     part = slice(key.start, key.stop)
     if not isinstance(sample, Mapping):
         return sample[part]
-    length = len(sample["input_ids"])
-    return {name: row[part] if has_length(row, length) else row for name, row in sample.items()}
+    length, whose = len(sample["input_ids"]), f"sample {key.sample}"
+    return {name: row[part] if is_row(row, name, length, whose) else row for name, row in sample.items()}
 
 
-def has_length(row: Any, length: int) -> bool:
-    """Whether something is a row of this length."""
+def is_row(row: Any, name: str, length: int, whose: str) -> bool:
+    """Whether something in a sample is a row with an item for each of its tokens.
+
+    Args:
+        row: What it is about.
+        name: What the sample calls it.
+        length: How many tokens the sample has.
+        whose: The sample, for an error.
+
+    Raises:
+        ValueError: It is a row of numbers, or labels, of another length.
+    """
     try:
-        return not isinstance(row, (str, bytes)) and len(row) == length
+        count = None if isinstance(row, (str, bytes, Mapping)) else len(row)
     except TypeError:
+        count = None
+    if count == length:
+        return True
+    if (name == "labels" and row is not None) or (count and _are_numbers(row)):
+        raise ValueError(
+            f"{whose}: {name!r} has {'no' if count is None else count} items, but there are {length} input_ids: a row "
+            "has one item for each token. Leave other numbers out of the sample"
+        )
+    return False
+
+
+def _are_numbers(row: Any) -> bool:
+    if isinstance(row, torch.Tensor):
+        return row.ndim == 1
+    try:
+        array = np.asarray(row)
+    except ValueError:  # rows of several lengths in one
         return False
+    return array.ndim == 1 and array.dtype.kind in "biufc"
 
 
 def _index(key: Any) -> Any:

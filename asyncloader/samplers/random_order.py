@@ -31,16 +31,25 @@ def indices(sampler: Any) -> Iterator[Any]:
     return iter(sampler)
 
 
-def take(iterator: Iterator[Any], count: int) -> list[Any]:
-    """Return the next `count` indices, or what is left."""
-    return iterator.take(count) if type(iterator) is RandomOrder else [*islice(iterator, count)]
+def take(iterator: Iterator[Any], count: int, begun: list[Any]) -> list[Any]:
+    """Return the next `count` indices, or what is left.
+
+    Args:
+        iterator: As `indices` has made it.
+        count: How many.
+        begun: What of them an earlier call had taken when it was interrupted; this one leaves its own there.
+    """
+    if type(iterator) is RandomOrder:
+        return iterator.take(count)
+    begun.extend(islice(iterator, count - len(begun)))  # an iterator that is interrupted leaves what it has given
+    return begun
 
 
-def take_array(iterator: Iterator[Any], count: int) -> tuple[list[Any], NDArray[np.int64] | None]:
-    """Return the next `count` indices, or what is left; as an array too, where that is at hand."""
+def take_array(iterator: Iterator[Any], count: int, begun: list[Any]) -> tuple[list[Any], NDArray[np.int64] | None]:
+    """Do the same as `take`; return an array too, where that is at hand."""
     if type(iterator) is RandomOrder:
         return iterator.take(count), iterator.taken
-    taken = [*islice(iterator, count)]
+    taken = take(iterator, count, begun)
     if type(iterator) is _RangeIterator and taken and taken[-1] - taken[0] == len(taken) - 1:
         return taken, np.arange(taken[0], taken[0] + len(taken))
     return taken, None

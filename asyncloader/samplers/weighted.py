@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.hashing import mix
+from asyncloader.identity import checksum
 from asyncloader.samplers.ordered import Order, OrderedSampler
 from asyncloader.samplers.shuffle import scramble
 
@@ -63,19 +64,22 @@ class WeightedSampler(OrderedSampler):
             raise ConfigurationError(
                 f"{self.num_samples} samples cannot be drawn without replacement: {drawable} have a weight above 0"
             )
-        self._ends = np.cumsum(self._weights) if replacement else self._weights
-        self._check = zlib.crc32(self._weights.tobytes())
+        # Scaled by a power of two, which changes no bit of an ordinary weight: otherwise sums of the largest weights
+        # are infinite, and fractions of the smallest ones are rounded to whole steps.
+        self._ends = np.cumsum(np.ldexp(self._weights, -np.frexp(self._weights.max())[1])) if replacement else None
 
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
         key = np.uint64(mix(self.seed, self.epoch))
-        if self.replacement:
-            return _Order(self.num_samples, key, self._ends, None)
-        # Whoever comes first in a race of exponential clocks, whose rates are the weights, is drawn first.
-        with np.errstate(divide="ignore"):
-            arrivals = -np.log1p(-_uniform(np.arange(len(self._weights)), key)) / self._weights
-        chosen = np.argsort(arrivals, kind="stable")[: self.num_samples]
-        return _Order(self.num_samples, key, self._ends, chosen)
+        if self._ends is not None:
+            return _Drawn(self.num_samples, key, self._ends)
+        # Whoever comes first in a race of exponential clocks, whose rates are the weights, is drawn first. Arrivals are
+        # compared by exponent, then by mantissa: as floats, those of the smallest weights would be infinite.
+        racing = np.flatnonzero(self._weights)
+        mantissas, exponents = np.frexp(self._weights[racing])
+        arrivals, more = np.frexp(-np.log1p(-_uniform(racing, key)) / mantissas)
+        order = np.lexsort((arrivals, (more - exponents).astype(np.int16)))  # 16 bits are sorted in one pass
+        return _Chosen(self.num_samples, racing[order[: self.num_samples]])
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
@@ -84,25 +88,34 @@ class WeightedSampler(OrderedSampler):
     def _num_positions(self) -> int:
         return self.num_samples
 
-    def _fits(self) -> dict[str, Any]:
-        return {
-            "weights": {"count": len(self._weights), "checksum": self._check},
-            "num_samples": self.num_samples,
-            "replacement": self.replacement,
-            "drop_last": self.drop_last,
-        }
+    def _state_identity(self) -> dict[str, Any]:
+        drawn = {"num_samples": self.num_samples, "replacement": self.replacement}
+        return {**super()._state_identity(), "weights": self._checksum, **drawn}
+
+    @cached_property
+    def _checksum(self) -> dict[str, int]:
+        return checksum(self._weights)
 
 
-class _Order(NamedTuple):
+class _Chosen(NamedTuple):
+    """Samples that were drawn beforehand."""
+
+    length: int
+    chosen: NDArray[np.int64]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        drawn: NDArray[np.int64] = self.chosen[positions]
+        return drawn
+
+
+class _Drawn(NamedTuple):
+    """Samples that are drawn when they are asked for, with replacement."""
+
     length: int
     key: np.uint64
     ends: NDArray[np.float64]
-    chosen: NDArray[np.int64] | None
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self.chosen is not None:
-            drawn: NDArray[np.int64] = self.chosen[positions]
-            return drawn
         found: NDArray[np.int64] = np.searchsorted(
             self.ends, _uniform(positions, self.key) * self.ends[-1], side="right"
         )

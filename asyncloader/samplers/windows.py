@@ -14,6 +14,7 @@ that each has a last batch and no sample is left out or comes twice.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import abstractmethod
 from bisect import bisect_right
@@ -24,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from asyncloader import identity
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
-from asyncloader.samplers.ordered import STATE_VERSION, HasOrder, Order, check_fits, place_in_group
+from asyncloader.samplers.ordered import STATE_VERSION, HasOrder, Order, check_state, place_in_group
 
 
 class Plan(Protocol):
@@ -88,7 +90,6 @@ class WindowedBatchSampler(Sampler[list[Any]]):
         self.epoch = 0
         self.sampler = sampler
         self._units_per_batch = 1
-        self._described_lengths = self.lengths.describe()
         self._run = _Run((0, 0))
         self._resume_at: tuple[int, int] | None = None
         self._num_units: tuple[int, int] | None = None  # the epoch, and how many it has
@@ -108,9 +109,7 @@ class WindowedBatchSampler(Sampler[list[Any]]):
             if windows.count is None:
                 raise TypeError(f"this {type(self).__name__} has no end, and so no length")
             self._num_units = (self.epoch, sum(len(self._plan_at(windows, n)) for n in range(windows.count)))
-        step = self._units_per_batch * self.num_replicas
-        whole, left = divmod(self._num_units[1], step)
-        return whole + (left > 0 and not self.drop_last)
+        return self._batches_of(self._num_units[1])
 
     def __iter__(self) -> Iterator[list[Any]]:
         run = self._run = _Run(self._resume_at or (0, 0))
@@ -170,19 +169,29 @@ class WindowedBatchSampler(Sampler[list[Any]]):
             run = ahead
         return self._state_at(*run.cursor(unit))
 
+    def left_after(self, state: dict[str, Any]) -> int:
+        """Return how many batches of this rank are left of an epoch after a state. For that these are planned."""
+        there = copy.copy(self)
+        there.sampler = copy.deepcopy(self.sampler)
+        there.load_state_dict(state)
+        windows, (window, unit) = Windows(there._order(), self.window), there._cursor()
+        assert windows.count is not None
+        return self._batches_of(sum(len(there._plan_at(windows, n)) for n in range(window, windows.count)) - unit)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
 
         Raises:
-            StateMismatchError: if the state is of other lengths, another order, or a later version.
+            StateMismatchError: if the state is of another sampler, lengths or order, or a later version.
         """
-        check_fits(state, self._fits())
+        check_state(state, self)
         inner: Any = self.sampler
         if (inner is None) != (state["sampler"] is None):
-            raise StateMismatchError("sampler", state["sampler"], inner)
+            was = state["sampler"] and state["sampler"].get("kind", "one")
+            raise StateMismatchError("sampler", was, inner and type(inner).__name__)
         if inner is not None:
             inner.load_state_dict(state["sampler"])
-        self.seed = state["seed"]
+        self.lengths.say_what_is_compared()
         self.epoch = state["epoch"]
         window, unit = self._resume_at = (state["cursor"]["window"], state["cursor"]["unit"])
         self._run = _Run(self._resume_at)
@@ -199,14 +208,20 @@ class WindowedBatchSampler(Sampler[list[Any]]):
         """
 
     @abstractmethod
-    def _fits(self) -> dict[str, Any]:
-        """Return what must be the same for a state to mean the same, as plain data; the rest of it is added to this."""
+    def _state_identity(self) -> dict[str, Any]:
+        """Return what must be the same for a state to mean the same samples; what others return is added to this."""
         return {
-            "lengths": self._described_lengths,
+            "seed": self.seed,
+            "lengths": self.lengths.identity,
             "window": self.window,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
+
+    def _batches_of(self, units: int) -> int:
+        """Return how many batches of this rank so many units make."""
+        whole, left = divmod(units, self._units_per_batch * self.num_replicas)
+        return whole + (left > 0 and not self.drop_last)
 
     def _order(self) -> Order:
         if self.sampler is not None:
@@ -237,8 +252,7 @@ class WindowedBatchSampler(Sampler[list[Any]]):
             "epoch": self.epoch,
             "cursor": {"window": window, "unit": unit},
             "world": self.num_replicas,
-            "seed": self.seed,
-            **self._fits(),
+            **identity.of(self),
             "sampler": None if inner is None else inner.state_dict(),
         }
 

@@ -155,8 +155,9 @@ def here() -> SampleContext:
 def sample_rng() -> np.random.Generator:
     """Return the random generator of the sample that is being fetched.
 
-    It depends on the loader's base seed, the epoch, the rank, the number of the batch and the position in it, and on
-    nothing else: the same numbers come with any `num_workers`, `concurrency` or timing, after a crash and on a retry.
+    It depends on the loader's base seed, the epoch, the rank of the data (see ``seeding_rank`` of the loader), the
+    number of the batch and the position in it, and on nothing else: the same numbers come with any `num_workers`,
+    `concurrency` or timing, after a crash and on a retry.
     With ``seeding="sample"`` it depends on the place in the epoch's order in place of batch and position: then the same
     come with any batch size as well. The global generators of random, numpy and torch are shared by all samples that a
     worker fetches at once; this one is not. In `__getitems__` and in `collate_fn` it is the generator of the batch as a

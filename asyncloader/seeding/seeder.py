@@ -162,6 +162,12 @@ def left_alone() -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpys)
-        torch.default_generator.set_state(torchs)
+        try:
+            random.setstate(python)
+            np.random.set_state(numpys)
+            torch.default_generator.set_state(torchs)
+        except BaseException:  # a Ctrl-C came between two of them
+            random.setstate(python)
+            np.random.set_state(numpys)
+            torch.default_generator.set_state(torchs)
+            raise

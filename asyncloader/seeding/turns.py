@@ -6,17 +6,37 @@
 
 What a sample does in a `sample_seed` block it does alone in its process, with the three global generators seeded by
 its place in the epoch; so what they draw does not depend on what else is in flight.
+
+In the trainer's process the generators are the trainer's between blocks. There the loader draws from them, and has
+samplers draw; it notes what they are, and restores them. None of this happens while a block runs in another thread:
+
+    untouched()   generators are noted or restored: at once, or when the block that runs has ended
+    Drawing()     others draw, as a sampler does that is read: blocks of other threads wait for its end
+    alone()       a batch is made without workers, and seeds the generators for each of its samples: the same
+
+Only a block holds the lock while the user's code runs. A sampler may wait for what a block is to give, or use blocks
+itself: so a `Drawing` takes the lock for a moment, which is when no block runs, and tells blocks that come later. Each
+wait between a block and something else has an end: after `_PATIENCE_S` the one who waits goes on, and the log says that
+what is drawn may differ from run to run. So there is no circle of waits but between blocks, which hold nothing that
+waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from asyncloader.seeding.sample_context import BATCH, SampleContext, current
 from asyncloader.seeding.seeder import BLOCK, Seeder, left_alone
+
+log = logging.getLogger("asyncloader")
+
+_PATIENCE_S = 10.0
 
 
 class _Turn:
@@ -26,13 +46,29 @@ class _Turn:
         lock: Held by whose turn it is.
         holder: The sample, in the thread that has the lock.
         is_trainers: The global generators are those of the trainer, and are given back after each turn.
+        drawings: What goes on; each thread adds and removes its own, and adds with the lock held: never inside a block.
     """
 
     def __init__(self, *, is_trainers: bool = True) -> None:
         self.lock = threading.RLock()
         self.holder: SampleContext | None = None
         self.is_trainers = is_trainers
+        self.drawings: list[weakref.ref[Drawing]] = []  # one that a Ctrl-C keeps from ending is gone by itself
         self.seeder: tuple[tuple[int, int, int], Seeder] | None = None  # of the last epoch
+
+    def going_on(self) -> list[Drawing]:
+        """Return the drawings that have begun."""
+        return [drawing for each in tuple(self.drawings) if (drawing := each()) is not None]
+
+    def begin_block(self) -> None:
+        """Take the lock, when nobody draws in another thread."""
+        while True:
+            for drawing in self.going_on():
+                drawing.wait_ended()
+            self.lock.acquire()
+            if not any(drawing.keeps_out() for drawing in self.going_on()):
+                return
+            self.lock.release()
 
     def seeder_of(self, key: tuple[int, int, int]) -> Seeder:
         """Return what seeds the samples of an epoch. With the lock held."""
@@ -58,14 +94,98 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
+class Drawing:
+    """Blocks of other threads wait while the user's code draws from generators of the trainer, inside this.
+
+    Args:
+        seeds: It seeds the generators: what they are meanwhile is not the trainer's either.
+
+    Attributes:
+        overstayed: Blocks have gone on meanwhile: it waits for something, it seems.
+    """
+
+    __slots__ = ("__weakref__", "_ended", "_thread", "_turn", "overstayed", "seeds")
+
+    def __init__(self, *, seeds: bool = False) -> None:
+        self.seeds = seeds
+        self.overstayed = False
+        self._thread = threading.get_ident()
+        self._turn = _turn
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    def __enter__(self) -> Drawing:
+        try:
+            with untouched():
+                drawings = self._turn.drawings
+                drawings.append(weakref.ref(self, drawings.remove))
+        except BaseException:  # Ctrl-C: blocks must not wait for what has not begun
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(ValueError):
+            self._turn.drawings.remove(weakref.ref(self))
+        self._ended.release()
+
+    def keeps_out(self) -> bool:
+        """Whether the calling thread has to wait for it."""
+        return self._thread != threading.get_ident() and not self.overstayed
+
+    def wait_ended(self) -> None:
+        """Wait until it has ended, if the calling thread has to."""
+        if not self.keeps_out():
+            return
+        if self._ended.acquire(timeout=_PATIENCE_S):
+            self._ended.release()
+        else:
+            self.overstayed = True
+            _warn('A sampler that is read, or a batch that is made under seeding="sample",')
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Look at the generators of the trainer: when no block runs, and no batch that seeds them, in another thread."""
+    turn = _turn
+    for drawing in turn.going_on():
+        if drawing.seeds:
+            drawing.wait_ended()
+    is_between = turn.lock.acquire(timeout=_PATIENCE_S)
+    if not is_between:
+        _warn("A sample_seed() block")
+    try:
+        yield
+    finally:
+        if is_between:
+            turn.lock.release()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile."""
+    with Drawing(seeds=True), left_alone():
+        yield
+
+
+def _warn(who: str) -> None:
+    log.warning(
+        "%s has had the global random generators for %g s, and others go on beside it: what is drawn may differ from "
+        "run to run. What waits should not draw from global generators.",
+        who,
+        _PATIENCE_S,
+    )
+
+
 class sample_seed:  # read as a function that returns a context manager
     """Make what is drawn in a block the sample's own, where samples are fetched at the same time.
 
     With ``seeding="sample"``, Python's, numpy's and torch's global generators are seeded for the block by the sample's
     place in the epoch's order, and the blocks of all samples of a process take turns: reading overlaps, what is in
     blocks does not. So random transforms give the same with any number of workers, any `concurrency`, number of threads
-    and batch size. In the trainer's process the generators are given back to it after each block; what it draws itself
-    while a block runs in another thread, it draws from those of the sample.
+    and batch size. In the trainer's process the generators are given back to it after each block. The loader draws, and
+    reads samplers, between blocks; what the trainer draws itself while a block runs in another thread, it draws from
+    the generators of the sample.
 
     Under another ``seeding``, and where nothing is fetched, it changes nothing. A block must hold no ``await``: other
     samples of its loop would run inside it.
@@ -105,7 +225,7 @@ class sample_seed:  # read as a function that returns a context manager
 
     def _begin(self, sample: SampleContext) -> None:
         turn = _turn
-        turn.lock.acquire()
+        turn.begin_block()
         try:
             if turn.holder is not None:
                 if turn.holder is not sample:

@@ -70,6 +70,9 @@ class Worker(Protocol):
     def is_alive(self) -> bool:
         """Whether it is there."""
 
+    def kill(self) -> None:
+        """End it at once."""
+
     def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
         """Find out where it is, and what the samples of the ticket wait for; "" if it does not answer."""
 

@@ -92,7 +92,7 @@ def measure(bench: Bench) -> None:
             (uncached, again) = epochs(source, concurrency, 2)
             bench.note(f"{title}: no cache", first_s=uncached, second_s=again)
             for name, where in (("ram", "ram"), ("disk", str(Path(folder, str(concurrency))))):
-                first, *later = epochs(CachedDataset(source, where), concurrency, 4)
+                first, *later = epochs(CachedDataset(source, where, fingerprint="v1"), concurrency, 4)
                 bench.note(f"{title}: {name}", first_s=first, second_s=later[0], least_later_s=min(later))
                 if concurrency == 1:
                     bench.check(f"{title}: {name}, first / second", first / later[0], Target(">=", 20))

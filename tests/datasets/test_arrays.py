@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from asyncloader import ConfigurationError
-from asyncloader.datasets import ArrayDataset
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.datasets import ArrayDataset, FetchError
 
 COUNT = 200
 PIXELS = np.arange(COUNT * 6, dtype=np.float32).reshape(COUNT, 2, 3)
@@ -74,6 +75,46 @@ def test_arrays_travel(loader_class: Any, tmp_path: Path, start_method: str) -> 
         assert torch.equal(pickle.loads(data)[7][0], dataset[7][0])
 
 
+def numbers_in(path: Path, first: int) -> Any:
+    np.save(path, np.arange(first, first + COUNT))
+    return np.load(path, mmap_mode="r")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_mapped_file_that_is_replaced(tmp_path: Path, start_method: str, num_workers: int) -> None:
+    """Every worker has the numbers that the trainer has, or says that it cannot have them."""
+    path = tmp_path / "numbers.npy"
+    dataset = ArrayDataset(numbers_in(path, 0))
+    numbers_in(tmp_path / "new.npy", 1000)
+    os.replace(tmp_path / "new.npy", path)
+    assert dataset[3][0] == 3
+    how: Any = {"multiprocessing_context": start_method} if num_workers else {}
+    loader = DataLoader(dataset, batch_size=COUNT, num_workers=num_workers, **how)
+    if num_workers and start_method != "fork":
+        with pytest.raises(FetchError, match=r"numbers.npy: another file has taken the place"):
+            next(iter(loader))
+    else:
+        assert next(iter(loader))[0].tolist() == list(range(COUNT))
+
+
+def test_mapped_files_that_are_the_same(tmp_path: Path) -> None:
+    """What is written into the file everybody sees; one without a name travels whole; another machine has its own."""
+    path = tmp_path / "numbers.npy"
+    dataset = ArrayDataset(numbers_in(path, 0))
+    np.load(path, mmap_mode="r+")[3] = 7
+    assert pickle.loads(pickle.dumps(dataset))[3][0] == dataset[3][0] == 7
+    data = pickle.dumps(dataset)
+    (boot_id,) = Path("/proc/sys/kernel/random/boot_id").read_text().split()
+    assert data.count(boot_id.encode()) == 1
+    numbers_in(tmp_path / "new.npy", 1000)
+    os.replace(tmp_path / "new.npy", path)
+    elsewhere = data.replace(boot_id.encode(), boot_id[::-1].encode())
+    assert pickle.loads(elsewhere)[3][0] == 1003
+    array = numbers_in(path, 0)
+    path.unlink()
+    assert pickle.loads(pickle.dumps(ArrayDataset(array)))[3][0] == 3
+
+
 def test_changes_and_parts_of_what_is_mapped(tmp_path: Path) -> None:
     """Copies that were written to travel whole, and rows that do not lie together."""
     path = tmp_path / "array"
@@ -96,6 +137,10 @@ def test_changes_and_parts_of_what_is_mapped(tmp_path: Path) -> None:
         ([[1, 2]], "but got list"),
         ([np.zeros(3), np.zeros(4)], r"of one length, but got \[3, 4\]"),
         ([np.array(["a"])], "torch has no tensors of <U1"),
+        ([np.array([1, 2], ">i4")], "torch has no tensors of >i4"),
+        ([np.zeros(2, [("a", "i4")])], "torch has no tensors of"),
+        ([np.zeros(2, "M8[s]")], "torch has no tensors of"),
+        ([np.ma.masked_equal([1, 2], 2)], "tensors have no mask"),
     ],
 )
 def test_arrays_are_checked(arrays: list[Any], error: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
-import multiprocessing
 import os
 import pickle
 import random
@@ -21,9 +21,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from asyncloader import ConfigurationError, DataLoader, SharedList, sample_rng
+from asyncloader import ConfigurationError, DataLoader, sample_rng
 from asyncloader.datasets import CachedDataset, FileDataset
-from asyncloader.datasets.fingerprint import fingerprint_of
 from asyncloader.workers.child.overlap import TaskFetcher
 from tests.nursery import Program
 
@@ -138,7 +137,7 @@ def made(log: Path) -> list[str]:
 
 def test_each_sample_is_made_once(where: str, log: Path) -> None:
     """And comes back as it was made; what a reader does to it is for that reader alone."""
-    cached = CachedDataset(Noted(log), where)
+    cached = CachedDataset(Noted(log), where, fingerprint="v1")
     for _ in range(3):
         for index in range(COUNT):
             one = cached[index]
@@ -160,7 +159,7 @@ def test_what_is_random_comes_after(where: str, log: Path) -> None:
         return len(seen)
 
     seen: list[int] = []
-    cached = CachedDataset(Noted(log), where, transform=once_more)
+    cached = CachedDataset(Noted(log), where, fingerprint="v1", transform=once_more)
     assert [cached[3] for _ in range(3)] == [1, 2, 3]
     assert seen == [4, 4, 4]
     assert made(log) == ["3"]
@@ -168,7 +167,7 @@ def test_what_is_random_comes_after(where: str, log: Path) -> None:
 
 def test_errors_are_the_datasets_own(where: str, log: Path) -> None:
     """They are not kept."""
-    cached = CachedDataset(Noted(log), where)
+    cached = CachedDataset(Noted(log), where, fingerprint="v1")
     for _ in range(2):
         with pytest.raises(IndexError):
             cached[COUNT]
@@ -264,12 +263,12 @@ def test_other_keys(where: str) -> None:
 
 def test_missing_samples_of_a_batch_are_asked_for_together(where: str, log: Path) -> None:
     """Of a dataset that makes batches; others are asked one by one."""
-    cached = CachedDataset(Batches(log), where)
+    cached = CachedDataset(Batches(log), where, fingerprint="v1")
     cached[3]
     assert all(map(is_right, cached.__getitems__([2, 3, 4]), [2, 3, 4]))
     assert all(map(is_right, cached.__getitems__([4, 3, 5]), [4, 3, 5]))
     assert made(log) == ["3", "[2, 4]", "[5]"]
-    assert CachedDataset(Noted(log), where).__getitems__ is None
+    assert CachedDataset(Noted(log), where, fingerprint="v1").__getitems__ is None
 
 
 class Collated(Dataset[Any]):
@@ -289,7 +288,7 @@ class Collated(Dataset[Any]):
 
 def test_samples_of_a_dataset_that_collates(where: str) -> None:
     """Are asked for one by one; one that has none is refused."""
-    loader = DataLoader(CachedDataset(Collated(), where), 3)
+    loader = DataLoader(CachedDataset(Collated(), where, fingerprint="v1"), 3)
     for _ in range(2):
         assert [[part.tolist() for part in batch] for batch in loader] == [
             [[0, 1, 2], [0, 2, 4]],
@@ -300,12 +299,12 @@ def test_samples_of_a_dataset_that_collates(where: str) -> None:
         __getitem__ = Dataset.__getitem__
 
     with pytest.raises(ConfigurationError, match="gives batches alone"):
-        CachedDataset(Only(), where)
+        CachedDataset(Only(), where, fingerprint="v1")
 
 
 def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
     """What does not fit any more is made each time; nothing that is kept goes."""
-    cached = CachedDataset(Noted(log), where, max_bytes=5000)
+    cached = CachedDataset(Noted(log), where, fingerprint="v1", max_bytes=5000)
     for _ in range(2):
         assert all(is_right(cached[index], index) for index in range(COUNT))
     usage = cached.usage()
@@ -323,6 +322,7 @@ def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
         ({"max_bytes": 1.5}, "max_bytes must be"),
         ({"transform": 1}, "transform is called"),
         ({"fingerprint": 1}, "fingerprint is a text"),
+        ({"fingerprint": ""}, "fingerprint is a text"),
         ({"dataset": iter}, "it is no map-style dataset"),
     ],
 )
@@ -351,7 +351,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: str, log: Path)
 
 def test_workers_share_it(where: str, log: Path, start_method: str) -> None:
     """What one has made none makes again, in the next epoch, whatever way they were started."""
-    cached = CachedDataset(Noted(log), where)
+    cached = CachedDataset(Noted(log), where, fingerprint="v1")
     how: Any = {"multiprocessing_context": start_method, "persistent_workers": True}
     loader = DataLoader(cached, batch_size=4, num_workers=2, collate_fn=first, **how)
     for _ in range(2):
@@ -369,7 +369,7 @@ def test_async_datasets(where: str, log: Path, num_workers: int) -> None:
     """Only what is missing is awaited; what the dataset opens is opened and closed."""
     dataset = Awaited(log)
     dataset.was_closed.clear()
-    cached = CachedDataset(dataset, where, transform=lambda one: one["name"])
+    cached = CachedDataset(dataset, where, fingerprint="v1", transform=lambda one: one["name"])
     some = DataLoader(Subset(cached, [1, 3, 5]), batch_size=2, num_workers=num_workers)
     assert [name for batch in some for name in batch] == ["1" * 10, "3" * 10, "5" * 10]
     loader = DataLoader(cached, batch_size=8, num_workers=num_workers, concurrency=4)
@@ -418,7 +418,7 @@ def test_what_is_at_hand_needs_no_task(where: str, on_error: Any, monkeypatch: p
 
     monkeypatch.setattr(TaskFetcher, "_spawn", spawn_noted)
     draws = Draws(bad=7 if on_error == "skip" else -1)
-    cached = Subset(CachedDataset(draws, where, transform=draws.transformed), range(1, 12))
+    cached = Subset(CachedDataset(draws, where, fingerprint="v1", transform=draws.transformed), range(1, 12))
     plain = Subset(cast(Any, Drawn(draws.bad)), range(1, 12))
     loaders = [
         DataLoader(cast(Any, dataset), 4, shuffle=True, generator=torch.Generator().manual_seed(1), on_error=on_error)
@@ -443,7 +443,7 @@ def test_async_transforms_are_awaited(where: str) -> None:
         return 2 * sample
 
     for transform in (double, lambda sample: double(sample)):
-        cached: Any = CachedDataset(Draws(), where, transform=transform)
+        cached: Any = CachedDataset(Draws(), where, fingerprint="v1", transform=transform)
         for _ in range(2):
             assert [batch.tolist() for batch in DataLoader(cached, 6)] == [[*range(0, 12, 2)], [*range(12, 24, 2)]]
 
@@ -451,7 +451,7 @@ def test_async_transforms_are_awaited(where: str) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_async_batches(where: str, num_workers: int) -> None:
     """A dataset that awaits batches, and knows nothing else."""
-    cached = CachedDataset(AwaitedBatches(), where)
+    cached = CachedDataset(AwaitedBatches(), where, fingerprint="v1")
     loader = DataLoader(cached, batch_size=8, num_workers=num_workers, collate_fn=first)
     for _ in range(2):
         assert all(map(is_right, [one for batch in loader for one in batch], range(COUNT)))
@@ -466,7 +466,7 @@ async def test_datasets_that_turn_out_to_be_async(where: str, log: Path) -> None
         def __getitem__(self, index: int) -> Any:
             return asyncio.sleep(0, super().__getitem__(index))
 
-    cached: Any = CachedDataset(Hidden(log), where)
+    cached: Any = CachedDataset(Hidden(log), where, fingerprint="v1")
     assert is_right(await cached[3], 3)
     assert is_right(cached[3], 3)
 
@@ -479,7 +479,7 @@ async def test_opening_that_fails(where: str, log: Path) -> None:
             raise OSError("no")
 
     good = Awaited(log)
-    cached: Any = CachedDataset(torch.utils.data.ConcatDataset([Failing(log), good]), where)
+    cached: Any = CachedDataset(torch.utils.data.ConcatDataset([Failing(log), good]), where, fingerprint="v1")
     with pytest.raises(OSError, match="no"):
         await cached.__aenter__()
     assert not good.is_open
@@ -491,7 +491,7 @@ async def test_real_files(where: str, tmp_path: Path) -> None:
     folder.mkdir()
     for number in range(5):
         (folder / f"{number}").write_text(str(number))
-    cached: Any = CachedDataset(FileDataset(folder), where)
+    cached: Any = CachedDataset(FileDataset(folder), where, fingerprint="v1")
     async with cached:
         assert await cached.__getitems__([0, 1]) == [b"0", b"1"]
     for path in folder.iterdir():
@@ -506,91 +506,100 @@ async def test_real_files(where: str, tmp_path: Path) -> None:
 
 
 def test_it_stays_for_the_next_run(tmp_path: Path, log: Path) -> None:
-    """The same dataset finds its samples, one with other content does not; nor does the cache of another text."""
+    """The same fingerprint finds its samples; another one, or another length, does not."""
     folder = tmp_path / "cache"
     for _ in range(2):
-        cached = CachedDataset(Noted(log), folder)
+        cached = CachedDataset(Noted(log), folder, fingerprint="v1")
         assert all(is_right(cached[index], index) for index in range(COUNT))
     assert len(made(log)) == COUNT
-    assert is_right(CachedDataset(Noted(log, factor=2), folder)[3], 3, 2)
-    assert is_right(CachedDataset(Noted(log, count=COUNT + 1), folder)[3], 3)
-    assert is_right(CachedDataset(Noted(log), folder, fingerprint="v2")[3], 3)
-    assert made(log) == ["3", "3", "3"]
-    assert is_right(CachedDataset(Noted(log), folder)[3], 3)
+    assert is_right(CachedDataset(Noted(log, factor=2), folder, fingerprint="v2")[3], 3, 2)
+    assert is_right(CachedDataset(Noted(log, count=COUNT + 1), folder, fingerprint="v1")[3], 3)
+    assert made(log) == ["3", "3"]
+    assert is_right(CachedDataset(Noted(log), folder, fingerprint="v1")[3], 3)
     assert not made(log)
-    assert len(list(folder.iterdir())) == 4
+    assert len(list(folder.iterdir())) == 3
 
 
-def dataset_with(code: str, **attributes: Any) -> Any:
-    names: dict[str, Any] = {"__name__": "__main__", "Dataset": Dataset}
-    exec(f"class D(Dataset):\n def __getitem__(self, index): {code}", names)
-    made = names["D"]()
-    made.__dict__.update(attributes)
-    return made
+class Epochs(Noted):
+    """Is told epochs."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.factor = epoch
 
 
-def test_what_tells_datasets_apart(tmp_path: Path) -> None:
-    """Code, attributes and what they hold; equal ones are the same, in another process too."""
-    array, path = np.arange(10), tmp_path / "array"
-    np.arange(5).tofile(path)
-    different = [
-        dataset_with("return 1"),
-        dataset_with("return 2"),
-        dataset_with("return [x + 1 for x in ()]"),
-        dataset_with("return [x + 2 for x in ()]"),
-        dataset_with("return 1", a=1),
-        dataset_with("return 1", a=[1, "x"]),
-        dataset_with("return 1", a={"x", "y", "z"}),
-        dataset_with("return 1", a=array),
-        dataset_with("return 1", a=array[::-1]),
-        dataset_with("return 1", a=torch.arange(10)),
-        dataset_with("return 1", a=torch.arange(11)),
-        dataset_with("return 1", a=SharedList([1, 2])),
-        dataset_with("return 1", a=SharedList([1, 3])),
-        dataset_with("return 1", a=SharedList([1, 3])[:1]),
-        dataset_with("return 1", a=lambda: 1),
-        dataset_with("return 1", a=lambda: 2),
-        dataset_with("return 1", a=np.memmap(path, np.int64, "r")),
-        dataset_with("return 1", a=np.memmap(path, np.int64, "r", offset=8)),
-    ]
-    assert len(set(map(fingerprint_of, different))) == len(different)
-    text = "".join(["a", "b"])
-    again = dataset_with("return 1", a=[text, text]), dataset_with("return 1", a=["ab", "".join(["a", "b"])])
-    assert fingerprint_of(again[0]) == fingerprint_of(again[1])
-    assert fingerprint_of(dataset_with("return 1", a=SharedList([1, 2]))) == fingerprint_of(different[11])
-    with pytest.raises(ConfigurationError, match="say so yourself with fingerprint="):
-        fingerprint_of(dataset_with("return 1", a=multiprocessing.Lock()))
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(ConfigurationError, match="fingerprint="):
-        fingerprint_of(dataset_with("return 1", a=loop))
+def test_a_folder_asks_what_is_in_it(tmp_path: Path, log: Path) -> None:
+    """Code does not tell; the error says what belongs into the fingerprint. A cache in memory needs none."""
+    for dataset in (Noted(log), Awaited(log)):
+        with pytest.raises(ConfigurationError, match=r'fingerprint="\.\.\.", a text with all that decides'):
+            CachedDataset(dataset, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    assert is_right(CachedDataset(Noted(log), "ram")[1], 1)
 
 
-SAME = """
-    import sys
-    from asyncloader.datasets.fingerprint import fingerprint_of
-from asyncloader.workers.child.overlap import TaskFetcher
-
-    class Named:
-        def __init__(self):
-            self.names = {"a", "b", "c", "d"}
-            self.rows = [{"a": frozenset("xyz")}]
-
-        def __getitem__(self, index):
-            return index in {"e", "f", "g"}
-
-    print(fingerprint_of(Named()).hex())
-"""
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_samples_that_depend_on_the_epoch(where: str, log: Path, wrapped: bool) -> None:
+    """Are not kept: those of one epoch would come in all others, as no epoch reaches what is in the cache."""
+    listener = Epochs(log)
+    dataset: Any = Subset(listener, range(COUNT)) if wrapped else listener
+    with pytest.raises(ConfigurationError, match="Epochs has set_epoch, so its samples may be others in each epoch"):
+        CachedDataset(dataset, where, fingerprint="v1")
+    cached = CachedDataset(dataset, where, fingerprint="v1", epoch_independent=True)
+    loader = DataLoader(cached, 4, collate_fn=first)
+    for epoch in (2, 3):
+        loader.set_epoch(epoch)
+        assert all(map(is_right, [one for batch in loader for one in batch], range(COUNT)))
 
 
-def test_the_next_run_finds_the_same(run: Callable[..., Program]) -> None:
-    """Texts have another hash in every process, and sets another order."""
-    assert len({run(SAME, PYTHONHASHSEED=str(seed)).out for seed in range(3)}) == 1
+class Around(Dataset[Any]):
+    """Makes of what is kept what belongs to the epoch."""
+
+    def __init__(self, kept: CachedDataset[Any]) -> None:
+        self.kept = kept
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.kept[index]["array"][0, 0]) * 100 + self.epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_cache_below_what_depends_on_the_epoch(where: str, log: Path, num_workers: int) -> None:
+    """The way that the error names: each epoch has its own samples, and each is read once."""
+    dataset = Around(CachedDataset(Noted(log), where, fingerprint="v1"))
+    loader = DataLoader(dataset, 8, num_workers=num_workers, persistent_workers=num_workers > 0)
+    for epoch in (1, 2):
+        loader.set_epoch(epoch)
+        assert [value for batch in loader for value in batch.tolist()] == [
+            index * 100 + epoch for index in range(COUNT)
+        ]
+    loader.close()
+    assert sorted(map(int, made(log))) == list(range(COUNT))
+
+
+def test_a_copy_that_is_changed(log: Path) -> None:
+    """A deep copy in memory is another dataset, with samples of its own; the dataset of a cache cannot be replaced."""
+    cached = CachedDataset(Noted(log), "ram", max_bytes=100_000)
+    assert is_right(cached[3], 3)
+    other = copy.deepcopy(cached)
+    other.dataset.factor = 2
+    assert is_right(other[3], 3, 2)
+    assert is_right(other[3], 3, 2)
+    assert is_right(cached[3], 3)
+    assert is_right(copy.copy(cached)[3], 3)
+    assert made(log) == ["3", "3"]
+    assert other.usage() == cached.usage()
+    with pytest.raises(AttributeError):
+        cached.dataset = Noted(log, factor=2)  # type: ignore[misc]
 
 
 def test_damage_is_noticed(tmp_path: Path, log: Path) -> None:
     """After a crash of the machine, part of the file may not be what was written: that is made anew."""
-    cached = CachedDataset(Noted(log), tmp_path / "cache")
+    cached = CachedDataset(Noted(log), tmp_path / "cache", fingerprint="v1")
     assert all(is_right(cached[index], index) for index in range(COUNT))
     made(log)
     (path,) = (tmp_path / "cache").iterdir()
@@ -628,7 +637,7 @@ RENAMED = """
         def __getitem__(self, index): return make(index)
 
     logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
-    cached = CachedDataset(Photos(), sys.argv[1])
+    cached = CachedDataset(Photos(), sys.argv[1], fingerprint="v1")
     for _ in range(2): print(cached[0], cached[1])
 """
 
@@ -685,12 +694,12 @@ def test_samples_that_cannot_be_unpickled(where: str) -> None:
 
 def test_without_permission_to_write(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that others have filled is read."""
-    cached = CachedDataset(Noted(log), tmp_path / "cache")
+    cached = CachedDataset(Noted(log), tmp_path / "cache", fingerprint="v1")
     assert is_right(cached[1], 1)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     del cached
-    cached = CachedDataset(Noted(log), tmp_path / "cache")
+    cached = CachedDataset(Noted(log), tmp_path / "cache", fingerprint="v1")
     assert is_right(cached[1], 1)
     assert is_right(cached[2], 2)
     assert is_right(cached[2], 2)
@@ -709,7 +718,7 @@ FULL = """
         def __getitem__(self, index): return torch.full((10_000,), float(index))
 
     logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
-    cached = CachedDataset(Large(), sys.argv[1], max_bytes=1 << 30)
+    cached = CachedDataset(Large(), sys.argv[1], fingerprint="v1", max_bytes=1 << 30)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9_000_000, 9_000_000))
     loader = DataLoader(cached, batch_size=4, num_workers=2)
     for epoch in range(3):
@@ -731,7 +740,7 @@ def test_what_else_is_in_the_folder_is_told(tmp_path: Path, log: Path, caplog: p
     """Caches of earlier versions stay, and take room."""
     caplog.set_level(logging.INFO, "asyncloader")
     for factor in (1, 2, 1):
-        CachedDataset(Noted(log, factor=factor), tmp_path / "cache", max_bytes=10_000)[0]
+        CachedDataset(Noted(log, factor=factor), tmp_path / "cache", fingerprint=f"v{factor}", max_bytes=10_000)[0]
     new, other, again = caplog.messages
     assert "new, 0 samples" in new
     assert "of other datasets, or earlier versions, 1 files" in other
@@ -752,7 +761,7 @@ def read_at_random(cached: Any, seed: int) -> None:
 def test_whoever_is_killed_loses_and_corrupts_nothing(where: str, log: Path) -> None:
     """200 processes that fill a cache are killed at any moment, two at a time; what is there is right all the same."""
     count, draw = 3000, random.Random(0)
-    cached = CachedDataset(Noted(Path("/dev/null"), count), where)
+    cached = CachedDataset(Noted(Path("/dev/null"), count), where, fingerprint="v1")
     kept, statuses = 0, []
     for number in range(100):
         pids = []
@@ -770,7 +779,7 @@ def test_whoever_is_killed_loses_and_corrupts_nothing(where: str, log: Path) -> 
     assert sum(status == signal.SIGKILL for status in statuses) > 50
     assert all(is_right(cached[index], index) for index in range(count))
     noted = CachedDataset.__new__(CachedDataset)
-    noted.__dict__.update(cached.__dict__, dataset=Noted(log, count))
+    noted.__dict__.update(cached.__dict__, _dataset=Noted(log, count))
     assert all(is_right(noted[index], index) for index in range(count))
     assert not made(log)
 
@@ -782,7 +791,7 @@ def pause(seconds: float) -> None:
 
 def test_two_who_fill_it_at_once(where: str, log: Path) -> None:
     """No sample is another's, and none is lost; one that both make at the same time may be kept twice."""
-    cached = CachedDataset(Noted(log, 500), where)
+    cached = CachedDataset(Noted(log, 500), where, fingerprint="v1")
     pids = []
     for seed in range(4):
         if not (pid := os.fork()):
@@ -816,7 +825,7 @@ def held(cached: CachedDataset[Any], seconds: float | None = None) -> Iterator[N
 
 def test_who_is_off_its_core_with_the_lock_is_waited_for(where: str, log: Path) -> None:
     """On a busy machine that takes longer than the lock is held by itself; what is made meanwhile is kept."""
-    cached = CachedDataset(Noted(log), where)
+    cached = CachedDataset(Noted(log), where, fingerprint="v1")
     for index in range(3):
         with held(cached, seconds=0.1):
             assert is_right(cached[index], index)
@@ -826,7 +835,7 @@ def test_who_is_off_its_core_with_the_lock_is_waited_for(where: str, log: Path) 
 
 def test_who_is_stopped_with_the_lock_stops_nobody(where: str, log: Path) -> None:
     """Others wait for it once, not at each sample; what they make meanwhile is not kept."""
-    cached = CachedDataset(Noted(log, 400), where)
+    cached = CachedDataset(Noted(log, 400), where, fingerprint="v1")
     with held(cached):
         begun = time.monotonic()
         assert all(is_right(cached[index], index) for index in range(400))
@@ -857,7 +866,7 @@ RANKS = """
         ranks = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:], str(rank)]) for rank in range(2)]
         sys.exit(max(rank.wait() for rank in ranks))
     rank = int(sys.argv[3])
-    cached = CachedDataset(Slow(), sys.argv[1], max_bytes=1 << 24)
+    cached = CachedDataset(Slow(), sys.argv[1], fingerprint="v1", max_bytes=1 << 24)
     for index in range(rank, 200, 2):
         assert int(cached[index][0]) == index
     while cached.usage().samples < 200: pass

@@ -144,6 +144,19 @@ def listed_by_torchvision(root: Path) -> list[str]:
     ]
 
 
+# IMG_EXTENSIONS of torchvision.datasets.folder
+OF_TORCHVISION = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+def test_image_folder_takes_the_suffixes_of_torchvision(tmp_path: Path) -> None:
+    """And no others, which would give the images behind them other indices."""
+    (tmp_path / "a").mkdir()
+    for suffix in (*OF_TORCHVISION, ".gif", ".avif", ".txt"):
+        (tmp_path / "a" / f"image{suffix}").touch()
+    dataset = ImageFolder(tmp_path, decode=lambda data, path: None)
+    assert sorted(os.path.splitext(file)[1] for file in dataset.files) == sorted(OF_TORCHVISION)
+
+
 def test_image_folder_lists_as_torchvision_does(tmp_path: Path) -> None:
     """Files of a folder before those of folders in it; linked folders too, each once along a path."""
     for name in (

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import threading
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,9 +45,9 @@ def table(first: int, rows: int = ROWS) -> pa.Table:
     )
 
 
-def written(content: pa.Table) -> bytes:
+def written(content: pa.Table, **options: Any) -> bytes:
     file = io.BytesIO()
-    pq.write_table(content, file, row_group_size=30)
+    pq.write_table(content, file, row_group_size=30, **options)
     return file.getvalue()
 
 
@@ -221,6 +222,109 @@ def test_through_fsspec(paths: list[Path]) -> None:
     dataset = ParquetDataset("memory://folder/0.parquet", ["id"])
     (batch,) = DataLoader(dataset, batch_size=100, num_workers=1)
     assert batch["id"].tolist() == list(range(100))
+
+
+def put_in_memory(url: str, data: bytes) -> None:
+    import fsspec
+
+    with fsspec.open(url, "wb") as file:
+        file.write(data)
+
+
+@pytest.mark.parametrize("where", ["memory", "local", "file", "zip"])
+async def test_a_file_that_is_changed(tmp_path: Path, where: str) -> None:
+    """Is an error wherever it lies, also if it has the same size, and in a copy of the dataset."""
+    old, new = (written(pa.table({"id": range(first, first + ROWS)}), compression="none") for first in (0, 100))
+    assert len(old) == len(new)
+    path = tmp_path / "a.parquet"
+
+    def put_there(data: bytes) -> None:
+        if where == "memory":
+            put_in_memory("memory://changing/a.parquet", data)
+        elif where == "zip":
+            with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+                archive.writestr("a.parquet", data)
+        else:
+            path.write_bytes(data)
+            os.utime(path, ns=(0, 1 + (data is new)))  # the kernel's clock may not have moved since
+
+    url = {
+        "memory": "memory://changing/a.parquet",
+        "local": f"local://{path}",
+        "file": str(path),
+        "zip": f"zip://a.parquet::{tmp_path}/a.zip",
+    }[where]
+    put_there(old)
+    dataset = ParquetDataset(url, ["id"], cache_bytes=0)
+    async with dataset:
+        assert [row["id"] for row in await dataset.__getitems__([5, 95])] == [5, 95]
+        put_there(new)
+        with pytest.raises(FetchError, match=r"a.parquet.*: was changed since this dataset was made"):
+            await dataset[5]
+    with pytest.raises(FetchError, match=r"a.parquet.*: was changed since this dataset was made"):
+        await rows_of(pickle.loads(pickle.dumps(dataset)), [5])
+
+
+@pytest.mark.parametrize("through", ["", "local://"])
+async def test_a_file_that_is_changed_while_it_is_read(
+    tmp_path: Path, through: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is an error, whatever came of the reading: rows of the new file, or bytes that are no Parquet."""
+    path = tmp_path / "a.parquet"
+    path.write_bytes(written(table(0)))
+    dataset = ParquetDataset(f"{through}{path}", ["id"], cache_bytes=0)
+    read_group = module._read_group
+    data = [written(table(100)), b"x" * 50_000]
+
+    def changed(opens: Any, number: int, columns: Any) -> Any:
+        @contextlib.contextmanager
+        def opens_late() -> Iterator[Any]:
+            with opens() as file:
+                path.write_bytes(data.pop(0))
+                yield file
+
+        return read_group(opens_late, number, columns)
+
+    monkeypatch.setattr(module, "_read_group", changed)
+    async with dataset:
+        for _ in range(2):
+            with pytest.raises(FetchError, match=r"a.parquet: was changed since this dataset was made"):
+                await dataset[5]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("large_first", [True, False])
+def test_lists_of_several_files_have_one_dtype(tmp_path: Path, num_workers: int, large_first: bool) -> None:
+    """One that holds the numbers of all: torch's workers would stack them in that of the first sample, and cut them."""
+    kinds = [(pa.uint8(), 7), (pa.int64(), 70_000)]
+    for name, (kind, number) in zip("ab", kinds[::-1] if large_first else kinds, strict=True):
+        lists = pa.array([[number, 1]], pa.list_(kind))
+        fixed = pa.array([[number, 0.5]], pa.list_(pa.float32() if number > 7 else pa.float64(), 2))
+        (tmp_path / f"{name}.parquet").write_bytes(written(pa.table({"lists": lists, "fixed": fixed})))
+    dataset = ParquetDataset([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    (batch,) = DataLoader(dataset, batch_size=2, num_workers=num_workers)
+    assert batch["lists"].dtype == torch.int64
+    assert batch["fixed"].dtype == torch.float64
+    assert sorted(batch["lists"][:, 0].tolist()) == sorted(batch["fixed"][:, 0].tolist()) == [7, 70_000]
+
+
+async def test_columns_of_several_files(tmp_path: Path) -> None:
+    """Come in one order, and are the same in all files: others are an error, which the columns to read settle."""
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    paths[0].write_bytes(written(pa.table({"a": [1], "b": [2], "c": [{"x": 3, "y": 4}]})))
+    paths[1].write_bytes(written(pa.table({"c": [{"y": 40, "x": 30}], "b": [20], "a": [10]})))
+    rows = await rows_of(ParquetDataset(paths), [0, 1])
+    assert [list(row) for row in rows] == [["a", "b", "c"]] * 2
+    assert [list(row.values()) for row in rows] == [[1, 2, {"x": 3, "y": 4}], [10, 20, {"x": 30, "y": 40}]]
+    rows = await rows_of(ParquetDataset(paths, ["c.y", "a", "c.x"]), [0, 1])
+    assert [list(row) for row in rows] == [["c", "a"]] * 2
+    paths[1].write_bytes(written(pa.table({"z": [0], "b": [20], "a": [10], "c": [{"x": 30, "y": 40}]})))
+    with pytest.raises(ConfigurationError, match=r"b.parquet: has columns that .*a.parquet has not: z; name those"):
+        ParquetDataset(paths)
+    assert [row["b"] for row in await rows_of(ParquetDataset(paths, ["b"]), [0, 1])] == [2, 20]
+    paths[0].write_bytes(written(pa.table([[1], [2]], ["a", "a"])))
+    with pytest.raises(ConfigurationError, match=r"a.parquet: has several columns of one name: a, a"):
+        ParquetDataset(paths[0])
 
 
 @pytest.mark.usefixtures("threads_of_obstore")

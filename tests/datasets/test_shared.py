@@ -93,6 +93,7 @@ OF_ONE_FORM: dict[str, Sequence[Any]] = {
     "structured arrays": [np.zeros(2, [("a", "i4"), ("b", "f8")])] * 2,
     "dates": [np.array(["2020-01-01"], "M8[D]")] * 2,
     "numbers of numpy": [np.float32(1.5), np.float32(2.5)],
+    "durations": [np.timedelta64(1, "ms"), np.timedelta64(1, "s")],
     "numbers of two types": [np.float32(1.5), np.int8(2)],
     "tensors": [torch.arange(3) + number for number in range(3)],
     "tensors of many lengths": [torch.ones(number, 2) for number in range(3)],
@@ -626,6 +627,24 @@ def test_keys_that_collide() -> None:
     assert (shared[first], shared[second], len(shared)) == (1, 2, 2)
     with pytest.raises(ConfigurationError, match="comes twice, as items 0 and 2"):
         SharedDict([(first, 1), (second, 2), (first, 3)])
+
+
+def test_numbers_of_numpy_are_no_tuples() -> None:
+    """They compare with each item of a tuple that is in their bucket, and are keys only where a dict finds them."""
+    for tuples in (
+        [(number,) for number in range(1000)],
+        [(number, 2) for number in range(1000)],
+        [((number,),) for number in range(1000)],
+    ):
+        there = dict.fromkeys(tuples, "a tuple")
+        shared = SharedDict(there)
+        keys = [
+            *map(np.int64, range(1000)),
+            *map(np.float64, range(1000)),
+            *((np.int64(number),) for number in range(1000)),
+        ]
+        assert [key in shared for key in keys] == [key in there for key in keys]
+        assert all(key in shared for key in there)
 
 
 def test_bad_dicts() -> None:

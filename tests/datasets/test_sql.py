@@ -82,6 +82,15 @@ async def test_missing_keys_are_named(database: PostgreSQL) -> None:
         assert (await dataset[2])["square"] == 4
 
 
+async def test_two_rows_of_one_key_are_an_error(database: PostgreSQL) -> None:
+    """Which of them is the sample depends on the server; a key that is asked for twice is none."""
+    query = "SELECT id, square FROM numbers, generate_series(1, 2) AS n WHERE id = ANY($1) AND (id < 5 OR n = 1)"
+    async with dataset_of(database, [3, 7, 7], query=query) as dataset:
+        assert [row["id"] for row in await dataset.__getitems__([1, 2, 1])] == [7, 7, 7]
+        with pytest.raises(ValueError, match="the query gives 2 rows for the key 3, and which of them is the sample"):
+            await dataset.__getitems__([1, 0])
+
+
 async def test_what_is_wrong_with_a_query_is_told_at_once(database: PostgreSQL) -> None:
     """As asyncpg tells it, without another try."""
     async with dataset_of(database, [1], query="SELECT id FROM no_such_table WHERE id = ANY($1)") as dataset:

@@ -107,7 +107,7 @@ def test_sizes_that_cannot_be_are_told(size: Any, kind: bytes) -> None:
     """Without room being made for them."""
     tracemalloc.start()
     try:
-        with pytest.raises(FetchError, match=r"shard\.tar: damaged"):
+        with pytest.raises(FetchError, match=r"shard\.tar(: damaged|.*larger than)"):
             read(header("a.txt", size, kind) + END)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -117,7 +117,7 @@ def test_sizes_that_cannot_be_are_told(size: Any, kind: bytes) -> None:
 @pytest.mark.parametrize("size", [b"-5", b"1_0", b"0x10", b" 5", "５".encode(), b"9" * 30, b"9" * 19])
 def test_a_pax_size_is_a_number_of_bytes(size: bytes) -> None:
     """Digits, of a number that may be."""
-    with pytest.raises(FetchError, match=r"is not a number of bytes|ends in the middle"):
+    with pytest.raises(FetchError, match=r"is not a number of bytes|ends in the middle|larger than"):
         read(pax(record(b"size=" + size)) + member("a.txt", b"12345") + END)
 
 
@@ -224,7 +224,7 @@ def held(archive: bytes) -> None:
         try:
             found = read(archive, size)
         except FetchError as error:
-            assert "shard.tar: damaged" in str(error)
+            assert "shard.tar: damaged" in str(error) or "larger than" in str(error)
         else:
             assert sum(len(data) for _, data in found) <= len(archive)
 

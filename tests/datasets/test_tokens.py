@@ -1,10 +1,12 @@
-"""TokenBlocks: flat files and Megatron's, mapped and by ranges; every token where it belongs, bad files named."""
+"""TokenBlocks: flat files and Megatron's, read and by ranges; every token where it belongs, bad files named."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import struct
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -142,18 +144,60 @@ def test_batches_are_the_same_in_every_loader(loader_class: Any, paths: list[Pat
     assert paths[0].read_bytes() == CONTENT["0.bin"]
 
 
-def test_large_batches_come_straight_from_the_mapping(tmp_path: Path) -> None:
-    """What a worker stacks are views of the file, in its dtype; they refuse to be changed in place."""
+def test_samples_of_a_batch_have_memory_of_their_own(tmp_path: Path) -> None:
+    """Blocks that overlap, and one that comes twice, may be changed in place: neither others nor the file change."""
     path = tmp_path / "train.bin"
     path.write_bytes(tokens(0, 1 << 18, "int32"))
-    dataset = TokenBlocks(path, 1024, dtype="int32")
-    first, second = dataset.__getitems__([0, 5])
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert not dataset[0].is_inference()
-    found = torch.cat(list(DataLoader(dataset, batch_size=64, num_workers=2)))
-    with pytest.raises(RuntimeError, match="make a clone"):
-        first.zero_()
+    dataset = TokenBlocks(path, 1024, stride=512, dtype="int32")
+    first, second, again = dataset.__getitems__([0, 1, 1])
+    first.zero_()
+    again.fill_(7)
+    assert torch.equal(second, torch.arange(512, 1536, dtype=torch.int32))
+    found = torch.cat(list(DataLoader(TokenBlocks(path, 1024, dtype="int32"), batch_size=64, num_workers=2)))
     assert torch.equal(found.flatten(), torch.arange(1 << 18, dtype=torch.int32))
+
+
+CUT_WHILE_IN_USE = """
+import os, sys
+from asyncloader.datasets import FetchError, TokenBlocks
+dataset = TokenBlocks(sys.argv[1], 1 << 16, dtype="uint16")
+blocks = dataset.__getitems__([0, 1, 100])
+os.truncate(sys.argv[1], 10)
+assert blocks[2].sum() == 0
+try:
+    dataset[100]
+except FetchError as error:
+    assert "was changed since this dataset was made" in str(error)
+    print("whole")
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_in_use_is_an_error(tmp_path: Path) -> None:
+    """Not the end of the process, as it is of a mapped file (SIGBUS); what has been read is there."""
+    path = tmp_path / "train.bin"
+    np.zeros(1 << 23, np.uint16).tofile(path)
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_WHILE_IN_USE, str(path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr
+
+
+def test_what_lies_in_the_place_of_an_index_is_not_waited_for(folder: Path) -> None:
+    """A pipe, a device without an end, a file of a terabyte."""
+    index = folder / "0.idx"
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(OSError, match="is no regular file"):
+        TokenBlocks(folder / "0.bin", 4)
+    index.unlink()
+    index.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="is no regular file"):
+        TokenBlocks(folder / "0.bin", 4)
+    index.unlink()
+    index.touch()
+    os.truncate(index, 1 << 40)
+    with pytest.raises(ConfigurationError, match=r"0\.idx: 1,099,511,627,776 bytes are more than an index may have"):
+        TokenBlocks(folder / "0.bin", 4)
 
 
 def test_it_travels_by_its_paths(paths: list[Path], start_method: str) -> None:
@@ -180,15 +224,15 @@ def test_ranges_over_http(server: FaultServer, num_workers: int) -> None:
     assert Counter(tuple(row) for batch in loader for row in batch.tolist()) == Counter(map(tuple, ACROSS[:5]))
 
 
-async def test_blocks_of_ranges_refuse_to_be_changed_in_place(server: FaultServer) -> None:
-    """Those that overlap, and one that comes twice, share memory; a single sample, as of a mapping, is a copy."""
+async def test_blocks_of_ranges_have_memory_of_their_own(server: FaultServer) -> None:
+    """Also those that overlap, one that comes twice, and a single sample."""
     dataset = TokenBlocks(server.url("0.bin"), 5, stride=4, dtype="uint16", retries=BRISK)
     async with dataset:
         first, second, again = await dataset.__getitems__([0, 1, 1])  # type: ignore[misc]
         assert torch.stack([first, second, again]).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [4, 5, 6, 7, 8]]
-        for block in (first, second, again):
-            with pytest.raises(RuntimeError, match="make a clone"):
-                block.zero_()
+        first.zero_()
+        again.zero_()
+        assert second.tolist() == [4, 5, 6, 7, 8]
         (await dataset[0]).zero_()  # type: ignore[misc]
 
 
@@ -243,6 +287,11 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
     refuses("block_size must be a whole number from 1 on", block_size=0)
     refuses("stride must be", stride=True)
     refuses("whole numbers, which float32 is not", dtype="float32")
+    for dtype in ("bool", "m8[s]", [("token", "u2")], (np.uint16, 2), "S2", object):
+        refuses("whole numbers, which .* is not", dtype=dtype)
+    refuses(r"little-endian, which '>u2' is not.*once: numpy.fromfile\(path, \">u2\"\)", dtype=">u2")
+    for as_dtype in (torch.float16, torch.bool, torch.complex64):
+        refuses("whole numbers, which as_dtype=.* is not", as_dtype=as_dtype)
     refuses("where documents begin is told by an .idx", dtype="uint16", by_document=True)
     refuses("pad=70000 is no uint16", pad=70000, by_document=True)
     refuses("pad is for short blocks", pad=0)
@@ -261,15 +310,15 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
 
 
 def test_a_file_that_was_changed_is_an_error(paths: list[Path]) -> None:
-    """Before it is mapped, in a worker as well as here."""
+    """Before it is read, in a worker as well as here."""
     dataset = TokenBlocks(paths, 4)
     paths[0].write_bytes(CONTENT["0.bin"] + b"\0\0")
     with pytest.raises(FetchError, match=r"0.bin: was changed since this dataset was made"):
         next(iter(DataLoader(dataset, batch_size=2, num_workers=1)))
 
 
-def test_a_file_that_is_changed_while_it_is_mapped_is_an_error(paths: list[Path]) -> None:
-    """Overwritten in place it has the same size and, in the mapping too, other tokens; other files go on."""
+def test_a_file_that_is_changed_after_it_was_read_is_an_error(paths: list[Path]) -> None:
+    """Overwritten in place it has the same size and other tokens; other files go on."""
     dataset = TokenBlocks(paths, 4)
     dataset.__getitems__(range(len(dataset)))
     paths[0].write_bytes(tokens(100, 23, "uint16"))
@@ -278,6 +327,25 @@ def test_a_file_that_is_changed_while_it_is_mapped_is_an_error(paths: list[Path]
         with pytest.raises(FetchError, match=r"0.bin: was changed since this dataset was made"):
             read()
     assert dataset[5].tolist() == ACROSS[5]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "<u2", "i2", "u4", "i4", "i8", "=i8", int])
+def test_tokens_of_every_dtype(tmp_path: Path, dtype: Any) -> None:
+    """Come as they are in the file, and as they are in any dtype that they are converted to."""
+    bounds = np.iinfo(dtype)
+    values = np.array([bounds.min, 0, 1, bounds.max], dtype)
+    values.tofile(tmp_path / "a.bin")
+    assert TokenBlocks(tmp_path / "a.bin", 4, dtype=dtype)[0].tolist() == values.tolist()
+    for as_dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        dataset = TokenBlocks(tmp_path / "a.bin", 2, dtype=dtype, stride=1, as_dtype=as_dtype)
+        assert dataset[1].tolist() == [0, 1]
+        held = torch.iinfo(as_dtype)
+        for number, token in ((0, bounds.min), (2, bounds.max)):
+            if held.min <= token <= held.max:
+                assert token in dataset[number].tolist()
+            else:
+                with pytest.raises(ValueError, match=f"token {token} does not fit into as_dtype={as_dtype}"):
+                    dataset[number]
 
 
 def test_numbers_of_blocks_are_whole(paths: list[Path]) -> None:

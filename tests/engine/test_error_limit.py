@@ -29,32 +29,28 @@ def limit(max_errors: Any, *, length: int = 10, batch_size: int = 2, before: int
 def test_a_count_or_a_share_of_the_samples(max_errors: float, allowed: int) -> None:
     """As many are let pass; the next one is raised, and names the limit."""
     counts = limit(max_errors)
-    assert [counts.count(bad(key)) for key in range(allowed)] == [None] * allowed
-    error = counts.count(bad(7))
+    assert [counts.count(bad(key), key) for key in range(allowed)] == [None] * allowed
+    error = counts.count(bad(7), allowed)
     assert isinstance(error, ValueError)
     assert f"{allowed + 1} samples have raised in this epoch, more than max_errors={max_errors}." in error.__notes__
 
 
 def test_no_limit() -> None:
     """Nothing is raised without one."""
-    assert limit(None).count(bad(*range(2000))) is None
+    assert limit(None).count(bad(*range(2000)), 0) is None
 
 
 def test_bad_samples_before_a_state_count() -> None:
     """A run that goes on with an epoch has what it had left."""
-    assert limit(3, before=2).count(bad(1)) is None
-    assert limit(3, before=3).count(bad(1)) is not None
+    assert limit(3, before=2).count(bad(1), 2) is None
+    assert limit(3, before=3).count(bad(1), 3) is not None
 
 
 def test_an_interrupted_batch_is_counted_once() -> None:
-    """Its samples are forgotten with the progress, and counted when it is taken again."""
-    progress, faults = Progress(), Faults()
+    """It is judged once more when it is taken again."""
+    faults = Faults()
     settings = DataLoader(range(4), on_error="skip", max_errors=2)._settings()  # type: ignore[arg-type]
-    counts = ErrorLimit(settings, progress, faults)
-    counts.count(bad(1))
-    mark = progress.mark()
-    counts.count(bad(2))
-    progress.rewind(mark)
-    counts.rewind()
-    assert (faults.bad_count, list(faults.bad_samples), progress.bad_count) == (1, [1], 1)
-    assert counts.count(bad(2)) is None
+    counts = ErrorLimit(settings, Progress(), faults)
+    for _ in range(2):
+        assert [counts.count(bad(key), before) for before, key in enumerate((5, 7))] == [None, None]
+    assert (faults.bad_count, list(faults.bad_samples)) == (2, [5, 7])

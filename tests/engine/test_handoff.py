@@ -185,8 +185,8 @@ def test_a_wake_up_of_a_timed_out_thread_is_passed_on() -> None:
     second = in_thread(lambda: answers.update(second=handoff.wait(lambda: False, None)))
     wait_until(lambda: handoff.waiting == 2)
     steps(2)
-    handoff.put(7)  # takes the first waiter, who has given up
-    assert handoff.waiting == 1
+    handoff.put(7)  # passes over the first waiter, who has given up
+    assert handoff.waiting == 0
     steps(3)
     second.join(SOON_S)
     first.join(SOON_S)

@@ -12,8 +12,8 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.engine.pinning import Pinner
-from asyncloader.engine.portal import Portal
 from asyncloader.iteration.worker_iterator import WorkerIterator
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
@@ -38,8 +38,8 @@ class Pinning(WorkerIterator[Any]):
 
     copy: Callable[[Any], Any]
 
-    def _make_pinner(self, portal: Portal) -> Pinner:
-        return Pinner(portal, "cuda", copy=type(self).copy)
+    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
+        return Pinner(loop, "cuda", copy=type(self).copy)
 
 
 def pinned(copy: Callable[[Any], Any], dataset: Any = None, **options: Any) -> Pinning:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from asyncloader import DataLoader
 from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send, Ticket
 from asyncloader.engine.error_limit import ErrorLimit
-from asyncloader.engine.progress import Progress
-from asyncloader.engine.run import Item, Run
+from asyncloader.engine.progress import Call, Progress
+from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
+from asyncloader.engine.taking import Item
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.workers.protocol.failure import BadSample, RemoteError
@@ -61,6 +62,22 @@ class Driver:
         item = Item(outcome or Batch(NO_RECORD, ticket.keys), seq, ticket.worker)
         self.apply(scheduler.returned(ticket.worker, seq) + scheduler.ready(seq, item))
 
+    def take(self) -> Item | None:
+        """A consumer takes what there is, and has it."""
+        call = Call()
+        item = self.run.take(call)
+        call.item = None
+        return item
+
+    def get(self) -> Any:
+        """A consumer is given a batch, or what is raised in its place."""
+        item = self.take()
+        assert item is not None
+        batch, error = item.open()
+        if error is not None:
+            raise error
+        return batch
+
     def apply(self, actions: list[Action]) -> None:
         """Carry out what the scheduler decided."""
         for action in actions:
@@ -99,11 +116,11 @@ def test_a_window_is_read_and_then_a_batch_for_each_that_is_taken() -> None:
     assert driver.wakes == 1
     for seq in range(3):
         driver.answer(seq)
-    assert [driver.run.take().open() for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+    assert [driver.get() for _ in range(3)] == [0, 1, 2]
     assert driver.wakes == 2
     driver.turn()
     assert driver.planned == [*range(7)]
-    assert driver.run.take() is None
+    assert driver.take() is None
 
 
 def test_a_run_that_goes_on_has_the_numbers_behind_those_before() -> None:
@@ -111,10 +128,10 @@ def test_a_run_that_goes_on_has_the_numbers_behind_those_before() -> None:
     driver = begun([VOID, "b", "c"], position=5)
     assert list(driver.sent) == [6, 7]
     driver.answer(6)
-    item = driver.run.take()
+    item = driver.take()
     assert item is not None
-    assert (item.open(), item.seq) == ("b", 6)
-    assert driver.run.progress.position == 7
+    assert (item.open(), item.seq) == (("b", None), 6)
+    assert driver.run.progress.now.position == 7
 
 
 @given(st.integers(0, 12), st.sets(st.integers(0, 11)), st.lists(st.integers(0, 5), max_size=60))
@@ -127,8 +144,8 @@ def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], cho
         if choice == 0:
             driver.turn()
         elif choice == 1:
-            if (item := run.take()) is not None:
-                seen.append(item.open())
+            if (item := driver.take()) is not None:
+                seen.append(item.open()[0])
         elif choice == 2:
             try:
                 run.read_on()
@@ -139,7 +156,7 @@ def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], cho
             driver.answer(seq, LeftOut(NO_RECORD) if seq in left_out else None)
     assert seen == [seq for seq in range(count) if seq not in left_out]
     assert run.exhausted
-    assert run.progress.position == count
+    assert run.progress.now.position == count
 
 
 def test_what_the_sampler_raises_comes_after_the_batches_before() -> None:
@@ -166,14 +183,15 @@ def test_what_the_sampler_raises_comes_after_the_batches_before() -> None:
     for seq in range(2):
         driver.answer(seq)
         assert driver.run.has_news()
-        driver.run.take()
+        driver.take()
     assert driver.run.has_news()
+    driver.run.read_on()
     with pytest.raises(KeyError, match="third"):
-        driver.run.read_on()
+        driver.get()
     driver.run.read_on()
     driver.turn()
     driver.answer(2)
-    assert driver.run.take().open() == 4  # type: ignore[union-attr]
+    assert driver.get() == 4
     with pytest.raises(StopIteration):
         driver.run.read_on()
 
@@ -187,10 +205,13 @@ def test_an_interrupt_in_the_sampler_loses_no_batch() -> None:
 
     driver = begun(plan())
     driver.answer(0)
+    call = Call()
     with pytest.raises(KeyboardInterrupt):
-        driver.run.take()
-    assert driver.run.taken == 0
-    assert driver.run.take().open() == 0  # type: ignore[union-attr]
+        driver.run.take(call)
+    call.is_over = True
+    assert driver.run.progress.now.position == 0
+    assert driver.get() == 0
+    assert driver.run.progress.now.position == 1
 
 
 def test_an_interrupted_wake_up_is_made_up_for_by_the_next() -> None:
@@ -216,11 +237,10 @@ def test_too_many_bad_samples_are_an_error_in_the_place_of_their_batch() -> None
     driver = begun(range(10), max_errors=1)
     for seq in range(3):
         driver.answer(seq, Batch(NO_RECORD, seq, 0, (bad(seq),) if seq < 2 else ()))
-    assert driver.run.take().open() == 0  # type: ignore[union-attr]
-    error = driver.run.take()
+    assert driver.get() == 0
     with pytest.raises(ValueError, match="1"):
-        error.open()  # type: ignore[union-attr]
-    assert driver.run.take().open() == 2  # type: ignore[union-attr]
+        driver.get()
+    assert driver.get() == 2
     stats = driver.run.meter.stats()
     assert (stats.errors, stats.bad_count) == (1, 2)
 
@@ -232,9 +252,9 @@ def test_an_error_at_once_comes_before_what_is_ready() -> None:
     driver.apply([Fail([driver.sent[1]], at_once=True, cause=lambda tickets: OSError(tickets[0].keys))])
     taken = driver.run.taken
     with pytest.raises(OSError, match="1"):
-        driver.run.take().open()  # type: ignore[union-attr]
+        driver.get()
     assert driver.run.taken == taken
-    assert driver.run.take().open() == 0  # type: ignore[union-attr]
+    assert driver.get() == 0
 
 
 def test_a_batch_that_is_given_up_is_an_error_in_its_place_or_left_out() -> None:
@@ -246,9 +266,8 @@ def test_a_batch_that_is_given_up_is_an_error_in_its_place_or_left_out() -> None
         driver.apply([Fail([ticket], at_once=False, leave_out=seq == 1, cause=lambda _: OSError("gone"))])
     driver.answer(2)
     with pytest.raises(OSError, match="gone"):
-        driver.run.take().open()  # type: ignore[union-attr]
-    assert driver.run.take() is None
-    assert driver.run.take().open() == 2  # type: ignore[union-attr]
+        driver.get()
+    assert driver.get() == 2
     assert [*driver.run.faults.left_out] == [1]
 
 

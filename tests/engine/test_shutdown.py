@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +16,7 @@ import asyncloader
 from asyncloader import AsyncDataset, ConfigurationError, DataLoader
 from asyncloader.engine.portal import get_portal
 from asyncloader.transport.slab import slab_pool
+from tests.forks import forked
 
 DATA = [torch.full((1 << 16,), float(number)) for number in range(8)]
 
@@ -91,6 +92,29 @@ def test_it_refuses_while_an_iterator_is_alive() -> None:
     shut_down()
 
 
+def test_it_refuses_while_something_blocks_the_thread() -> None:
+    """It says what; and loaders that begin meanwhile need not wait for it."""
+    list(DataLoader(DATA, num_workers=1))
+    portal, go_on = get_portal(), threading.Event()
+    portal.post(go_on.wait)
+    errors: list[Any] = []
+
+    def refused() -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            asyncloader.shutdown()
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=refused)
+    thread.start()
+    while thread.is_alive():
+        assert get_portal() is portal
+        thread.join(0.05)
+    go_on.set()
+    assert "blocks the event loop" in errors[0]
+    assert "wait" in errors[0]
+    assert len(list(DataLoader(DATA, num_workers=1))) == len(DATA)
+
+
 def test_it_refuses_on_the_thread_itself() -> None:
     """Which would wait for its own end."""
     error = get_portal().call(asyncloader.shutdown).exception(10)
@@ -117,11 +141,13 @@ def test_it_refuses_while_a_dataset_is_awaited_there() -> None:
 def test_a_forked_child_has_its_own() -> None:
     """What it ends is not the parent's."""
     list(DataLoader(DATA, num_workers=1))
-    pid = os.fork()
-    if pid == 0:
+
+    def use_its_own() -> None:
         asyncloader.shutdown()
-        ok = "asyncloader" not in names() and len(list(DataLoader(range(8), num_workers=1))) == 8  # type: ignore[arg-type]
-        os._exit(0 if ok else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+        assert "asyncloader" not in names()
+        loader = DataLoader(range(8), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+        assert len(list(loader)) == 8
+
+    assert forked(use_its_own).wait() == 0
     assert "asyncloader" in names()
     assert get_portal().call(lambda: 7).result(5) == 7

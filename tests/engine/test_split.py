@@ -26,10 +26,10 @@ from asyncloader.engine.actions import (
     Window,
 )
 from asyncloader.engine.progress import Progress
-from asyncloader.engine.run import Item, failed
 from asyncloader.engine.sliced import batch_of, batches_of, contents
 from asyncloader.engine.slicer import Slicer
 from asyncloader.engine.split import SplitScheduler
+from asyncloader.engine.taking import Item, failed
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.record import Record
 from asyncloader.seeding.sample_context import Placed

@@ -12,6 +12,7 @@ from asyncloader.engine.actions import Lose, Replace
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.staff import Staff
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 
 
 class Pool:
@@ -46,7 +47,7 @@ class Session:
 async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
     """Its machine has gone meanwhile: nobody could start it there."""
     pool, session = Pool(), Session()
-    staff = Staff(asyncio.get_running_loop(), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
+    staff = Staff(GuardedLoop(asyncio.get_running_loop()), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
     session.run.scheduler.planned(range(4))
     staff.lose(session, Lose(1, lambda tickets: RuntimeError(), rest_s=0.001))  # type: ignore[arg-type]
     assert session.run.scheduler.resting == {1}
@@ -62,7 +63,7 @@ async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
 async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end(hung: bool) -> None:
     """It has waited for the successor."""
     pool, session = Pool(), Session(unsent=[1])
-    staff = Staff(asyncio.get_running_loop(), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
+    staff = Staff(GuardedLoop(asyncio.get_running_loop()), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
     scheduler = session.run.scheduler
     scheduler.planned(range(4))
     staff.lose(session, Lose(1, lambda tickets: RuntimeError(), hung=hung))  # type: ignore[arg-type]

@@ -48,6 +48,7 @@ async def take(iterator: Any, face: str) -> Any:
     return next(iterator) if face == "for" else await anext(iterator)
 
 
+@pytest.mark.forked("the timeout is shorter than the import of this module")
 @pytest.mark.parametrize("face", FACES)
 async def test_a_timeout_says_all_that_is_known(face: str, tmp_path: Path) -> None:
     """Types, torch's words, indices, the worker's pid and its stack; the next call waits for the same batch."""

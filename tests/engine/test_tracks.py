@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 
-from asyncloader.engine.tracks import Track
+from asyncloader.engine.tracks import History, Track
 from asyncloader.workers.protocol.snapshot import Frozen, Made, Start, as_plain, from_plain
 
 
@@ -77,3 +78,17 @@ def test_places_are_written_as_json_if_that_says_all() -> None:
     assert from_plain(as_plain(unusual)) == unusual
     strange_keys = {0: Start(0, {"at": 3}, (), (Made((7, 0, 0), 4, ("a", 2)),))}
     assert from_plain(as_plain(strange_keys)) == strange_keys
+
+
+def test_a_long_history_is_no_burden() -> None:
+    """A copy costs nothing, keeps what it had, and what was made is in order, however much there is."""
+    history = History(Start(made=(Made((1, 2, 3), 0, [0]),)), (1, 2, 3), overlaps=False)
+    kept = []
+    for number in range(1, 50_000):
+        if number % 10_000 == 0:
+            kept.append(copy.copy(history))
+        history.done(number, None, [number])
+    assert [made.seq for made in history.start.made] == list(range(50_000))
+    assert [len(each.start.made) for each in kept] == [10_000, 20_000, 30_000, 40_000]
+    history.done(50_000, Frozen({"dataset": 1}))
+    assert history.start.made == ()

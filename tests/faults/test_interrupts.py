@@ -164,7 +164,7 @@ def test_ctrl_c_during_the_start(start: Start) -> None:
     main = """
 def go(signum, frame):
     raise KeyboardInterrupt
-DataLoader(Numbers())  # imports our modules: an interrupted import leaves an open file to the garbage collector
+list(DataLoader(Numbers(), num_workers=2))  # imports all: an interrupted import leaves a file to the garbage collector
 signal.signal(signal.SIGALRM, go)
 interrupts = 0
 for delay in range(1, 25):

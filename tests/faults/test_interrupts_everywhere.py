@@ -1,12 +1,14 @@
-"""Ctrl-C at every moment at which it can hit the library, one after the other: no batch is lost without workers.
+"""A signal at every moment at which it can hit the library, one after the other: no batch is lost, none given twice.
 
 CPython looks for signals after calls, where functions begin and where loops jump back. So that is where a trace
-function raises KeyboardInterrupt, in the frames of the library, at the first such moment, at the second, and so on.
+function acts as a signal's handler: in the frames of the library, at the first such moment, at the second, and so on.
+It saves a state, and raises KeyboardInterrupt or returns.
 """
 
 import asyncio
 import dis
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +20,11 @@ from torch.utils.data import IterableDataset
 
 import asyncloader
 from asyncloader import DataLoader
+from asyncloader.engine.pinning import Pinner
+from asyncloader.iteration.inline_iterator import InlineIterator
+from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.seeding import sample_context
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
@@ -50,14 +56,21 @@ def handlers(code: CodeType) -> list[Any]:
 
 
 class CtrlC:
-    """Raises KeyboardInterrupt in the library, at the moment of this number.
+    """Handles a signal in the library, at the moment of this number; or one at every moment, if that is 0.
 
     A trace function raises before an instruction, a signal after one, as if it came out of that. So moments are left
     out where the handlers of the two differ, as at the end of a ``with`` block, whose lock would stay locked.
+
+    Args:
+        moment: When to raise KeyboardInterrupt.
+        handler: What to do before.
+        times: How many moments in a row, those in which the first interrupt is being handled.
     """
 
-    def __init__(self, moment: int) -> None:
+    def __init__(self, moment: int, handler: Callable[[], object] = lambda: None, times: int = 1) -> None:
         self.left = moment
+        self._handler = handler
+        self._times = times
         self._last: dict[FrameType | None, int] = {}
 
     def __enter__(self) -> None:
@@ -72,6 +85,7 @@ class CtrlC:
         if not in_library or frame.f_code.co_name == "stop":  # a finalizer, out of which nothing is raised
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._last[frame] = frame.f_lasti  # it begins, or goes on after an `await`: there is no event for that opcode
         return self._step
 
     def _step(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -82,7 +96,9 @@ class CtrlC:
             self._last[frame] = now
             if last is not None and self._may_hit(frame.f_code, last, now):
                 self.left -= 1
-                if self.left == 0:
+                if self.left <= 0:
+                    self._handler()
+                if -self._times < self.left <= 0:
                     raise KeyboardInterrupt
         return self._step
 
@@ -147,46 +163,137 @@ def take_async(iterator: Any, seen: list[int]) -> None:
         loop.close()
 
 
-@pytest.mark.parametrize("taking", [take, take_async])
-@pytest.mark.parametrize(
-    ("dataset", "options"),
-    [
-        (Counting, {"batch_size": 2, "shuffle": True}),
-        (OneBad, {"batch_size": 2, "on_error": "skip", "max_errors": 3}),
-        (Places, {"batch_size": 2}),
-    ],
-    ids=["shuffled", "bad samples", "stream"],
-)
-def test_no_moment_loses_a_batch(
-    taking: Callable[[Any, list[int]], None], dataset: Callable[[], Any], options: dict[str, Any]
-) -> None:
-    """A state taken after the interrupt goes on with all the rest, and so does the iterator itself, or it refuses."""
-    moment = 0
-    while True:
-        moment += 1
-        loader = DataLoader(dataset(), **options)
-        iterator = iter(loader)
-        seen: list[int] = []
-        ctrl_c = CtrlC(moment)
+class Pinning(WorkerIterator[Any]):
+    """An iterator that pins, without a GPU."""
+
+    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
+        return Pinner(loop, "cuda", copy=lambda batch: batch.clone())
+
+
+class Awaited(Counting):
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return index
+
+
+THREADS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread", "persistent_workers": True}
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "shuffled": (Counting, {"shuffle": True}),
+    "bad samples": (OneBad, {"on_error": "skip", "max_errors": 3}),
+    "stream": (Places, {}),
+    "processes": (Counting, {"shuffle": True, "num_workers": 2, "persistent_workers": True}),
+    "threads": (Counting, {"shuffle": True, **THREADS}),
+    "torch's window": (Counting, {"max_buffered_bytes": 0, **THREADS}),
+    "as they come": (Counting, {"in_order": False, **THREADS}),
+    "bad samples in workers": (OneBad, {"on_error": "skip", "max_errors": 3, **THREADS}),
+    "slices": (Counting, {"scheduling": "split", "seeding": "sample", **THREADS}),
+    "stream in a worker": (Places, {**THREADS, "num_workers": 1}),
+    "awaited": (Awaited, {}),
+    "several at once": (Counting, {"concurrency": 2, **THREADS}),
+    "next epoch ahead": (Counting, {"prefetch_epochs": 1, "shuffle": True, **THREADS}),
+}
+QUICK = ("shuffled", "bad samples", "stream", "processes", "threads", "bad samples in workers")
+
+
+def cases(*quick: str) -> list[Any]:
+    """Return all cases; those that are not named are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in CASES]
+
+
+class Epochs:
+    """Epochs of one loader, and states that were saved in them with what had been given by then."""
+
+    def __init__(self, case: str) -> None:
+        self._make, options = CASES[case]
+        self._options = {"batch_size": 2, **options}
+        self.loader = DataLoader(self._make(), **self._options)
+        self.expected = [0] if self._make is OneBad else [*range(4)]
+        self.seen: list[int] = []
+        self._states: dict[str, list[int]] = {}
+
+    def begin(self) -> Any:
+        """Begin an epoch."""
+        if not self._options.get("persistent_workers"):
+            self.loader = DataLoader(self._make(), **self._options)
+        self.seen = []
+        self._states.clear()
+        return iter(self.loader)
+
+    def save(self) -> None:
+        """Save a state, as a trainer does in the handler of a signal."""
+        state = self.loader.state_dict()
+        self._states[json.dumps([state, self.seen])] = list(self.seen)
+
+    def check(self) -> None:
+        """See that each state resumes with what had not been given, and that all was given once by now."""
+        for text, seen in self._states.items():
+            state, _ = json.loads(text)
+            rest: list[int] = []
+            if not state["finished"]:  # what it resumes with then is the next epoch
+                resumed = DataLoader(
+                    self._make(), **{**self._options, "persistent_workers": False, "prefetch_epochs": 0}
+                )
+                resumed.load_state_dict(state)
+                take(resumed, rest)
+            assert sorted(seen + rest) == self.expected, (seen, rest, state)
+
+    def rest(self, taking: Callable[[Any, list[int]], None], iterator: Any) -> None:
+        """Go on after an interrupt, to the end; what the iterator had begun of a stream may be gone."""
         try:
-            with ctrl_c:
-                taking(iterator, seen)
-            break
-        except KeyboardInterrupt:
-            pass
-        resumed = DataLoader(dataset(), **options)
-        state = loader.state_dict()
-        resumed.load_state_dict(state)
-        rest: list[int] = []
-        take(resumed, rest)
-        expected = [0] if dataset is OneBad else [*range(4)]
-        is_over = state["epoch"] == 1  # what goes on then is the next epoch
-        assert sorted(seen if is_over else seen + rest) == expected, (moment, seen, state)
-        try:
-            taking(iterator, seen)
+            taking(iterator, self.seen)
         except asyncloader.LoaderClosedError:
-            assert dataset is Places
+            assert self._make is Places
         else:
-            assert sorted(seen) == expected, moment
-        iterator.close()
+            assert sorted(self.seen) == self.expected
+
+
+def interrupt_everywhere(epochs: Epochs, taking: Callable[[Any, list[int]], None], times: int = 1) -> None:
+    """Interrupt an epoch at its first moment, the next one at its second, until none is left to be interrupted."""
+    moment = uninterrupted = 0
+    while uninterrupted < 3:  # how many moments there are depends on who waits for whom
+        moment += 1
+        iterator = epochs.begin()
+        try:
+            with CtrlC(moment, epochs.save, times):
+                taking(iterator, epochs.seen)
+            uninterrupted += 1
+        except KeyboardInterrupt:
+            epochs.save()
+        epochs.check()
+        epochs.rest(taking, iterator)
     assert moment > 10
+    epochs.loader.close()
+
+
+@pytest.mark.parametrize("taking", [take, take_async])
+@pytest.mark.parametrize("case", cases(*QUICK))
+def test_no_moment_loses_a_batch(taking: Callable[[Any, list[int]], None], case: str) -> None:
+    """States taken in the handler and after the interrupt go on with all the rest, and so does the iterator itself."""
+    interrupt_everywhere(Epochs(case), taking)
+
+
+@pytest.mark.parametrize("case", cases("shuffled", "threads"))
+def test_no_moment_of_handling_an_interrupt_loses_a_batch(case: str) -> None:
+    """Who is impatient presses Ctrl-C twice."""
+    interrupt_everywhere(Epochs(case), take, times=2)
+
+
+@pytest.mark.parametrize("taking", [take, take_async])
+def test_no_moment_loses_a_pinned_batch(
+    taking: Callable[[Any, list[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy in page-locked memory is on its way to the consumer like any other batch."""
+    monkeypatch.setattr("asyncloader.loader._import_iterators", lambda: (InlineIterator, Pinning))
+    interrupt_everywhere(Epochs("threads"), taking)
+
+
+@pytest.mark.parametrize("taking", [take, take_async])
+@pytest.mark.parametrize("case", cases(*QUICK))
+def test_a_state_at_any_moment_is_exact(taking: Callable[[Any, list[int]], None], case: str) -> None:
+    """A handler that saves one and returns changes nothing, and what it saved resumes with all the rest."""
+    epochs = Epochs(case)
+    iterator = epochs.begin()
+    with CtrlC(0, epochs.save, times=0):
+        taking(iterator, epochs.seen)
+    assert sorted(epochs.seen) == epochs.expected
+    epochs.check()
+    epochs.loader.close()

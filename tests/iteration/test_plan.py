@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.iteration.plan import Plan, is_drawn_from, samplers_within
 from asyncloader.workers.protocol.snapshot import Pace
+from tests.iteration.giving import give
 
 
 class Counting:
@@ -89,7 +91,7 @@ def test_states_are_those_after_a_batch() -> None:
             assert state is not None
             told = state.thaw()["sampler"] or state.thaw()["iterator"]
             assert told["at"] == 2 * (position - drawn)
-        progress.done(position)
+        give(progress, position)
 
 
 def test_what_a_sampler_raises_is_raised_and_ends_the_plan() -> None:
@@ -106,6 +108,90 @@ def test_what_a_sampler_raises_is_raised_and_ends_the_plan() -> None:
     with pytest.raises(KeyError):
         next(plan)
     assert next(plan, None) is None
+
+
+class Interrupted(Counting):
+    """A sampler that a Ctrl-C hits, once, while it is read."""
+
+    def __next__(self) -> int:
+        if self.at == 3 and not hasattr(self, "hit"):
+            self.hit = True
+            raise KeyboardInterrupt
+        return super().__next__()
+
+
+class InterruptedGenerator(Interrupted):
+    """The same as a generator, which is finished then."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            yield self.__next__()
+
+
+class InterruptedOnce:
+    """The same for a loader, which iterates over its sampler more than once."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.was_hit = False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.length):
+            if index == 20 and not self.was_hit:
+                self.was_hit = True
+                raise KeyboardInterrupt
+            yield index
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_an_interrupt_inside_a_generator_does_not_shorten_the_epoch(batch_size: int | None) -> None:
+    """It is finished then, and a batch that was begun lacks indices: the plan says so, each time."""
+    sampler = InterruptedGenerator(8)
+    plan = plan_of(sampler if batch_size is None else BatchSampler(sampler, batch_size, False))
+    with pytest.raises(KeyboardInterrupt):
+        list(plan)
+    for _ in range(2):
+        with pytest.raises(LoaderClosedError, match="KeyboardInterrupt was raised while the sampler was read"):
+            next(plan)
+
+
+def test_an_interrupt_inside_an_iterator_that_goes_on_loses_no_index() -> None:
+    """Neither of the batch that was begun."""
+    plan = plan_of(BatchSampler(Interrupted(8), 2, False))
+    assert next(plan) == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(plan)
+    assert list(plan) == [[2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="without workers"),
+        pytest.param({"num_workers": 2}, id="processes"),
+        pytest.param({"num_workers": 2, "worker_backend": "thread"}, id="threads"),
+        pytest.param({"num_workers": 1, "persistent_workers": True}, id="persistent"),
+    ],
+)
+def test_a_loader_whose_sampler_was_interrupted_goes_on_from_its_state(options: dict[str, Any]) -> None:
+    """What was read before comes first; then the error, whose advice gives all the rest."""
+    loader = DataLoader(range(40), 1, sampler=InterruptedOnce(40), **options)
+    iterator = iter(loader)
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        for batch in iterator:
+            seen += batch.tolist()
+    with pytest.raises(LoaderClosedError, match="load_state_dict"):
+        for batch in iterator:
+            seen += batch.tolist()
+    loader.load_state_dict(loader.state_dict())
+    for batch in loader:
+        seen += batch.tolist()
+    assert seen == [*range(40)]
+    loader.close()
 
 
 def test_an_iterator_that_was_drawn_from_is_read_on() -> None:

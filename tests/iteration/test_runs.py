@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, ElasticSampler
+from asyncloader.samplers import LengthBatchSampler, MixtureSampler, PackingBatchSampler
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}])
@@ -28,6 +30,64 @@ def test_what_remains(options: dict[str, Any]) -> None:
     assert loader.remaining() == 5
     loader.load_state_dict(loader.state_dict())
     assert loader.remaining() == 5
+
+
+LENGTHS = [5 + 7 * index % 11 for index in range(300)]
+
+# By name, the options of a loader on a rank, with batches of so many samples.
+ELASTIC: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "samples": lambda rank, ranks, size: {"batch_size": size, "sampler": ElasticSampler(300, ranks, rank)},
+    "short batches dropped": lambda rank, ranks, size: {
+        "batch_size": size,
+        "drop_last": True,
+        "sampler": ElasticSampler(300, ranks, rank, drop_last=True),
+    },
+    "a mixture": lambda rank, ranks, size: {
+        "batch_size": size,
+        "sampler": MixtureSampler([180, 120], stop="all", num_replicas=ranks, rank=rank),
+    },
+    "by length": lambda rank, ranks, size: {
+        "batch_sampler": LengthBatchSampler(LENGTHS, max_tokens=60, window=40, num_replicas=ranks, rank=rank)
+    },
+    "packed": lambda rank, ranks, size: {
+        "batch_sampler": PackingBatchSampler(
+            LENGTHS,
+            block_size=16,
+            batch_size=size,
+            window=50,
+            sampler=MixtureSampler([180, 120], stop="first", num_replicas=1, rank=0),
+            num_replicas=ranks,
+            rank=rank,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ELASTIC)
+def test_what_remains_of_an_order_that_is_divided_anew(kind: str) -> None:
+    """By other ranks, and in batches of other sizes, again and again; in the middle of any epoch."""
+
+    def loader_of(rank: int, ranks: int, size: int) -> DataLoader[Any]:
+        return DataLoader(range(300), collate_fn=list, **ELASTIC[kind](rank, ranks, size))  # type: ignore[arg-type]
+
+    loader = loader_of(1, 4, 4)
+    loader.set_epoch(2)
+    state: dict[str, Any] = {}
+    for rank, ranks, size in [(1, 4, 4), (0, 2, 4), (2, 3, 2), (0, 3, 2)]:
+        loader = loader_of(rank, ranks, size)
+        loader.set_epoch(2)
+        if state:
+            loader.load_state_dict(state)
+        said = [loader.remaining()]
+        iterator = iter(loader)
+        for number, _ in enumerate(iterator):
+            if number < 2:
+                state = loader.state_dict()
+            said.append(loader.remaining())
+        said[-1] = said[-1] if loader._runs.done else 0  # all of the next epoch, when this one is over
+        assert said == [*range(len(said) - 1, -1, -1)]
+        assert len(said) > 3
+        assert loader.remaining() == len(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -43,6 +43,15 @@ class Drawing(Dataset[Any]):
         return index, torch.rand(200, 200), os.getpid()
 
 
+class Barred(Drawing):
+    """Cannot be opened before a file is there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        while self.gate is not None and not self.gate.exists():
+            time.sleep(0.005)
+
+
 def agents() -> list[psutil.Process]:
     """The agents on this machine, of whatever trainer."""
     found = []
@@ -134,6 +143,23 @@ def test_a_cluster_that_grows_and_loses_a_node(add_node: Any, tmp_path: Path, ca
     assert [int(batch[0]) for batch in seen] == list(range(LENGTH))
     assert loader.stats().retries == 0
     assert "is lost" in caplog.text
+    wait_until(lambda: not agents())
+
+
+def test_nodes_that_die_before_their_workers_are_ready(
+    add_node: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many as starts may fail, and all there are: the run waits for another node, as when they die later."""
+    gate = tmp_path / "open"
+    nodes = [add_node(num_cpus=1) for _ in range(3)]
+    iterator = iter(DataLoader(Barred(gate), 1, worker_backend=RayWorkers(num_workers=3), max_buffered_bytes=0))
+    wait_until(lambda: len(workers()) == 3)
+    for node in nodes:
+        os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+    wait_until(lambda: caplog.text.count("its node has died") >= 3)
+    add_node()
+    gate.touch()
+    assert [int(batch[0]) for batch in iterator] == list(range(LENGTH))
     wait_until(lambda: not agents())
 
 

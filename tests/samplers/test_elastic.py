@@ -71,13 +71,11 @@ def test_ranks_may_change_at_any_step(
     drawn: list[int] = []
 
     def start(ranks: int) -> list[ElasticSampler]:
-        samplers = [ElasticSampler(length, ranks, rank, seed=99, drop_last=drop_last) for rank in range(ranks)]
+        samplers = [ElasticSampler(length, ranks, rank, seed=5, drop_last=drop_last) for rank in range(ranks)]
         for sampler in samplers:
             if state is not None:
                 sampler.load_state_dict(state)
                 assert sampler.state_dict() == {**state, "world": ranks}
-            else:
-                sampler.seed = 5
             sampler.set_epoch(3)
         return samplers
 

@@ -134,13 +134,18 @@ def test_attention_over_a_packed_block_is_that_of_each_document() -> None:
 
 
 def test_dictionaries_keep_their_labels_and_other_rows() -> None:
-    """Labels of their own, as of prompts that are not to be predicted; rows of another length are left out."""
+    """Labels of their own, as of prompts that are not to be predicted; what is no row of numbers is left out."""
     samples = [
         {
             "input_ids": [1, 2, 3],
             "labels": [-100, -100, 3],
             "weight": np.array([0.5, 1, 1], dtype=np.float32),
             "id": "a",
+            "words": ["x", "y", "z"],
+            "image": torch.zeros(3, 2),
+            "turns": [[1, 2], [3]],
+            "tools": [],
+            "number": torch.tensor(3),
         },
         {"input_ids": [4, 5], "labels": [4, 5], "weight": np.array([2, 2], dtype=np.float32), "id": "b"},
     ]
@@ -148,7 +153,102 @@ def test_dictionaries_keep_their_labels_and_other_rows() -> None:
     assert batch["labels"].tolist() == [[-100, -100, 3, -100, 5, -100, -100, -100]]
     assert batch["weight"].tolist() == [[0.5, 1, 1, 2, 2, 0, 0, 0]]
     assert batch["weight"].dtype == torch.float32
-    assert "id" not in batch
+    assert batch.keys() == {
+        *("input_ids", "labels", "weight", "position_ids", "document_ids", "cu_seqlens", "max_seqlen")
+    }
+
+
+NUMBERS: list[Any] = [
+    [1, 2],
+    [0.5, 0.25],
+    [True, False],
+    torch.tensor([1, 2], dtype=torch.uint8),
+    torch.tensor([300, 70_000]),
+    torch.tensor([0.5, 0.25], dtype=torch.float32),
+    torch.tensor([0.5, 0.25], dtype=torch.float16),
+    np.array([-1, 2], ">i4"),
+    np.array([0.5, 1e300]),
+    np.array([1j, 2], np.complex64),
+    np.array([1, 65_535], np.uint16),
+    np.array([-1, 1], np.int8),
+]
+
+
+@pytest.mark.parametrize("one", range(len(NUMBERS)))
+@pytest.mark.parametrize("other", range(len(NUMBERS)))
+def test_rows_have_the_dtype_that_torch_promotes_to(one: int, other: int) -> None:
+    """That of all samples, whichever comes first: no number becomes another one because of the sample before it."""
+    rows = [
+        torch.from_numpy(np.asarray(NUMBERS[at]).astype(np.asarray(NUMBERS[at]).dtype.newbyteorder("=")))
+        for at in (one, other)
+    ]
+    samples = [{"input_ids": [5, 6], "row": NUMBERS[at]} for at in (one, other)]
+    try:
+        expected = torch.cat(rows)
+    except RuntimeError:  # torch has no rule for uint16
+        with pytest.raises(
+            ValueError, match=r"the row 'row' of the batch has no common dtype: .* in sample 0, .* in sample 1"
+        ):
+            pack_collate(samples, block_size=4)
+        return
+    if expected.is_floating_point() and expected.isinf().any():
+        with pytest.raises(ValueError, match="the row 'row' of the batch has numbers too large for float16"):
+            pack_collate(samples, block_size=4)
+        return
+    row = pack_collate(samples, block_size=4)["row"]
+    assert row.dtype == expected.dtype
+    assert torch.equal(row[0], expected)
+
+
+def test_samples_without_tokens_have_no_dtype() -> None:
+    """An empty list, whose dtype is float, changes none; nor does it lack a row."""
+    batch = pack_collate(
+        [{"input_ids": [], "row": []}, {"input_ids": [5], "row": [7]}, {"input_ids": []}], block_size=2
+    )
+    assert batch["row"].dtype == torch.int64
+    assert batch["row"].tolist() == [[7, 0]]
+    assert pack_collate([[], []], block_size=2, batch_size=1)["input_ids"].tolist() == [[0, 0]]
+
+
+BAD_ROWS = {
+    "labels": ({"labels": [-100, 7]}, "sample 1 of the batch: 'labels' has 2 items, but there are 3 input_ids"),
+    "a label": ({"labels": 1}, "sample 1 of the batch: 'labels' has no items, but there are 3 input_ids"),
+    "texts": ({"labels": "abc"}, "sample 1 of the batch: 'labels' has no items"),
+    "a row": ({"row": torch.ones(4)}, "sample 1 of the batch: 'row' has 4 items, but there are 3 input_ids"),
+    "no row": ({}, "sample 1 of the batch has no row 'row', which sample 0 has"),
+    "floats": ({"input_ids": [0.5, 1, 2]}, "sample 1 of the batch: 'input_ids' should be one row of integers"),
+    "float labels": ({"labels": [0.5, 1, 2]}, "'labels' should be one row of integers, but is float64"),
+    "two dimensions": ({"input_ids": [[1, 2, 3]]}, r"'input_ids' should be one row of integers.* \(1, 3\)"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_rows_that_do_not_fit_their_tokens(bad: str) -> None:
+    """Are told with the number of the sample, not left out; whichever sample they are in."""
+    sample, error = BAD_ROWS[bad]
+    good = {"input_ids": [1], "row": [1]}
+    with pytest.raises(ValueError, match=error):
+        pack_collate(
+            [
+                good,
+                {
+                    "input_ids": [1, 2, 3],
+                    **({"row": [1, 2, 3]} if bad != "no row" and bad != "two dimensions" else {}),
+                    **sample,
+                },
+            ],
+            block_size=8,
+        )
+
+
+def test_pieces_of_rows_that_do_not_fit() -> None:
+    """Labels that are too few for the whole sample may be as many as there are in a piece of it."""
+    sample: dict[str, Any] = {"input_ids": list(range(6)), "labels": [7, 7, 7], "id": "a", "words": list("abcdef")}
+    with pytest.raises(ValueError, match="sample 0: 'labels' has 3 items, but there are 6 input_ids"):
+        Pieces([sample])[Piece(0, 0, 3)]
+    sample["labels"] = torch.arange(6)
+    piece = Pieces([sample])[Piece(0, 2, 4)]
+    assert (piece["labels"].tolist(), piece["id"], piece["words"]) == ([2, 3], "a", ["c", "d"])
 
 
 def test_what_does_not_fit_is_told() -> None:

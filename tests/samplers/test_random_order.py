@@ -84,11 +84,11 @@ def test_taking_and_skipping(iterate: Any) -> None:
     whole = list(make())
     iterator, at = iterate(make()), 0
     for kind, count in [(take, 3), (skip, 5000), (take, 6000), (skip, 0), (take, 0), (skip, 12_000), (take, 1)]:
-        got = kind(iterator, count)
+        got = kind(iterator, count, []) if kind is take else skip(iterator, count)
         assert got == (whole[at : at + count] if kind is take else count)
         at += count
     assert skip(iterator, 10_000) == len(whole) - at
-    assert take(iterator, 5) == []
+    assert take(iterator, 5, []) == []
     assert skip(iterator, 5) == 0
 
 
@@ -98,14 +98,14 @@ def test_indices_as_an_array(count: int, replays: int) -> None:
     """The same ones, over the borders of pieces and permutations; also of torch's SequentialSampler."""
     for sampler in (RandomSampler(range(9000), num_samples=9000 * replays), SequentialSampler(range(9000))):
         iterator = indices(sampler)
-        while (taken := take_array(iterator, count))[0]:
+        while (taken := take_array(iterator, count, []))[0]:
             assert taken[1] is not None
             assert (taken[1].dtype, taken[1].tolist()) == (np.int64, taken[0])
-        assert take(indices(sampler), 0) == []
+        assert take(indices(sampler), 0, []) == []
 
 
 def test_indices_that_are_no_array() -> None:
     """Of other samplers, and of a range with steps."""
-    assert take_array(iter([1, 2]), 5) == ([1, 2], None)
-    assert take_array(iter(range(0, 10, 2)), 3) == ([0, 2, 4], None)
-    assert take_array(iter(range(0)), 3) == ([], None)
+    assert take_array(iter([1, 2]), 5, []) == ([1, 2], None)
+    assert take_array(iter(range(0, 10, 2)), 3, []) == ([0, 2, 4], None)
+    assert take_array(iter(range(0)), 3, []) == ([], None)

@@ -200,7 +200,10 @@ def test_lengths_come_in_many_forms(kind: str, form: str, tmp_path: Path) -> Non
     sampler = KINDS[kind](forms[form], num_samples=300)
     expected = KINDS[kind](lengths)
     assert list(sampler) == list(expected)
-    assert sampler.state_dict() == expected.state_dict()
+    state = expected.state_dict()
+    if form == "function":  # of which some are compared
+        del state["lengths"]["all"]
+    assert sampler.state_dict() == state
 
 
 @each_kind

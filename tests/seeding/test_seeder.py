@@ -4,6 +4,7 @@ of."""
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from asyncloader.hashing import mix
-from asyncloader.seeding.seeder import Seeder, seed_worker
+from asyncloader.seeding.seeder import Seeder, left_alone, seed_worker
+from tests.faults.test_interrupts_everywhere import CtrlC
 
 
 def draw() -> tuple[float, float, float]:
@@ -222,3 +224,22 @@ def test_a_torch_that_raises_where_it_has_no_accelerator(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
     assert seed_worker(10, 2) == 12
     assert torch.equal(torch.rand(()), expected)
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
+)
+def test_an_interrupt_leaves_the_trainer_its_generators() -> None:
+    """At whichever moment it comes: a sampler draws from them later."""
+    moment = 0
+    while True:
+        moment += 1
+        before = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+        try:
+            with CtrlC(moment), left_alone():
+                random.random(), np.random.rand(), torch.rand(1)
+            break
+        except KeyboardInterrupt:
+            pass
+        assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before, moment
+    assert moment > 5

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def nothing_is_left() -> Iterator[None]:
     with left_alone():
         yield
     assert turns._turn.holder is None
+    assert not turns._turn.drawings
     assert turns._turn.lock.acquire(blocking=False)
     turns._turn.lock.release()
     assert current.get(None) is None
@@ -167,6 +169,92 @@ def test_blocks_of_several_threads_take_turns() -> None:
     for thread in threads:
         thread.join(30)
     assert order == ["first", "second"]
+
+
+class Beside:
+    """Runs something in another thread, which says when it is inside, and waits for what must not come meanwhile."""
+
+    def __init__(self, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self.inside, self.meanwhile = threading.Event(), threading.Event()
+        self.was_disturbed: bool | None = None
+        self._around = around
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        current.set(SampleContext(KEY, 0, 0, first=0))
+        with self._around():
+            self.inside.set()
+            self.was_disturbed = self.meanwhile.wait(0.2)
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        assert self.inside.wait(30)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._thread.join(30)
+        assert self.was_disturbed is not None
+
+
+@pytest.mark.parametrize("others", [turns.Drawing, turns.untouched, turns.alone])
+@pytest.mark.parametrize("seeding", [sample_seed, turns.alone])
+def test_nobody_draws_or_looks_while_another_thread_has_seeded_the_generators(seeding: Any, others: Any) -> None:
+    """What a block has seeded is not the trainer's; nor is what a batch has that is made without workers."""
+    random.seed(3)
+    before = random.getstate()
+    with Beside(seeding) as beside, others():
+        beside.meanwhile.set()
+        assert random.getstate() == before
+    assert not beside.was_disturbed
+
+
+@pytest.mark.parametrize("drawing", [turns.Drawing, turns.alone])
+def test_a_block_waits_for_what_draws_in_another_thread(drawing: Any, in_a_sample: SampleContext) -> None:
+    """A sampler that is read draws from the trainer's generators."""
+    with Beside(drawing) as beside, sample_seed():
+        beside.meanwhile.set()
+    assert not beside.was_disturbed
+
+
+def test_a_sampler_may_look_at_the_generators_and_use_blocks(in_a_sample: SampleContext) -> None:
+    """It runs in one thread with these: a loader inside a sample has samplers too."""
+    with turns.Drawing(), turns.untouched(), sample_seed():
+        expected = draw()
+    in_a_sample._blocks = (BATCH, 0)
+    with turns.alone(), turns.Drawing(), sample_seed(), turns.Drawing():
+        assert draw() == expected
+
+
+def test_a_sampler_that_waits_for_a_block_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks go on after a while, and the log says what may come of it."""
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
+    given = threading.Event()
+
+    def sample() -> None:
+        current.set(SampleContext(KEY, 0, 0, first=0))
+        with sample_seed():
+            given.set()
+
+    thread = threading.Thread(target=sample)
+    with turns.Drawing() as drawing:
+        thread.start()
+        assert given.wait(30)
+    thread.join(30)
+    assert drawing.overstayed
+    assert "A sampler that is read" in caplog.text
+
+
+def test_a_block_that_waits_for_the_loader_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loader goes on after a while, and the log says what may come of it."""
+    monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
+    with Beside(sample_seed) as beside, turns.Drawing():
+        beside.meanwhile.set()
+    assert beside.was_disturbed
+    assert "A sample_seed() block has had the global random generators" in caplog.text
 
 
 def test_a_fork_has_no_turn_that_another_thread_had(monkeypatch: pytest.MonkeyPatch) -> None:

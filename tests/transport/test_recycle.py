@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.data import default_collate
 
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.recycle import RECYCLED_MIN, Recycler
+from tests.forks import forked
 
 SHAPE = (64, 64, 80)  # 4 samples are 5 MiB
 
@@ -143,15 +143,13 @@ def test_a_forked_child_goes_on() -> None:
     """Child and parent have their own copies from the fork on."""
     collate = recycling_collate(default_collate)
     batch = collate(samples(1.0))
-    pid = os.fork()
-    if pid == 0:
+
+    def collate_here() -> bool:
+        nonlocal batch
         torch.set_num_threads(1)
-        code = 1
-        try:
-            del batch
-            mine = [collate(samples(float(i))).numpy() for i in range(3)]
-            code = 0 if all((a == i).all() for i, a in enumerate(mine)) else 1
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        del batch
+        mine = [collate(samples(float(i))).numpy() for i in range(3)]
+        return all((a == i).all() for i, a in enumerate(mine))
+
+    assert forked(collate_here).wait() == 0
     assert bool((batch == 1).all())

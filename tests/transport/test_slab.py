@@ -26,6 +26,7 @@ from asyncloader.transport import arena, slab
 from asyncloader.transport.arena import NamedArena
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
+from tests.forks import forked
 from tests.transport.wire import Worker, make_pool, worker
 
 FLOATS = 1 << 18  # 1 MiB
@@ -462,8 +463,7 @@ def test_without_a_loop_what_is_free_is_given_back_and_the_next_loop_does_the_re
     with worker(pool, large) as made:
         kept = [made.get(0), made.get(1)]
     pool.before_fork()
-    if (pid := os.fork()) == 0:
-        os._exit(0)
+    child = forked(lambda: None)
     pool.after_fork()
     pool.leave_loop()
     (watched,) = first.add_reader.call_args_list
@@ -473,7 +473,7 @@ def test_without_a_loop_what_is_free_is_given_back_and_the_next_loop_does_the_re
     kept.clear()  # nobody to tell
     pool.live_on(second)
     assert second.add_reader.call_args_list == [watched]
-    os.waitpid(pid, 0)
+    assert child.wait() == 0
     _, ended, fork = watched.args
     ended(fork)
     second.remove_reader.assert_called_once_with(watched.args[0])
@@ -482,18 +482,6 @@ def test_without_a_loop_what_is_free_is_given_back_and_the_next_loop_does_the_re
 
 
 # --------------------------------------------------------------------------------------------------------- forks
-def in_child(check: Callable[[], bool]) -> bool:
-    """Run a check in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 @pytest.fixture
 def process_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
     """The pool of the process for the time of a test: only that one is told of forks."""
@@ -510,17 +498,20 @@ def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPoo
         batch = made.get(5)
         address = batch.data_ptr()
         go, child_has = os.pipe(), os.pipe()
-        pid = os.fork()
-        if pid == 0:
+
+        def look_again() -> bool:
+            nonlocal batch
             os.read(go[0], 1)  # until the parent has dropped the batch and received others
             right = bool((batch.numpy() == 5).all())  # torch's threads are not in the child
             del batch
-            os._exit(0 if right and not pool._ended else 1)
+            return right and not pool._ended
+
+        child = forked(look_again)
         del batch
         for number in range(20):
             assert made.get(number).data_ptr() != address
         os.write(go[1], b"x")
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert child.wait() == 0
     for fd in (*go, *child_has):
         os.close(fd)
     pool.turn()
@@ -538,7 +529,7 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
     for _ in range(20):
         batch = next(iterator)
         if how == "fork":
-            assert in_child(lambda: True)
+            assert forked(lambda: True).wait() == 0
         else:
             subprocess.run(["true"], check=True, preexec_fn=os.getpid)
         until(lambda: not slab.slab_pool()._forked)  # the loop has heard of its end
@@ -554,7 +545,7 @@ def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: SlabPool) -> N
     with worker(pool, large) as made:
         for number in range(20):
             made.get(number)
-            assert in_child(lambda: True)
+            assert forked(lambda: True).wait() == 0
     pool.trim()
     assert pool.statistics().reserved == 0
 
@@ -584,7 +575,7 @@ def test_a_child_has_a_pool_of_its_own() -> None:
             return child_pool is not parent_pool and is_in_arena(child_pool, batch) and float(batch[-1]) == 4
 
     parent_pool = slab.slab_pool()
-    assert in_child(check)
+    assert forked(check).wait() == 0
 
 
 # ----------------------------------------------------------------------------------------------------- fall-backs
@@ -683,7 +674,7 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
     with worker(pool, large) as made:
         thread = threading.Thread(target=go_on, args=(made,))
         thread.start()
-        right = [in_child(check) for _ in range(20)]
+        right = [forked(check).wait() == 0 for _ in range(20)]
         done.set()
         thread.join()
     current.clear()

@@ -33,6 +33,7 @@ from asyncloader.seeding.sample_context import Placed
 from asyncloader.workers.child.batch_maker import Gathered
 from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.gather import WholeBatches
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.child.stacks import task_stack
 
 _TASKS_SHOWN = 3
@@ -97,6 +98,7 @@ class Base:
         concurrency: Samples in flight at most.
         tolerant: Go on with the other samples of a job when one raises.
         finished: Gets each job once.
+        stop: Is told what fails beside samples: nothing can be said of them any more.
     """
 
     def __init__(
@@ -106,13 +108,14 @@ class Base:
         concurrency: int,
         tolerant: bool,
         finished: Callable[[Job], None],
+        stop: Callable[[BaseException], None],
     ) -> None:
         self._key = key
         self._auto_collation = auto_collation
         self._free = concurrency
         self._tolerant = tolerant
         self._finished = finished
-        self._loop = asyncio.get_running_loop()
+        self._loop = GuardedLoop(asyncio.get_running_loop(), stop)
         self._waiting: deque[Job] = deque()  # with samples that were not asked for
         self._jobs: dict[int, Job] = {}
         self._cancelled: set[asyncio.Task[None]] = set()  # and not ended yet
@@ -172,7 +175,7 @@ class Base:
         raise NotImplementedError
 
     def _spawn(self, job: Job, position: int, coroutine: Coroutine[Any, Any, None]) -> None:
-        job.tasks[position] = self._loop.create_task(coroutine)
+        job.tasks[position] = self._loop.create_task(coroutine, name=f"batch {job.seq}, sample {position}")
 
     def _take(self, job: Job, position: int, sample: Any, error: BaseException | None = None) -> None:
         """Take what has become of a sample. Its slot is free again."""

@@ -115,7 +115,7 @@ class OverlapLoop:
         """Enter the dataset, and what is inside torch's wrappers. Being told to end cancels that."""
         if self._maker.failure is not None:
             return
-        opening = self._loop.create_task(self._enter_all(resources))
+        opening = self._loop.create_task(self._enter_all(resources), name="open the dataset")
         await asyncio.wait({opening, self._over}, return_when=asyncio.FIRST_COMPLETED)
         if not opening.done():
             opening.cancel()
@@ -143,10 +143,11 @@ class OverlapLoop:
         closing: asyncio.Task[None] | None = None
         if self._overlap is not None:
             self._overlap.leave()  # nothing of it may be finished from now on
-            closing = self._loop.create_task(self._overlap.aclose())
+            closing = self._loop.create_task(self._overlap.aclose(), name="leave the last epoch")
         for task in self._collating:
             task.cancel()
-        common = (self._epoch.key, spec.auto_collation, spec.concurrency, spec.on_error != "raise", self._on_finished)
+        tolerant, tell = spec.on_error != "raise", (self._on_finished, self._stop)
+        common = (self._epoch.key, spec.auto_collation, spec.concurrency, tolerant, *tell)
         if spec.is_iterable:
             told = self._on_exhausted, self._transport.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
@@ -247,7 +248,7 @@ class OverlapLoop:
                 return
             held = [self._maker.gathered(job)]
             if hasattr(type(held[0]), "__await__"):
-                task = self._loop.create_task(self._await_batch(job, held))
+                task = self._loop.create_task(self._await_batch(job, held), name=f"batch {job.seq}, collate")
                 self._collating.add(task)
                 task.add_done_callback(partial(self._on_collated, held))
             else:

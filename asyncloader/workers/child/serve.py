@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 from asyncloader.workers.child.channel import WorkerChannel
@@ -26,6 +27,8 @@ def serve(
 ) -> None:
     """Stay until told to end; see :func:`asyncloader.workers.child.bootstrap.start`, which calls it."""
     channel = WorkerChannel(channel_end)
+    with contextlib.suppress(OSError):  # as `top`, `pstree` and `py-spy` show it; Linux only, 15 characters
+        Path("/proc/self/comm").write_text(f"asyncloader {worker_id}")
     try:
         loop = make_loop(worker_id, ProcessTransport(worker_id, channel, arena), epoch, _opened(source))
         del source

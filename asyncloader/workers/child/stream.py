@@ -74,7 +74,7 @@ class Stream(Base):
         self._work = asyncio.Event()
         self._reading: Job | None = None
         self._is_awaited = False  # the iterator, by the reader
-        self._reader = self._loop.create_task(self._read(after))
+        self._reader = self._loop.create_task(self._read(after), name="stream")
 
     def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
         """Take another ticket; its keys say how many samples it has."""

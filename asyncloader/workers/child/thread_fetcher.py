@@ -205,9 +205,12 @@ class ThreadFetcher(Base):
             self._clocks.append(time.pthread_getcpuclockid(ident))
         if self._origin is not None:
             self._origin.adopt()
-        with self._modes.active():
-            while self._tokens.get():
-                self._work(ident)
+        try:
+            with self._modes.active():
+                while self._tokens.get():
+                    self._work(ident)
+        except BaseException as error:  # what samples raise is in their jobs
+            self._tell(self._loop.fail, error)
         self._tell(self._on_lane_end)
 
     def _work(self, ident: int) -> None:
@@ -266,7 +269,7 @@ class ThreadFetcher(Base):
 
     def _awaited(self, sample: Any) -> Any:
         """Await a sample of a dataset that nobody could know to be async, on the loop."""
-        return asyncio.run_coroutine_threadsafe(settle(sample), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(settle(sample), self._loop.loop).result()
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended

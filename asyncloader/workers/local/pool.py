@@ -8,13 +8,13 @@ The loops over tickets are those of worker processes.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asyncloader.epochs import listeners
 from asyncloader.workers.backend import Launch, Listener
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.local.worker import LocalWorker, private_copy
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.original import Original
@@ -25,7 +25,7 @@ class LocalPool:
     """Owner of the workers of one iterator that run in this process; see `Pool` for the methods. Loop thread only.
 
     Args:
-        loop: The portal's loop.
+        loop: The portal's.
         spec: What the workers work with.
         on_threads: Each on a thread; otherwise there is one, on the loop itself.
         original: The dataset in the spec, if it may change while workers are made of it. One that hears of epochs is
@@ -34,7 +34,7 @@ class LocalPool:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         spec: WorkerSpec,
         *,
         on_threads: bool,
@@ -72,8 +72,8 @@ class LocalPool:
             started()
         yield from ()
 
-    def _start_one(self, worker: int, epoch: EpochSpec) -> LocalWorker:
-        started = LocalWorker(worker, self._loop, self, self._on_threads, self.processes.get(worker))
+    def _start_one(self, worker: int, epoch: EpochSpec, before: LocalWorker | None = None) -> LocalWorker:
+        started = LocalWorker(worker, self._loop, self, self._on_threads, before)
         started.start(self._spec, epoch)
         return started
 
@@ -92,7 +92,8 @@ class LocalPool:
         """Start a worker under this id: one more, or in the place of one that has ended or was discarded."""
         epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
         epoch = epoch._replace(num_workers=num_workers if self._on_threads else 0)
-        self.processes[worker] = self._start_one(worker, epoch)
+        before = self.processes.pop(worker, None)
+        self.processes[worker] = self._start_one(worker, epoch, before)
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
@@ -148,10 +149,10 @@ class LocalPool:
         self._maybe_closed()
 
     def _maybe_closed(self) -> None:
-        if self._closing and not any(worker.is_alive for worker in self._everyone()):
-            listener, self.listener = self.listener, None
-            if listener is not None:
-                listener.on_closed()
+        is_over = self._closing and not any(worker.is_alive for worker in self._everyone())
+        if is_over and self.listener is not None:
+            self.listener.on_closed()
+            self.listener = None
 
     def _everyone(self) -> tuple[LocalWorker, ...]:
         return (*self.processes.values(), *self._leaving)

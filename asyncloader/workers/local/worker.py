@@ -26,6 +26,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 from asyncloader.errors import could_not_start
 from asyncloader.workers.backend import STACK_TIMEOUT_S, WorkerState
 from asyncloader.workers.child import threads
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.child.overlap_loop import OverlapLoop, make_loop
 from asyncloader.workers.child.serial_loop import SerialLoop
 from asyncloader.workers.child.transport import ParentGone
@@ -75,7 +76,7 @@ class LocalWorker:
     def __init__(
         self,
         worker_id: int,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         owner: Owner,
         on_thread: bool,
         before: LocalWorker | None = None,
@@ -115,14 +116,14 @@ class LocalWorker:
 
     def start(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         """Start the thread, or the task."""
+        name = f"asyncloader worker {self.worker_id}"
         if self._on_thread:
-            name = f"asyncloader worker {self.worker_id}"
             try:
                 self._thread = threads.start(partial(self._run, spec, epoch), name)
             except RuntimeError as error:
                 raise could_not_start(OSError(11, str(error))) from error
         else:
-            self._task = self._loop.create_task(self._serve(spec, epoch))
+            self._task = self._loop.create_task(self._serve(spec, epoch), name=name)
             self._dataset = spec.dataset
         self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
@@ -146,6 +147,9 @@ class LocalWorker:
 
     async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         """Work on the portal's loop, where others may still be closing what the same dataset has open."""
+        if self.state is WorkerState.ENDING:  # nothing was opened; `_closing` has this very task, too
+            self._on_end()
+            return
         others = {task for task, dataset in _closing.items() if dataset is spec.dataset}
         if (before := self._before) is not None and before._task is not None:
             self._before = None
@@ -177,7 +181,7 @@ class LocalWorker:
             return
         context = {"message": f"A DataLoader worker ended with an exception ({self!r})", "exception": error}
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
+            self._loop.call_soon_threadsafe(self._loop.loop.call_exception_handler, context)
 
     def end(self, grace_s: float) -> None:
         """Tell the worker to finish; abandon it after ``grace_s`` seconds."""
@@ -205,13 +209,13 @@ class LocalWorker:
         if self.state is WorkerState.DEAD:
             return
         expected = is_abandoned or self.state is WorkerState.ENDING
-        self.state = WorkerState.DEAD
-        self.on_awaits("")
         if self._timer is not None:
             self._timer.cancel()
         if is_abandoned:
             self._thread = None
+        self.state = WorkerState.DEAD
         self._dead.set()
+        self.on_awaits("")
         self._owner.on_exit(self, expected)
 
     def wait_dead(self, timeout_s: float | None) -> bool:

@@ -6,11 +6,11 @@ that is busy, stopped or dead never holds up the loop, and the two ends cannot b
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.frames import MOST_PARTS, BadFrame, Buffer, FrameBuffer, frame
 
 _SOCKET_BYTES = 1 << 20
@@ -35,7 +35,7 @@ class Channel:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         sock: socket.socket,
         on_frame: Callable[[int, memoryview], None],
         on_closed: Callable[[Exception | None], None],
@@ -123,13 +123,7 @@ class Channel:
 
     def _take_frames(self) -> None:
         for kind, body in self._incoming.frames():
-            try:
-                self._on_frame(kind, body)
-            except BadFrame:
-                raise
-            except Exception as error:  # the frames behind it are none the worse
-                words = f"A frame of kind {kind} from a worker could not be dealt with"
-                self._loop.call_exception_handler({"message": words, "exception": error})
+            self._on_frame(kind, body)
 
     def drain(self) -> None:
         """Read what a worker that has ended left in the socket, then close."""

@@ -29,9 +29,16 @@ _finalizers: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defi
 def try_descriptors(count: int) -> None:
     """See whether so many descriptors can be had, before others find out: those lose what they have opened already.
 
+    Descriptors 0, 1 and 2 are not among them. Where the program has closed one of these, ``/dev/null`` takes its place
+    for good: libuv aborts a process that closes such a descriptor of a loop, and multiprocessing closes descriptor 0 in
+    each child, which may be the child's channel by then.
+
     Raises:
         OSError: if not.
     """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(fd, True)
+    os.close(fd)
     tried: list[int] = []
     try:
         for _ in range(count):

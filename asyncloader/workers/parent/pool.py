@@ -10,7 +10,6 @@ sessions; frames that belong to an earlier run are dropped here, after their sla
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pickle
 import time
@@ -23,14 +22,16 @@ from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.parent import fresh
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
-from asyncloader.workers.protocol.failure import RemoteError
+from asyncloader.workers.protocol.failure import RemoteError, with_notes
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, Slice, Together, WorkerSpec, pack_tickets
 from asyncloader.workers.protocol.original import Forked, Original
 from asyncloader.workers.protocol.outcome import OUTCOMES, unpack
+from asyncloader.workers.protocol.pickle_paths import say_large, say_unpicklable
 from asyncloader.workers.protocol.pickled_spec import PickledSpec
 
 
@@ -38,7 +39,7 @@ class Pool:
     """Owner of the worker processes of one iterator, on the loop thread.
 
     Args:
-        loop: The portal's loop.
+        loop: The portal's.
         context: How processes are started.
         spec: What the workers work with.
         original: The dataset in that, if it may change while workers are made of it.
@@ -46,7 +47,7 @@ class Pool:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         context: BaseContext,
         spec: WorkerSpec,
         original: Original | None = None,
@@ -59,7 +60,7 @@ class Pool:
         self._original = original
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
-        self._slabs.live_on(loop)
+        self._slabs.live_on(loop.loop)
         self._loans: dict[WorkerProcess, WorkerLoans] = {}
         self._outstanding: dict[int, int] = {}
         self._successors: dict[int, WorkerProcess] = {}  # that wait for the place of this worker
@@ -89,7 +90,8 @@ class Pool:
                 fresh.start_server()  # it imports what it is to import while this pickles
         try:
             self._source = PickledSpec(self._spec)
-        except Exception:
+        except Exception as error:
+            with_notes(error, [say_unpicklable(self._spec)])
             warn(
                 "Got pickle error when attempting to start a worker Process. This might be because the worker Process "
                 f'arguments are not picklable. The current multiprocessing start method is {method!r}; with "fork" '
@@ -97,6 +99,8 @@ class Pool:
                 "forkserver-start-methods"
             )
             raise
+        if (news := say_large(self._spec, self._source.copied_bytes)) is not None:
+            warn(news)
 
     @property
     def has_processes(self) -> bool:
@@ -185,6 +189,7 @@ class Pool:
         A successor that is there already takes the place.
         """
         self._outstanding[worker] = 0
+        self.processes.pop(worker, None)
         if (successor := self._successors.pop(worker, None)) is None:
             successor = self._start_beside(worker, num_workers)
         self.processes[worker] = successor
@@ -344,9 +349,11 @@ class Pool:
         if self._closing and not self._is_starting and not any(process.is_alive for process in self._everyone()):
             if isinstance(self._source, PickledSpec):
                 self._source.close()
-            listener, self.listener = self.listener, None
-            if listener is not None:
-                listener.on_closed()
+            while self._loans:  # of workers whose end was not dealt with to the last, because something failed
+                self._loans.popitem()[1].reclaim()
+            if self.listener is not None:
+                self.listener.on_closed()
+                self.listener = None
 
     def _everyone(self) -> Iterable[WorkerProcess]:
         return (*self.processes.values(), *self._successors.values(), *self._leaving)

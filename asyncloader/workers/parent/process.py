@@ -36,6 +36,7 @@ from asyncloader.errors import could_not_start
 from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, WorkerState
 from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.parent import fresh
 from asyncloader.workers.parent.channel import Channel, open_pair
 from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, start_process, try_descriptors
@@ -68,9 +69,7 @@ class WorkerProcess:
 
     node = ""
 
-    def __init__(
-        self, worker_id: int, loop: asyncio.AbstractEventLoop, owner: Owner, *, overlaps: bool = False
-    ) -> None:
+    def __init__(self, worker_id: int, loop: GuardedLoop, owner: Owner, *, overlaps: bool = False) -> None:
         self.worker_id = worker_id
         self.overlaps = overlaps  # it has a loop of its own
         self.state = WorkerState.NEW
@@ -125,17 +124,17 @@ class WorkerProcess:
                 yield partial(self._launch, context, forking, initargs)
             finally:
                 ends.close()
+            self._watch()
+            self._move(WorkerState.RUNNING)
+            self.started_at = time.monotonic()
+            if method == "fork":
+                self._up_timer = self._loop.call_later(_UP_S, self._on_late)
         except OSError as error:
             self._close()
             raise could_not_start(error) from error
         except BaseException:
             self._close()
             raise
-        self._watch()
-        self._move(WorkerState.RUNNING)
-        self.started_at = time.monotonic()
-        if method == "fork":
-            self._up_timer = self._loop.call_later(_UP_S, self._on_late)
 
     def _connect(self) -> Ends:
         ours, theirs = open_pair()
@@ -179,12 +178,15 @@ class WorkerProcess:
     def _watch(self) -> None:
         """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""
         self.channel = Channel(self._loop, self._sock, self._on_frame, self._on_channel_closed)
+        self._watch_exit()
+        os.set_blocking(self._descriptors["output"], False)
+        self._loop.add_reader(self._descriptors["output"], self._on_output)
+
+    def _watch_exit(self) -> None:
         if "pid" in self._descriptors:
             self._loop.add_reader(self._descriptors["pid"], self._on_exit)
         else:
             self._loop.call_soon(self._on_exit)
-        os.set_blocking(self._descriptors["output"], False)
-        self._loop.add_reader(self._descriptors["output"], self._on_output)
 
     # -------------------------------------------------------------------------------------------------- events
 
@@ -246,12 +248,17 @@ class WorkerProcess:
         del self.output[:-_OUTPUT_BYTES]
 
     def _on_exit(self, tries: int = 0) -> None:
-        """The process has ended. Its exit code may still be on its way through the executor's thread."""
-        if "pid" in self._descriptors:
-            self._loop.remove_reader(self._descriptors["pid"])
+        """The process has ended. Its exit code may still be on its way through the executor's thread.
+
+        The pidfd is watched to the last: if anything in here fails, the loop calls again.
+        """
+        if self.state is WorkerState.DEAD:
+            return
         self._kill_group()  # a child that it left behind would hold up the executor's thread
         self.exitcode = self._find_exitcode()
         if self.exitcode is None and tries < _EXITCODE_TRIES:
+            if "pid" in self._descriptors:
+                self._loop.remove_reader(self._descriptors["pid"])
             self._loop.call_later(0.001, self._on_exit, tries + 1)
             return
         expected = self.state is WorkerState.ENDING and not self._unexpected_end
@@ -259,14 +266,16 @@ class WorkerProcess:
         # The executor, which has seen its connections closed too, is often faster with a SIGTERM.
         if not expected and (self._was_killed or self.exitcode == -signal.SIGTERM):
             self.output += self._why_killed.encode()
-        self.channel.drain()
-        self._close()
+        try:
+            self.channel.drain()
+        finally:
+            self._close()
         owner = self._owner
         del self._owner, self._process, self._executor  # no cycle may keep descriptors open
         owner.on_exit(self, expected)
 
     def _on_output_rest(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, KeyError):
             self._keep_output(os.read(self._descriptors["output"], _OUTPUT_BYTES))
 
     def _find_exitcode(self) -> int | None:
@@ -296,6 +305,7 @@ class WorkerProcess:
             self._kill_timer.cancel()
         if grace_s <= 0:
             self.kill()
+            self._watch_exit()
         else:
             self._kill_timer = self._loop.call_later(grace_s, self.kill)
 
@@ -309,28 +319,28 @@ class WorkerProcess:
             signal.pidfd_send_signal(self._descriptors["pid"], signal.SIGKILL)
 
     def _close(self) -> None:
-        """Let go of everything."""
-        for timer in (self._kill_timer, self._up_timer):
-            if timer is not None:
-                timer.cancel()
-        for name in ("pid", "output"):
-            if name in self._descriptors:
-                self._loop.remove_reader(self._descriptors[name])
-        if self.state is WorkerState.NEW and self.pid > 0:
-            self.kill()
-        self._kill_group()
-        for name in tuple(self._descriptors):
-            self._close_descriptor(name)
-        if hasattr(self, "channel"):
-            self.channel.close()
-        elif hasattr(self, "_sock"):
-            self._sock.close()
-        if hasattr(self, "_executor"):
-            self._executor.shutdown(wait=False)
-        _parent_ends.discard(self)
-        self._tell_stack()
-        self._move(WorkerState.DEAD)
-        self._dead.set()
+        """Let go of everything, whatever of it fails."""
+        with contextlib.ExitStack() as steps:  # from the last one up
+            steps.callback(self._dead.set)
+            steps.callback(self._move, WorkerState.DEAD)
+            steps.callback(self._tell_stack)
+            steps.callback(_parent_ends.discard, self)
+            if hasattr(self, "_executor"):
+                steps.callback(self._executor.shutdown, wait=False)
+            if hasattr(self, "_sock"):
+                steps.callback(self._sock.close)
+            if hasattr(self, "channel"):
+                steps.callback(self.channel.close)
+            for name in tuple(self._descriptors):
+                steps.callback(self._close_descriptor, name)
+            steps.callback(self._kill_group)
+            if self.pid > 0:
+                steps.callback(self.kill)
+            for name in {"pid", "output"} & self._descriptors.keys():
+                steps.callback(self._loop.remove_reader, self._descriptors[name])
+            for timer in (self._kill_timer, self._up_timer):
+                if timer is not None:
+                    steps.callback(timer.cancel)
 
     def _kill_group(self) -> None:
         """Kill the worker with all that it started and left behind.

@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
+import torch
 
 from asyncloader.errors import describe_keys
 
 Raised = TypeVar("Raised", bound=BaseException)
+
+
+_NO_CUDA_HERE = (
+    "This worker was forked from a process that had initialised CUDA, and no forked process can use CUDA then. Pass "
+    'multiprocessing_context="forkserver"; or leave CUDA to the training loop: make CPU tensors in the dataset, with '
+    "pin_memory=True."
+)
 
 
 class EndOfData(Exception):
@@ -77,18 +85,21 @@ class RemoteError:
         text: Its traceback, formatted in the worker.
         pickled: The exception itself, or None if it does not survive pickling.
         where: For torch's words: "in DataLoader worker process 3".
+        advice: What to do about it, where the worker knows.
     """
 
     type_name: str
     text: str
     pickled: bytes | None
     where: str
+    advice: tuple[str, ...] = ()
 
     @classmethod
     def capture(cls, error: BaseException, where: str) -> RemoteError:
         """Describe the exception, in the worker."""
         text = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, text, _pickled(error), where)
+        advice = (_NO_CUDA_HERE,) if _is_of_cuda_after_fork(text) else ()
+        return cls(type(error).__name__, text, _pickled(error), where, advice)
 
     def rebuild(self, keys: Any) -> Exception:
         """Make the exception to raise, in the parent."""
@@ -96,9 +107,9 @@ class RemoteError:
         indices = [] if keys is None else [f"The batch has the indices {describe_keys(keys)}."]
         error = self._unpickled()
         if error is None:
-            return with_notes(RuntimeError(f"{words}\nOriginal {self.text}"), indices)
+            return with_notes(RuntimeError(f"{words}\nOriginal {self.text}"), [*self.advice, *indices])
         BaseException.__setattr__(error, "__cause__", RemoteTraceback(self.text))
-        return with_notes(error, [words, *indices])
+        return with_notes(error, [words, *self.advice, *indices])
 
     def _unpickled(self) -> Exception | None:
         if self.pickled is None:
@@ -145,6 +156,15 @@ class LocalError:
             notes.append(f"The batch has the indices {describe_keys(keys)}.")
         there = getattr(error, "__notes__", ())
         return with_notes(error, [note for note in notes if note not in there])
+
+
+def _is_of_cuda_after_fork(text: str) -> bool:
+    """Whether a traceback is of CUDA in a process that was forked after its parent had initialised CUDA.
+
+    torch notes such a fork (`_is_in_bad_fork`). Other libraries, which share the driver's context with torch, raise
+    errors of their own: "initialization error", "CUDA_ERROR_NOT_INITIALIZED".
+    """
+    return "cuda" in text.lower() and torch.cuda._is_in_bad_fork()
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -57,6 +57,11 @@ class PickledSpec(Generic[T]):
             return
         self._fd, self._sizes = write_parts([data, *(buffer.raw() for buffer in buffers)])
 
+    @property
+    def copied_bytes(self) -> int:
+        """What each worker unpickles into memory of its own: all but arrays and tensors, which workers map."""
+        return self._sizes[0] if self._sizes else 0
+
     def close(self) -> None:
         """Let go of the memory; workers that have opened it keep theirs."""
         if self._fd >= 0:
@@ -182,6 +187,25 @@ def _pickle(content: Any, reducers: Table | None = None) -> tuple[bytes, list[pi
             return _dump(_Pickler, content, reducers)
         del noted[count:]
     return _dump(_CloudPickler, content, reducers)
+
+
+def is_picklable(content: Any) -> bool:
+    """Whether workers can be sent it, now or while their process is launched."""
+    try:
+        _pickle(content)
+    except _AtLaunchError:
+        return True
+    except Exception as error:
+        return isinstance(error, RuntimeError) and "inheritance" in str(error)
+    return True
+
+
+def count_copied_bytes(content: Any) -> int:
+    """Return what of it each worker would unpickle into memory of its own; 0 where that is not known beforehand."""
+    try:
+        return len(_pickle(content)[0])
+    except Exception:
+        return 0
 
 
 def _dump(pickler: Any, content: Any, reducers: Table | None) -> tuple[bytes, list[pickle.PickleBuffer]]:

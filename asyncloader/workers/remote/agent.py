@@ -25,6 +25,7 @@ import os
 import pickle
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, cast
@@ -32,6 +33,7 @@ from typing import Any, cast
 from asyncloader.transport.codec import open_payload
 from asyncloader.workers.backend import Listener
 from asyncloader.workers.child.bootstrap import die_with_parent
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.parent.pool import Pool
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.frames import BadFrame, Buffer
@@ -71,7 +73,7 @@ class AgentPool(Pool):
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         spec: WorkerSpec,
         source: Any,
         epoch: EpochSpec,
@@ -161,11 +163,11 @@ class Agent:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, order: Order, source: Any) -> None:
         self.failure = ""  # why it ended, if it should not have
-        self._loop = loop
+        self._loop = GuardedLoop(loop, self._fail)
         self._order = order
         self._source = source
         prove = lambda link, send: agent_side(order.secret, send, order.number)  # noqa: E731
-        self._link = Link(self, loop, prove, lambda nbytes: memoryview(bytearray(nbytes)))
+        self._link = Link(self, self._loop, prove, lambda nbytes: memoryview(bytearray(nbytes)))
         self._pool: AgentPool | None = None
         self._workers: dict[int, WorkerProcess] = {}  # by the number of their lives
         self._lives: dict[WorkerProcess, int] = {}
@@ -184,11 +186,11 @@ class Agent:
             import ssl
 
             context = pickle.loads(order.make_context)(ssl.Purpose.SERVER_AUTH)
-        self._loop.add_signal_handler(signal.SIGTERM, self._leave)
+        self._loop.loop.add_signal_handler(signal.SIGTERM, self._leave)
         try:
             async with asyncio.timeout(_DIAL_S):
                 hostname = order.host if context is not None else None
-                await self._loop.create_connection(
+                await self._loop.loop.create_connection(
                     lambda: self._link, order.host, order.port, ssl=context, server_hostname=hostname
                 )
                 await self._has_met.wait()
@@ -323,6 +325,13 @@ class Agent:
             self._link.close()
 
     # -------------------------------------------------------------------------------------------------- the end
+
+    def _fail(self, error: BaseException) -> None:
+        """Something in this agent itself has failed: the trainer is told, and ends the run."""
+        self.failure = "".join(traceback.format_exception(error))
+        self._link.send(Word.FAILED, 0, self.failure.encode())
+        self._link.close()
+        self._end(0.0)
 
     def _end(self, grace_s: float) -> None:
         self._is_ending = True

@@ -24,6 +24,7 @@ from typing import Any
 from asyncloader.errors import WorkerStartError
 from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import MakeContext
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote.handshake import Send, Steps, new_secret, trainer_side
 from asyncloader.workers.remote.link import Link, Owner
 
@@ -67,7 +68,7 @@ class Door:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         owner: Owner,
         is_expected: Callable[[Link, int], bool],
         allocate: Callable[[int], memoryview],
@@ -75,7 +76,8 @@ class Door:
     ) -> None:
         self.secret = new_secret()
         self.refused: Counter[str] = Counter()
-        self._loop = loop
+        self._loop = loop.loop  # without the guard: no stranger may end a run
+        self._guarded = loop
         self._owner = owner
         self._is_expected = is_expected
         self._allocate = allocate
@@ -133,7 +135,7 @@ class Door:
             self._loop.remove_reader(listening)
             self._loop.call_later(_NO_ROOM_S, self._listen, listening)
             return
-        link = Link(self._owner, self._loop, self._prove, self._allocate, self._traffic)
+        link = Link(self._owner, self._guarded, self._prove, self._allocate, self._traffic)
         link.peer = f"{address[0]}:{address[1]}"
         self._strangers[link] = _Stranger(sock)
         self._wait(link, _TURNS)

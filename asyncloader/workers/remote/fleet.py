@@ -26,6 +26,7 @@ import cloudpickle
 from asyncloader.errors import WorkerStartError
 from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import RemoteWorkers
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.remote.door import Door
@@ -94,7 +95,7 @@ class Fleet:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         owner: Owner,
         spec: WorkerSpec,
         options: RemoteWorkers,
@@ -116,6 +117,7 @@ class Fleet:
         self._first = first
         self._slots = slots
         self._num_agents = 0
+        self._lost: dict[int, str] = {}  # lost before they served: what to say once the launcher knows of their node
         self._door = Door(loop, self, self.is_expected, allocate, traffic)
         self._beating: asyncio.TimerHandle | None = None
         self._last: asyncio.TimerHandle | None = None
@@ -135,7 +137,7 @@ class Fleet:
         self.epoch = epoch
         self._door.open(self._launcher.address, self._options.port, self._options.make_context)
         self._beating = self._loop.call_later(_BEAT_S, self.beat)
-        self._launcher.begin(self)
+        self._launcher.begin(self, self._loop)
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data."""
@@ -148,6 +150,7 @@ class Fleet:
     def end(self, grace_s: float) -> None:
         """Tell all agents to go, with their workers; give up who is left after the grace and a moment."""
         self.is_closing = True
+        self._lost.clear()
         for agent in tuple(self.agents.values()):
             if agent.state is AgentState.COMING:
                 self.forget(agent)
@@ -167,13 +170,13 @@ class Fleet:
     def _maybe_empty(self) -> None:
         if not self.is_closing or self.agents or self._is_empty:
             return
-        self._is_empty = True
         for timer in (self._beating, self._last):
             if timer is not None:
                 timer.cancel()
         self._door.close()
         self._launcher.close()
         self._owner.on_empty()
+        self._is_empty = True
 
     # ----------------------------------------------------------------------------------------- they come and go
 
@@ -199,13 +202,24 @@ class Fleet:
         elif agent is not None and agent.state is AgentState.HERE:
             self._on_leaving(agent)
 
-    def on_gone(self, number: int, why: str) -> None:
-        """The agent's process has gone. Of one that is connected the connection tells: it is read to its end first."""
+    def on_gone(self, number: int, why: str, *, with_node: bool) -> None:
+        """The agent's process has gone. The connection of an agent that is here is read to its end first."""
         agent = self.agents.get(number)
-        if agent is None or agent.state is not AgentState.COMING:
-            return
-        self.forget(agent, why)
-        self._owner.not_started(f"An agent for {len(agent.workers)} workers did not come: {why}")
+        if agent is None:
+            if words := self._lost.pop(number, ""):
+                self._on_not_started(words, with_node)
+        elif agent.state is AgentState.COMING:
+            self.forget(agent, why)
+            self._on_not_started(f"An agent for {len(agent.workers)} workers did not come: {why}", with_node)
+        else:
+            agent.went_with_node = with_node
+
+    def _on_not_started(self, why: str, with_node: bool) -> None:
+        """An agent has ended before it served. The death of its node is no failed start: another node is waited for."""
+        if with_node:
+            log.warning("%s (its node has died: another is waited for)", why)
+        else:
+            self._owner.not_started(why)
 
     def is_expected(self, link: Link, number: int) -> bool:
         """Whether an agent of this number may come now. One that was given up may not come back."""
@@ -233,20 +247,24 @@ class Fleet:
             words = "The agent on node %s is lost, with %d workers, whose batches others make: %s"
             log.warning(words, agent.node, lost, why)
         elif not is_due:
-            self._owner.not_started(f"The agent on node {agent.node} ended before a worker of it was ready: {why}")
+            words = f"The agent on node {agent.node} ended before a worker of it was ready: {why}"
+            if agent.went_with_node is None:  # a connection may end long before the launcher knows why
+                self._lost[agent.number] = words
+            else:
+                self._on_not_started(words, agent.went_with_node)
         self._maybe_empty()
 
     def forget(self, agent: RemoteAgent, why: str = "it was given up") -> None:
         """Give an agent up: nothing that it sends counts, and its number is good for nothing."""
         agent.state = AgentState.GONE
-        self.agents.pop(agent.number, None)
-        link, agent.link = agent.link, None
+        if agent.link is not None:
+            agent.link.drop(why)
+            agent.link = None
         self._launcher.kill(agent.number)
+        self.agents.pop(agent.number, None)
         for worker in agent.workers:
-            del self.homes[worker]
+            self.homes.pop(worker, None)
         self._owner.on_forgotten(agent, why)
-        if link is not None:
-            link.drop(why)
 
     def take_place(self, worker: int) -> None:
         """Have this place be another agent's: its worker is not to come back to this one."""
@@ -277,6 +295,8 @@ class Fleet:
             self._on_leaving(agent)
         elif frame.kind == Word.BYE:
             self._lose(agent, "it has ended")
+        elif frame.kind == Word.FAILED:
+            raise RuntimeError(f"The agent on node {agent.node} has failed:\n{str(frame.body, errors='replace')}")
         else:
             raise BadFrame(f"a frame of kind {frame.kind}, which is none of an agent's")
 

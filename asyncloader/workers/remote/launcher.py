@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncloader.workers.child.guarded_loop import GuardedLoop
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -41,8 +43,14 @@ class Yard(Protocol):
     def on_draining(self, number: int) -> None:
         """This agent's machine is about to be taken away: it is to finish what it has, and to leave."""
 
-    def on_gone(self, number: int, why: str) -> None:
-        """The process that was launched for this agent has gone, or never came to be."""
+    def on_gone(self, number: int, why: str, *, with_node: bool) -> None:
+        """The process that was launched for this agent has gone, or never came to be.
+
+        Args:
+            number: The agent's.
+            why: How it ended.
+            with_node: Its machine is gone as well: then the end is no failed start.
+        """
 
 
 class Launcher(Protocol):
@@ -61,8 +69,8 @@ class Launcher(Protocol):
             Exception: as whoever it launches with raises it.
         """
 
-    def begin(self, yard: Yard) -> None:
-        """Launch what there is room for; go on with what comes."""
+    def begin(self, yard: Yard, loop: GuardedLoop) -> None:
+        """Launch what there is room for; go on with what comes. What is told to the yard is told on the loop."""
 
     def want(self, num_workers: int | None, *, ask: bool) -> None:
         """Have so many workers launched in all, by agents that are there or are to come.

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncloader.observe.traffic import Traffic
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.frames import BadFrame, Buffer
 from asyncloader.workers.remote.handshake import Refused, Send, Steps
 from asyncloader.workers.remote.wire import Frame, FrameReader, frame
@@ -43,7 +44,8 @@ class Link(asyncio.BufferedProtocol):
 
     Args:
         owner: Is told what comes.
-        loop: Of the connection.
+        loop: Of the connection. What the other side has to prove itself with is taken beside its guard: a stranger can
+            end its own connection at worst.
         handshake: Makes the proofs, given what sends.
         allocate: Gives memory for large buffers.
         traffic: Counts what comes in many pieces, or None.
@@ -58,7 +60,7 @@ class Link(asyncio.BufferedProtocol):
     def __init__(
         self,
         owner: Owner,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         handshake: Callable[[Link, Send], Steps],
         allocate: Callable[[int], memoryview],
         traffic: Traffic | None = None,
@@ -114,7 +116,7 @@ class Link(asyncio.BufferedProtocol):
             self._steps = None
             self._reader = FrameReader(self._allocate)
             self.is_open = True
-            self._owner.on_open(self)
+            self._loop.run(self._owner.on_open, self)
         except Refused as error:
             self.drop(str(error))
 
@@ -130,10 +132,13 @@ class Link(asyncio.BufferedProtocol):
             self._got += nbytes
             if self._got == len(self._wanted):
                 self._step(bytes(self._wanted))
-            return
+        else:
+            self._loop.run(self._received, nbytes)
+
+    def _received(self, nbytes: int) -> None:
         try:
             for whole in self._reader.received(nbytes):
-                self._take(whole)
+                self._owner.on_frame(self, whole)
         except (BadFrame, MemoryError) as error:
             self.drop(f"it sent what is no frame ({error!r})")
         if self._traffic is not None and (self._amid_bytes or self._reader.is_amid):
@@ -150,15 +155,6 @@ class Link(asyncio.BufferedProtocol):
     def _end_amid(self, traffic: Traffic) -> None:
         nbytes, self._amid_bytes = self._amid_bytes, 0
         traffic.end(nbytes)
-
-    def _take(self, whole: Frame) -> None:
-        try:
-            self._owner.on_frame(self, whole)
-        except BadFrame:
-            raise
-        except Exception as error:  # the frames behind it are none the worse
-            words = f"A frame of kind {whole.kind} from {self.peer} could not be dealt with"
-            self._loop.call_exception_handler({"message": words, "exception": error})
 
     def send(self, kind: int, life: int = 0, *parts: Buffer) -> None:
         """Send a frame without large buffers. After the end it is dropped: the end is told."""
@@ -195,7 +191,7 @@ class Link(asyncio.BufferedProtocol):
         owner, why = self._owner, self._why or (f"its connection broke ({exc})" if exc else "its connection ended")
         self._handshake, self._owner = _ended, _Nobody()  # no cycle with the owner is left
         self.is_open = False
-        owner.on_lost(self, why)
+        self._loop.run(owner.on_lost, self, why)
 
 
 class _Nobody:

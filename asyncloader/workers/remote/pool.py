@@ -12,7 +12,6 @@ and what may be run ahead, allow. So the other side needs no other leave to send
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import pickle
 import sys
@@ -27,6 +26,7 @@ from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import RemoteWorkers
 from asyncloader.transport.slab import slab_pool
 from asyncloader.workers.backend import Launch, Listener
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, pack_tickets
 from asyncloader.workers.protocol.outcome import OUTCOMES
@@ -67,7 +67,7 @@ class RemotePool:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        loop: GuardedLoop,
         spec: WorkerSpec,
         options: RemoteWorkers,
         launcher: Launcher,
@@ -97,7 +97,7 @@ class RemotePool:
         self._failed_starts = 0
         self._last_failure = ""
         self._slabs = slab_pool()
-        self._slabs.live_on(loop)
+        self._slabs.live_on(loop.loop)
         self._slabs.handle()
         self._slabs.enlist(self)
         self._dead = threading.Event()
@@ -134,9 +134,10 @@ class RemotePool:
         """All agents are gone."""
         self._slabs.retire(self)
         self._dead.set()
-        listener, self.listener, self._started = self.listener, None, _nothing
-        if listener is not None:
-            listener.on_closed()
+        self._started = _nothing
+        if self.listener is not None:
+            self.listener.on_closed()
+            self.listener = None
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all agents are gone, and who launched them has let go. In any thread but the loop's."""
@@ -166,7 +167,8 @@ class RemotePool:
         taken = self.processes.keys() | {process.worker_id for process in self._lives.values()}
         agents = tuple(self.fleet.agents.values())
         here = [agent for agent in agents if agent.state is AgentState.HERE]
-        staying = {agent.number: [each for each in agent.workers if each in taken - self._leaving] for agent in here}
+        stays = taken - self._leaving
+        staying = {agent.number: [each for each in agent.workers if each in stays] for agent in here}
         here.sort(key=lambda agent: len(staying[agent.number]))
         lacking = (sys.maxsize if self._wanted is None else self._wanted) - sum(map(len, staying.values()))
         for agent in here:
@@ -219,7 +221,7 @@ class RemotePool:
             return
         self.processes.pop(worker, None)
         self._vacant.add(worker)
-        if agent is not None:
+        if agent is not None and agent.state is AgentState.LEAVING:  # an agent that is coming keeps the place
             agent.num_placed -= 1
             self.fleet.take_place(worker)
             self._maybe_send_home(agent, 0.0)

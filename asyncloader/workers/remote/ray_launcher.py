@@ -11,12 +11,12 @@ An actor is never started again by Ray (``max_restarts=0``): an agent of the sam
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import queue
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import Thread
@@ -26,6 +26,7 @@ import numpy as np
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.workers.child import threads
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote.host import AgentHost
 from asyncloader.workers.remote.launcher import Order, Yard
 from asyncloader.workers.remote.rooms import Place, Places, Room, find_rooms
@@ -35,6 +36,9 @@ log = logging.getLogger("asyncloader")
 _LOOK_EVERY_S = 2.0
 _SHUNNED_S = 10.0
 """A place whose agent has ended gets no other one for so long."""
+
+_PROBE_S = 2.0
+"""A raylet that takes no connection in this time is dead. Seconds."""
 
 _WARN_AFTER_S = 15.0
 _ANSWER_S = 10.0
@@ -90,6 +94,23 @@ def keep(runtime_env: Mapping[str, Any]) -> None:
             pin_runtime_env_uri(uri, expiration_s=_KEPT_S)
 
 
+def has_died(node: str, nodes: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether a node has died. Ray itself notices only after some 15 s; its raylet stops listening at once.
+
+    Args:
+        node: Ray's id of the node. False for a node that Ray does not know.
+        nodes: As ``ray.nodes()`` returns them.
+    """
+    for found in nodes:
+        if found["NodeID"] == node:
+            try:
+                socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), _PROBE_S).close()
+            except OSError:
+                return True
+            return not found["Alive"]
+    return False
+
+
 class RayLauncher:
     """Launches agents as Ray's actors; see :class:`asyncloader.workers.remote.launcher.Launcher`.
 
@@ -117,7 +138,7 @@ class RayLauncher:
         self._shunned: dict[Place, float] = {}
         self._keeps_at = 0.0
         self._warns_at = math.nan  # if there is still no room; nan while there is
-        self._loop: asyncio.AbstractEventLoop
+        self._loop: GuardedLoop
         self._yard: Yard
         self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: Thread | None = None
@@ -151,9 +172,9 @@ class RayLauncher:
 
     # ---------------------------------------------------------------------------------------------- the loop thread
 
-    def begin(self, yard: Yard) -> None:
+    def begin(self, yard: Yard, loop: GuardedLoop) -> None:
         """Begin to look for room, as soon as workers are wanted."""
-        self._yard, self._loop = yard, asyncio.get_running_loop()
+        self._yard, self._loop = yard, loop
         self._thread = threads.start(self._run, "asyncloader ray")
 
     def want(self, num_workers: int | None, *, ask: bool) -> None:
@@ -243,12 +264,17 @@ class RayLauncher:
     def _admit(self, num_workers: int) -> Order | None:
         answer: Future[Order | None] = Future()
         self._loop.call_soon_threadsafe(_answer, answer, self._yard.admit, num_workers)
-        return answer.result(_ANSWER_S)
+        try:
+            return answer.result(_ANSWER_S)
+        except TimeoutError:
+            if answer.cancel():  # otherwise the loop would still admit an agent, which nobody launches
+                raise
+            return answer.result()
 
     def _tell_none(self, why: str) -> None:
         """Say of an agent that it will not come: there is to be none any more."""
         if (order := self._admit(1)) is not None:
-            self._loop.call_soon_threadsafe(self._yard.on_gone, order.number, why)
+            self._tell_gone(order.number, why)
 
     def _launch(self, room: Room) -> None:
         import ray
@@ -267,7 +293,7 @@ class RayLauncher:
         try:
             handle = ray.remote(_Host).options(**options).remote()
         except Exception as error:  # Ray does not take the runtime_env, say: it would not next time either
-            self._loop.call_soon_threadsafe(self._yard.on_gone, order.number, f"Ray refuses it: {error}")
+            self._tell_gone(order.number, f"Ray refuses it: {error}")
             return
         self._actors[order.number] = _Actor(handle, room)
         handle.load.remote(self._spec)
@@ -275,7 +301,7 @@ class RayLauncher:
             placed: Future[str] = handle.where.remote().future()
             placed.add_done_callback(partial(self._on_placed, order.number))
         ended: Future[str] = handle.run.remote(order).future()
-        ended.add_done_callback(partial(self._on_ended, order.number))
+        ended.add_done_callback(partial(self._on_ended, order.number, room.place.node, handle._actor_id.hex()))
 
     def _on_placed(self, number: int, placed: Future[str]) -> None:
         """There is room now for an actor that waited for it. In a thread of Ray's."""
@@ -286,17 +312,30 @@ class RayLauncher:
         if (actor := self._actors.get(number)) is not None:
             self._actors[number] = _Actor(actor.handle, Room(Place(node), actor.room.size))
 
-    def _on_ended(self, number: int, ended: Future[str]) -> None:
+    def _on_ended(self, number: int, node: str, actor: str, ended: Future[str]) -> None:
         """An actor has ended, or cannot be had. In a thread of Ray's."""
         try:
             why = ended.result()
         except BaseException as error:  # of Ray: the actor died, its environment could not be made, ...
             why = str(error).strip() or type(error).__name__
-        self._steps.put(partial(self._gone, number, why))
+        self._steps.put(partial(self._gone, number, node, actor, why))
 
-    def _gone(self, number: int, why: str) -> None:
+    def _gone(self, number: int, node: str, actor: str, why: str) -> None:
+        import ray
+        from ray._private.state import state
+
         self._shun(self._actors.pop(number, None))
-        self._loop.call_soon_threadsafe(self._yard.on_gone, number, why)
+        with_node = False
+        try:
+            if ray.is_initialized():
+                # Ray knows the node of an actor that waited for room, also when the actor died before it told us.
+                node = node or state.actor_table(actor)["Address"]["NodeID"]
+                with_node = has_died(node, ray.nodes())
+        finally:
+            self._tell_gone(number, why, with_node=with_node)
+
+    def _tell_gone(self, number: int, why: str, *, with_node: bool = False) -> None:
+        self._loop.call_soon_threadsafe(partial(self._yard.on_gone, number, why, with_node=with_node))
 
     def _kill(self, number: int) -> None:
         import ray
@@ -324,6 +363,8 @@ class RayLauncher:
 
 
 def _answer(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function(*args))
     except BaseException as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from asyncloader.workers.backend import Launch, Listener, Renewable, Worker
+from asyncloader.workers.backend import Backend, Launch, Listener, Renewable, Worker
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.remote.pool import RemotePool
 
@@ -30,7 +31,7 @@ class Together:
         self._remote = remote
         self._first = first
         self._listener: Listener | None = None
-        self._open = 2
+        self._open: list[Backend] = [local, remote]
         places: Any = (local.processes, remote.processes)
         self._places: ChainMap[int, Worker] = ChainMap(*places)
 
@@ -46,13 +47,14 @@ class Together:
     def listener(self, listener: Listener | None) -> None:
         self._listener = listener
         if listener is not None:
-            self._local.listener = self._remote.listener = _Half(listener, self._on_closed)
+            for half in self._open:
+                half.listener = _Half(listener, partial(self._on_closed, half))
 
-    def _on_closed(self) -> None:
-        self._open -= 1
-        if not self._open and (listener := self._listener) is not None:
+    def _on_closed(self, half: Backend) -> None:
+        self._open = [other for other in self._open if other is not half]
+        if not self._open and self._listener is not None:
+            self._listener.on_closed()
             self._listener = None
-            listener.on_closed()
 
     @property
     def processes(self) -> Mapping[int, Worker]:

@@ -51,6 +51,7 @@ class Word(enum.IntEnum):
     DIED = 82  # a `Death`, pickled
     LEAVING = 83  # it wants no more tickets
     BYE = 84  # all its workers have ended
+    FAILED = 85  # a traceback as text: something of the agent's own has failed
     # Besides, with a life: READY with a pid (u64), UNREADABLE, and what has become of tickets.
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from asyncloader.workers.backend import STACK_TIMEOUT_S
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote.link import Link
 from asyncloader.workers.remote.wire import NUMBER, Death, Word
 
@@ -47,6 +48,7 @@ class RemoteAgent:
         silent_s: Since when nothing has come from it.
         num_placed: How many of its workers have their place.
         has_served: One of its workers has been ready.
+        went_with_node: Whether its process ended because its machine did; None until the launcher says so.
         failed: How many of its workers have ended before they were ready.
     """
 
@@ -60,6 +62,7 @@ class RemoteAgent:
         self.silent_s = 0
         self.num_placed = 0
         self.has_served = False
+        self.went_with_node: bool | None = None
         self.failed = 0
 
     def __repr__(self) -> str:
@@ -81,7 +84,7 @@ class RemoteWorker:
         loop: The trainer's.
     """
 
-    def __init__(self, worker_id: int, life: int, agent: RemoteAgent, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker_id: int, life: int, agent: RemoteAgent, loop: GuardedLoop) -> None:
         self.worker_id = worker_id
         self.life = life
         self.agent = agent
@@ -120,6 +123,11 @@ class RemoteWorker:
         if len(self._waiters) == 1:
             self._timer = self._loop.call_later(STACK_TIMEOUT_S + _ON_THE_WAY_S, self.on_stack, "")
             self.agent.send(Word.STACK, self.life, NUMBER.pack(seq))
+
+    def kill(self) -> None:
+        """Give its agent up, which ends it."""
+        if self.agent.link is not None:
+            self.agent.link.drop("it was given up")
 
     def on_stack(self, text: str) -> None:
         """It has told, or will not."""

@@ -89,6 +89,7 @@ def test_an_end_is_told_of_data_that_have_ended(
             concurrency,
             False,
             on_finished,
+            over.append,
         )
         for seq in range(10):
             stream.add(seq, [None] * batch_size)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncloader.workers.backend import Worker, WorkerState
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.local.pool import LocalPool
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Failure, Outcome
@@ -95,7 +96,7 @@ async def start() -> AsyncIterator[Start]:
         awaits = isinstance(dataset, AwaitedHeld)
         spec = WorkerSpec(dataset, False, False, lambda sample: sample, False, None, num_workers, 0, False,
                           concurrency=4 if awaits else 1, is_async=awaits)  # fmt: skip
-        pool = LocalPool(asyncio.get_running_loop(), spec, on_threads=on_threads)
+        pool = LocalPool(GuardedLoop(asyncio.get_running_loop()), spec, on_threads=on_threads)
         made.append((pool, dataset))
         heard = Heard()
         pool.listener = heard

@@ -10,7 +10,9 @@ import pytest
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from asyncloader import DataLoader
-from asyncloader.workers.local.worker import private_copy
+from asyncloader.workers.local import worker as local_worker
+from asyncloader.workers.local.worker import LocalWorker, private_copy
+from tests.patience import PATIENCE_S, until
 
 
 class Rows(Dataset[int]):
@@ -93,3 +95,22 @@ def test_a_run_waits_for_the_end_of_one_that_was_left_over_the_same_dataset() ->
     iterator = iter(loader)
     assert next(iterator).tolist() == [1, 2]
     iterator.close()  # type: ignore[attr-defined]
+
+
+class Nobody:
+    """To whom nothing that a worker says matters."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+async def test_workers_that_end_before_they_begin_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for themselves nor for each other, though all are about to close the same dataset."""
+    monkeypatch.setattr(local_worker, "_HANDOVER_S", 2 * PATIENCE_S)
+    async with aiter(DataLoader(CountsItself(), batch_size=2)) as iterator:
+        spec, epoch = iterator._worker_spec(), iterator._run.epoch
+    workers = [LocalWorker(number, asyncio.get_running_loop(), Nobody(), on_thread=False) for number in range(2)]
+    for worker in workers:
+        worker.start(spec, epoch)
+        worker.end(2 * PATIENCE_S)
+    await until(lambda: not any(worker.is_alive for worker in workers))

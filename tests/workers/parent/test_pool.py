@@ -16,6 +16,7 @@ import pytest
 
 from asyncloader.transport.slab import SlabPool
 from asyncloader.workers.backend import Worker
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.parent import pool as module
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.pool import Pool, WorkerHandle
@@ -158,7 +159,7 @@ def make(slabs: SlabPool) -> Iterator[Make]:
 
     def make(num_workers: int = 2, method: str = "fork") -> tuple[Pool, Heard, list[Played]]:
         spec = WorkerSpec(range(10), False, False, None, False, None, num_workers, 0, False)
-        pool = Pool(loop, multiprocessing.get_context(method), spec)  # type: ignore[arg-type]
+        pool = Pool(GuardedLoop(loop), multiprocessing.get_context(method), spec)  # type: ignore[arg-type]
         pools.append(pool)
         pool.pack()
         heard = Heard()

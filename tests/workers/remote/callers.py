@@ -8,6 +8,7 @@ import functools
 import ssl
 from typing import Any
 
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.remote.door import Door
 from asyncloader.workers.remote.handshake import agent_side
@@ -57,7 +58,10 @@ async def dial(trainer: Heard, secret: bytes | None = None, number: int = 1) -> 
         return agent_side(secret, send, number)
 
     host, port = trainer.door.address
-    make, hostname = functools.partial(Link, agent, loop, prove, allocate), "localhost" if trainer.context else None
+    make, hostname = (
+        functools.partial(Link, agent, GuardedLoop(loop), prove, allocate),
+        "localhost" if trainer.context else None,
+    )
     await loop.create_connection(make, host, port, ssl=trainer.context, server_hostname=hostname)
     return agent
 

@@ -11,6 +11,7 @@ import pytest
 
 from asyncloader.engine.portal import get_portal
 from asyncloader.protocols import MakeContext
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote.door import Door
 from tests.workers.remote.callers import Heard, allocate
 
@@ -51,7 +52,7 @@ def make_context(tmp_path_factory: pytest.TempPathFactory) -> MakeContext:
 async def trainer() -> AsyncIterator[Heard]:
     """A door that is open; agents of number 1 may come in."""
     heard = Heard()
-    heard.door = Door(asyncio.get_running_loop(), heard, lambda link, number: number == 1, allocate)
+    heard.door = Door(GuardedLoop(asyncio.get_running_loop()), heard, lambda link, number: number == 1, allocate)
     heard.door.open("127.0.0.1", 0, None)
     yield heard
     heard.door.close()

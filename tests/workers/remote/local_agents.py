@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import threading
@@ -12,6 +11,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any, Literal
 
 from asyncloader.workers.child.bootstrap import die_with_parent
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.parts import Opener, write_parts
 from asyncloader.workers.remote.agent import Kept, run
 from asyncloader.workers.remote.host import AgentHost
@@ -28,6 +28,7 @@ class LocalAgents:
         max_workers: As of `RayWorkers`.
         by_host: Run them as Ray's actor does; otherwise they are made by the fork server, which is quick.
         corrupt: Changes the order of an agent before it gets it.
+        nodes_die: An agent that ends has ended with its node.
     """
 
     port = 0
@@ -43,6 +44,7 @@ class LocalAgents:
         corrupt: Callable[[Order], Order] | None = None,
         on_mismatch: Literal["raise", "warn"] = "raise",
         make_context: Any = None,
+        nodes_die: bool = False,
     ) -> None:
         self.sizes = sizes
         self.grows = grows
@@ -52,6 +54,7 @@ class LocalAgents:
         self.corrupt = corrupt
         self.on_mismatch = on_mismatch
         self.make_context = make_context
+        self.nodes_die = nodes_die
         self.launchers: list[LocalLauncher] = []
 
     def launcher(self) -> Launcher:
@@ -86,8 +89,8 @@ class LocalLauncher:
         self._fd, self._sizes = write_parts(parts)
         self._liveness, self._writing = os.pipe()
 
-    def begin(self, yard: Yard) -> None:
-        self._yard, self._loop = yard, asyncio.get_running_loop()
+    def begin(self, yard: Yard, loop: GuardedLoop) -> None:
+        self._yard, self._loop = yard, loop
         if not self._options.grows:
             for size in self._options.sizes:
                 self.grow(size)
@@ -157,7 +160,7 @@ class LocalLauncher:
     def _tell(self, number: int, why: str) -> None:
         self._release()
         if not self._is_closed:
-            self._loop.call_soon_threadsafe(partial(self._yard.on_gone, number, why))
+            self._loop.call_soon_threadsafe(partial(self._yard.on_gone, number, why, with_node=self._options.nodes_die))
             self._loop.call_soon_threadsafe(self._free, number)
 
     def _release(self) -> None:

@@ -12,6 +12,7 @@ import uvloop
 from asyncloader import WorkerStartError
 from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import MakeContext
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote import door as module
 from asyncloader.workers.remote.door import Door
 from asyncloader.workers.remote.handshake import new_secret
@@ -122,22 +123,20 @@ async def test_large_frames_are_counted_while_they_are_on_their_way(trainer: Hea
     assert traffic.received.nbytes == received.nbytes + len(head) + 1000
 
 
-async def test_an_error_over_one_frame_costs_none_behind_it(trainer: Heard) -> None:
-    """It goes to the loop's handler of exceptions."""
+async def test_what_dealing_with_a_frame_raises_is_told(trainer: Heard) -> None:
+    """To whoever guards the loop: it is a bug of ours, which ends the run; nobody is there in this test."""
     told: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
     agent = await dial(trainer)
     await until(lambda: agent.open)
     agent.open[0].send(98)
-    agent.open[0].send(5, 0, b"next")
-    await until(lambda: trainer.frames)
-    assert trainer.frames == [(5, b"next", [])]
+    await until(lambda: told)
     assert isinstance(told[0], KeyError)
 
 
 async def test_a_port_that_is_taken_is_said(trainer: Heard) -> None:
     assert trainer.door is not None
-    other = Door(asyncio.get_running_loop(), trainer, lambda link, number: True, allocate)
+    other = Door(GuardedLoop(asyncio.get_running_loop()), trainer, lambda link, number: True, allocate)
     with pytest.raises(WorkerStartError, match="cannot listen"):
         other.open(*trainer.door.address, None)
     other.close()
@@ -153,7 +152,7 @@ def test_a_door_that_closes_says_nothing_and_listens_no_more(new_loop: Any, turn
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: told.append(context))
         heard = Heard()
-        door = heard.door = Door(loop, heard, lambda link, number: True, allocate)
+        door = heard.door = Door(GuardedLoop(loop), heard, lambda link, number: True, allocate)
         door.open("127.0.0.1", 0, None)
         address = door.address
         for _ in range(turns):
@@ -172,7 +171,7 @@ def test_a_door_that_closes_says_nothing_and_listens_no_more(new_loop: Any, turn
 async def test_with_tls(make_context: MakeContext) -> None:
     """Frames cross."""
     heard = Heard()
-    door = heard.door = Door(asyncio.get_running_loop(), heard, lambda link, number: True, allocate)
+    door = heard.door = Door(GuardedLoop(asyncio.get_running_loop()), heard, lambda link, number: True, allocate)
     heard.context = make_context(ssl.Purpose.SERVER_AUTH)
     door.open("127.0.0.1", 0, make_context)
     agent = await dial(heard)

@@ -10,10 +10,12 @@ import json
 import pickle
 import struct
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
 
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, LeftOut, pack
 from asyncloader.workers.remote import fleet as module
@@ -36,7 +38,7 @@ class Launcher:
         self.is_closed = False
 
     def open(self, parts: list[Any]) -> None: ...
-    def begin(self, yard: Any) -> None: ...
+    def begin(self, yard: Any, loop: Any) -> None: ...
 
     def want(self, num_workers: int | None, *, ask: bool) -> None:
         self.wanted = num_workers, ask
@@ -131,7 +133,7 @@ class Heard:
 @pytest.fixture
 async def pool() -> AsyncIterator[RemotePool]:
     """A pool beside two local workers, in a run."""
-    made = RemotePool(asyncio.get_running_loop(), SPEC, LocalAgents(), Launcher(), 2)
+    made = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, LocalAgents(), Launcher(), 2)
     made.listener = Heard()
     assert list(made.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
     yield made
@@ -333,7 +335,7 @@ async def test_so_many_are_there_as_are_wanted(pool: RemotePool) -> None:
 async def test_what_is_wanted_before_the_start_is_had_then() -> None:
     """Local workers are started first, and look after the number before agents are launched."""
     launcher = Launcher()
-    pool = RemotePool(asyncio.get_running_loop(), SPEC, LocalAgents(), launcher, 2, wanted=0)
+    pool = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, LocalAgents(), launcher, 2, wanted=0)
     pool.want(3)
     assert launcher.wanted is None
     assert list(pool.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
@@ -440,6 +442,107 @@ async def test_a_successor_takes_the_place_of_one_that_dies(pool: RemotePool) ->
     pool.renew(2, 3)
     pool.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
     assert told(pool) == [("lost", 2)]
+
+
+def lose_early(pool: RemotePool, when: str, *, with_node: bool) -> None:
+    """Have an agent come to an end before a worker of it was ready; its connection and the launcher tell, or one."""
+    order = pool.fleet.admit(1)
+    assert order is not None
+    gone = partial(pool.fleet.on_gone, order.number, "killed", with_node=with_node)
+    if when == "it has not come":
+        gone()
+        return
+    line = Line(pool, order.number)
+    line.hello()
+    if when == "the launcher tells first":
+        gone()
+    if when == "it is silent":
+        for _ in range(5):
+            line.has_heard = False
+            pool.fleet.beat()
+    else:
+        pool.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
+    if when != "the launcher tells first":
+        assert not told(pool)  # nobody knows yet what became of the node
+        gone()
+
+
+ENDS = ["it has not come", "its connection ends first", "the launcher tells first", "it is silent"]
+
+
+@pytest.fixture
+async def alone(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemotePool]:
+    """A pool without local workers, in a run."""
+    monkeypatch.setattr(module, "_BEAT_S", 3600.0)
+    made = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, LocalAgents(), Launcher(), 0)
+    made.listener = Heard()
+    assert list(made.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
+    yield made
+    await close(made)
+
+
+@pytest.mark.parametrize("when", ENDS)
+async def test_the_death_of_a_node_is_no_failed_start(
+    alone: RemotePool, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However early the node dies, and however many do: the run waits for another one, and says so."""
+    for _ in range(10):
+        lose_early(alone, when, with_node=True)
+    assert told(alone) == []
+    assert "its node has died" in caplog.text
+    assert not alone.fleet.agents
+    assert come(alone, 1).added()
+    assert told(alone) == [("ready", 0)]
+
+
+@pytest.mark.parametrize("when", ENDS)
+async def test_agents_that_end_on_nodes_that_live_are_the_end(alone: RemotePool, when: str) -> None:
+    """After three in a row, however they end; nodes that died between them do not count."""
+    for _ in range(2):
+        lose_early(alone, when, with_node=False)
+        lose_early(alone, when, with_node=True)
+    assert told(alone) == []
+    lose_early(alone, when, with_node=False)
+    ((what, why),) = told(alone)
+    assert what == "failed"
+    assert "No worker can be had on another machine" in why
+
+
+async def test_a_slot_stays_with_an_agent_that_comes_while_the_slot_waits_for_another_worker() -> None:
+    """The agent is launched as soon as the one before it is lost; another worker may be asked for later than that."""
+    loop, launcher = GuardedLoop(asyncio.get_running_loop()), Launcher()
+    pool = RemotePool(loop, SPEC, LocalAgents(), launcher, 0, slots=1)
+    pool.listener = Heard()
+    assert list(pool.start(EpochSpec(0, (0, 0, 0), num_workers=1), lambda: None)) == []
+    order = pool.fleet.admit(1)
+    assert order is not None
+    line = Line(pool, order.number)
+    line.hello()
+    pool.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
+    assert told(pool) == [("died", 0, None)]
+    order = pool.fleet.admit(1)
+    assert order is not None
+    pool.add(0, 1)
+    line = Line(pool, order.number)
+    line.hello()
+    assert list(line.added().values()) == [0]
+    assert pool.processes[0].agent.num_placed == 1
+    await close(pool)
+
+
+async def test_what_became_of_a_node_is_nobodys_business_after_the_end(
+    alone: RemotePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher may tell of agents that were lost before."""
+    order = alone.fleet.admit(1)
+    assert order is not None
+    line = Line(alone, order.number)
+    line.hello()
+    alone.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
+    alone.end(0.0)
+    alone.fleet.on_gone(order.number, "killed", with_node=False)
+    assert alone._failed_starts == 0
+    assert not caplog.text
 
 
 async def test_silence_is_counted_in_turns_of_the_loop(pool: RemotePool, monkeypatch: pytest.MonkeyPatch) -> None:

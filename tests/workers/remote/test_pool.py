@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -420,6 +421,34 @@ def test_agents_that_cannot_come_are_the_end_of_a_run_without_others(caplog: pyt
         next(iter(loader))
     loader.close()
     assert "wrong secret" in caplog.text
+
+
+class Fatal(Drawing):
+    """Kills the agent of the first workers that open it, before they are ready."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for number in range(5):
+            with contextlib.suppress(FileExistsError):
+                (self.folder / f"{number}").touch(exist_ok=False)
+                kill_my_agent()
+
+
+@pytest.mark.parametrize("nodes_die", [True, False])
+def test_a_run_waits_for_another_node_when_nodes_die_early(tmp_path: Path, nodes_die: bool) -> None:
+    """Agents that end on nodes that live are the end of the run, as there is something amiss with their start."""
+    agents = LocalAgents(1, grows=True, num_workers=1, nodes_die=nodes_die)
+    loader = DataLoader(Fatal(tmp_path), 4, worker_backend=agents)
+    if nodes_die:
+        assert [bits(batch) for batch in run_of(loader)] == local()
+        assert len(list(tmp_path.iterdir())) == 5
+    else:
+        with pytest.raises(WorkerStartError, match="ended before a worker of it was ready"):
+            next(iter(loader))
+        loader.close()
 
 
 @pytest.mark.slow

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncloader import ConfigurationError, DataLoader
+from asyncloader.engine.portal import get_portal
 from asyncloader.ray import RayWorkers
+from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.workers.remote import ray_launcher
+from asyncloader.workers.remote.ray_launcher import RayLauncher, has_died
 from asyncloader.workers.remote.rooms import Nodes, Place, Room, find_rooms, free_in_bundles
 
 FREE = {"here": {"CPU": 4.0}, "a": {"CPU": 2.0, "disk": 1.0}, "b": {"CPU": 8.0}, "full": {"memory": 1.0}}
@@ -94,3 +101,31 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"asyncloader\[ray\]"):
         iter(DataLoader([1, 2, 3], worker_backend="ray"))
+
+
+def test_a_node_has_died_as_soon_as_its_raylet_does_not_listen() -> None:
+    """Ray says so later; of a node that Ray does not know nothing can be said."""
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        host, port = raylet.getsockname()
+        node = {"NodeID": "a", "Alive": True, "NodeManagerAddress": host, "NodeManagerPort": port}
+        assert not has_died("a", [node | {"NodeID": "b", "Alive": False}, node])
+        assert has_died("a", [node | {"Alive": False}])
+        assert not has_died("c", [node])
+    assert has_died("a", [node])
+
+
+def test_nobody_is_admitted_after_the_wait_for_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that the loop admitted then would be counted as coming for ever: nobody launches it."""
+    monkeypatch.setattr(ray_launcher, "_ANSWER_S", 0.05)
+    portal, go_on, admitted = get_portal(), threading.Event(), []
+    yard = SimpleNamespace(admit=admitted.append)
+    launcher = RayLauncher({"CPU": 1.0}, {}, SimpleNamespace())  # type: ignore[arg-type]
+    launcher._yard, launcher._loop = yard, GuardedLoop(portal.loop)  # type: ignore[assignment]
+    portal.post(go_on.wait)
+    with pytest.raises(TimeoutError):
+        launcher._admit(2)
+    go_on.set()
+    portal.call(lambda: None).result(10)
+    assert admitted == []
+    launcher._admit(3)
+    assert admitted == [3]

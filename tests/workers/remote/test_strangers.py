@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from asyncloader.protocols import MakeContext
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote import door as module
 from asyncloader.workers.remote import link as link_module
 from asyncloader.workers.remote.door import _MOST_STRANGERS, Door
@@ -34,7 +35,9 @@ class Gate:
 
     def __init__(self, make_context: MakeContext | None) -> None:
         self.heard = Heard()
-        self.door = self.heard.door = Door(asyncio.get_running_loop(), self.heard, lambda link, number: True, allocate)
+        self.door = self.heard.door = Door(
+            GuardedLoop(asyncio.get_running_loop()), self.heard, lambda link, number: True, allocate
+        )
         self.heard.context = None if make_context is None else make_context(ssl.Purpose.SERVER_AUTH)
         self.door.open("127.0.0.1", 0, make_context)
         self.callers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -255,7 +258,7 @@ async def test_a_context_that_cannot_be_made(told: list[Any]) -> None:
         raise FileNotFoundError("cert.pem")
 
     heard = Heard()
-    door = Door(asyncio.get_running_loop(), heard, lambda link, number: True, allocate)
+    door = Door(GuardedLoop(asyncio.get_running_loop()), heard, lambda link, number: True, allocate)
     with pytest.raises(FileNotFoundError):
         door.open("127.0.0.1", 0, make)
     address = door.address

@@ -1,4 +1,4 @@
-"""What chaos plays with: datasets of every kind to which something happens at some samples, once."""
+"""What chaos plays with: datasets of every kind, and what happens to them at some samples, once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import sample_rng
+from asyncloader import sample_rng, sample_seed
 from tests.faults.datasets import DEATHS
 
 gate = threading.Event()
@@ -90,6 +90,66 @@ class AsyncChaotic(Chaotic):
             await asyncio.Event().wait()
         self.befall(index)
         return index, rng.random(), sample
+
+
+class Drawing(Dataset[Any]):
+    """Samples that draw in one way, with deaths at some of them.
+
+    Args:
+        length: Of the dataset.
+        how: "sample_rng", "in a block" of sample_seed, "global" generators, or "nothing".
+        deaths: At which samples their worker dies, once, and of which of DEATHS.
+        folder: Where each death writes down that it happened.
+    """
+
+    def __init__(self, length: int, how: str, deaths: dict[int, str], folder: Path) -> None:
+        self.length = length
+        self.how = how
+        self.chaotic = Chaotic(length, 0, set(), deaths, folder)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        self.chaotic.befall(index)
+        return index, self.draw()
+
+    def draw(self) -> float:
+        """Draw what belongs to a sample."""
+        if self.how == "nothing":
+            return 0.0
+        if self.how == "sample_rng":
+            return sample_rng().random()
+        if self.how == "global":
+            return random.random() + np.random.rand() + torch.rand(()).item()
+        with sample_seed():
+            time.sleep(0.0005)  # as a decoder that releases the interpreter's lock
+            return random.random() + np.random.rand() + torch.rand(()).item()
+
+
+class AsyncDrawing(Drawing):
+    """The same for an async dataset."""
+
+    async def __getitem__(self, index: int) -> Any:
+        self.chaotic.befall(index)
+        await asyncio.sleep(0.0005 * (index % 3))
+        return index, self.draw()
+
+
+class DrawingStream(IterableDataset[Any]):
+    """The same samples as a stream without a state: each worker reads a share.
+
+    Args:
+        drawing: The samples.
+    """
+
+    def __init__(self, drawing: Drawing) -> None:
+        self.drawing = drawing
+
+    def __iter__(self) -> Iterator[Any]:
+        first, step = share()
+        for index in range(first, len(self.drawing), step):
+            yield self.drawing[index]
 
 
 class ChaoticStream(IterableDataset[Any]):

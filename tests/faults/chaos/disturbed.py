@@ -1,38 +1,22 @@
-"""Disturb runs over data in every way that comes up, and hold each against an undisturbed one.
+"""Two epochs under faults: workers that die, hang, are killed or stopped, samples that raise, consumers that leave.
 
-    python -m tests.faults.chaos --runs 1000
-
-A run is a configuration of the loader and a list of faults, both drawn from the run's own seed, which is the seed of
-the whole plus the number of the run: ``--seed N --runs 1`` repeats run N alone. Without ``--seed`` it comes from the
-clock. ``--place`` has all workers be processes, threads, or none ("here"). What has to hold:
-
-- the batches, and the errors in their places, are those of an undisturbed run with one worker, bit for bit;
-- nothing hangs;
-- no child, thread, descriptor, memfd, mapping or segment of shared memory is left.
-
-Faults that workers do to themselves happen in a sample, once, whoever fetches it. Those that come from outside happen
-when the consumer has taken so many batches. Each one writes down that it happened.
+What has to hold: the batches, and the errors in their places, are those of an undisturbed run with one worker, bit for
+bit. Faults that workers do to themselves happen in a sample, once, whoever fetches it. Those that come from outside
+happen when the consumer has taken so many batches. Each one writes down that it happened.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import collections
 import contextlib
 import dataclasses
-import faulthandler
 import gc
 import itertools
-import logging
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
-import time
-import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,14 +27,11 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.engine import slicer
-from asyncloader.engine.staff import END_GRACE_S
-from tests.faults.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
+from tests.faults.chaos.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
+from tests.faults.chaos.left import nothing_left
 from tests.faults.datasets import DEATHS
-from tests.leftovers import Holdings
 
 TIMEOUT_S = 0.5
-HANG_S = 120.0  # a worker that is stopped while it opens the dataset is given 60 s
-PATIENCE_S = 3 * END_GRACE_S  # a worker that was stopped for good is killed after that grace
 OWN_FAULTS = (*(f"dies: {death}" for death in DEATHS), "hangs", "is slow")
 OUTER_FAULTS = ("killed", "stopped for good", "stopped for a while")
 PLACES = (*["process"] * 6, "thread", "here")
@@ -172,6 +153,36 @@ class Plan:
             loader["multiprocessing_context"] = "fork"
         quiet: dict[str, Any] = {"own": {}, "outer": {}, "breaks": None, "cancels": frozenset(), "crews": {}}
         return dataclasses.replace(self, loader=loader, face="for", **quiet)
+
+    def check(self) -> list[str]:
+        """Play the run; return the faults that happened.
+
+        Raises:
+            AssertionError: if a batch is not that of the undisturbed run, or anything is left behind.
+        """
+        with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+            folder = Path(name)
+            expected = play(self.undisturbed(), folder)
+            with nothing_left():
+                with every_batch_divided():
+                    seen = play(self, folder)
+                if self.breaks is not None:
+                    expected[0] = expected[0][: len(seen[0])]
+                assert seen == expected, difference(seen, expected)
+            happened = [path.name.split(" ", 1)[1] for path in folder.iterdir()]
+        return happened + [what for what, is_so in self._circumstances().items() if is_so]
+
+    def _circumstances(self) -> dict[str, bool]:
+        loader = self.loader
+        return {
+            "asked and cancelled": bool(self.cancels),
+            f"place: {self.place}": self.place != "process",
+            "workers come and go": bool(self.crews),
+            "workers are renewed": loader.get("max_tasks_per_child") is not None,
+            "batches are divided": loader["scheduling"] == "split",
+            "their number looks after itself": loader["num_workers"] == "auto",
+            f"epoch left: {self.breaks and self.breaks[1]}": self.breaks is not None,
+        }
 
 
 class Disturber:
@@ -320,37 +331,6 @@ def _leave(iterator: Any, how: str) -> None:
         raise Left
 
 
-def check(plan: Plan) -> list[str]:
-    """Play a run; return the faults that happened.
-
-    Raises:
-        AssertionError: if anything is wrong.
-    """
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        folder = Path(name)
-        expected = play(plan.undisturbed(), folder)
-        before, mappings = Holdings.now(), memfd_mappings()
-        with every_batch_divided():
-            seen = play(plan, folder)
-        happened = [path.name.split(" ", 1)[1] for path in folder.iterdir()]
-        happened += ["asked and cancelled"] * bool(plan.cancels)
-        if plan.place != "process":
-            happened.append(f"place: {plan.place}")
-        happened += ["workers come and go"] * bool(plan.crews)
-        happened += ["workers are renewed"] * (plan.loader.get("max_tasks_per_child") is not None)
-        happened += ["batches are divided"] * (plan.loader["scheduling"] == "split")
-        happened += ["their number looks after itself"] * (plan.loader["num_workers"] == "auto")
-        if plan.breaks is not None:
-            expected[0] = expected[0][: len(seen[0])]
-            happened.append(f"epoch left: {plan.breaks[1]}")
-        assert seen == expected, difference(seen, expected)
-        left = before.more_than_before(PATIENCE_S)
-        assert not left, "left behind: " + "; ".join(left)
-        gc.collect()
-        assert memfd_mappings() <= max(mappings, 1), f"{memfd_mappings()} mappings, {mappings} before"
-    return happened
-
-
 @contextlib.contextmanager
 def every_batch_divided() -> Iterator[None]:
     """Have scheduling="split" divide batches of cheap samples too, as often as it can."""
@@ -368,69 +348,3 @@ def difference(seen: list[list[Any]], expected: list[list[Any]]) -> str:
             if a != b:
                 return f"epoch {epoch}, batch {number}: {a}, not {b} ({len(got)} batches, not {len(wanted)})"
     return "the same"
-
-
-def memfd_mappings() -> int:
-    """Count this process's mappings of memfds."""
-    return Path("/proc/self/maps").read_text().count("/memfd:")
-
-
-def soak(
-    first_seed: int, runs: int | None, seconds: float, place: str | None = None
-) -> Iterator[tuple[int, list[str]]]:
-    """Play one run after the other, so many or for so long; give each one's seed and faults."""
-    begun = time.monotonic()
-    for seed in itertools.count(first_seed):
-        if (runs is not None and seed - first_seed >= runs) or time.monotonic() - begun > seconds:
-            return
-        plan = Plan.draw(seed, place)
-        print(f"seed {seed} ", end="\r", file=sys.stderr)  # the last words, should it hang
-        faulthandler.dump_traceback_later(HANG_S, exit=True)
-        try:
-            yield seed, check(plan)
-        except BaseException as error:
-            where = f" --place {place}" if place else ""
-            error.add_note(f"{plan}\nRepeat it: python -m tests.faults.chaos --runs 1 --seed {seed}{where}")
-            raise
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
-def seed_of_the_clock() -> int:
-    """Return a seed that nobody has seen, with room for the runs that follow until the next one."""
-    return time.time_ns() // 1_000_000 * 1000
-
-
-def quieten() -> None:
-    """Expect what faults cause: warnings in the log, more workers than processors."""
-    logging.getLogger("asyncloader").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-
-
-def main() -> None:
-    """Play runs and print how many of each fault happened."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--place", choices=sorted(set(PLACES)))
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    args = parser.parse_args()
-    quieten()
-    first = seed_of_the_clock() if args.seed is None else args.seed
-    print(f"first seed {first}", file=sys.stderr)
-    histogram: collections.Counter[str] = collections.Counter()
-    disturbed = count = 0
-    begun = time.monotonic()
-    for _, happened in soak(first, args.runs, args.seconds, args.place):
-        count += 1
-        disturbed += bool(happened)
-        histogram.update(happened or ["nothing"])
-        if count % 100 == 0:
-            print(f"{count} runs, {disturbed} disturbed, {time.monotonic() - begun:.0f} s", file=sys.stderr)
-    print(f"{count} runs from seed {first}, {disturbed} disturbed; none wrong, none hung, nothing left behind")
-    for fault, number in histogram.most_common():
-        print(f"{number:6d}  {fault}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,101 @@
+"""How much may come of what others send: bodies are counted while they come, and no length that is told is believed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import zlib
+from collections.abc import AsyncIterable
+from io import BufferedReader
+
+from asyncloader.datasets.retry import FetchError, TransientError
+from asyncloader.errors import ConfigurationError
+
+MAX_BYTES = 1 << 30
+"""The most that a sample has, unless a dataset is told otherwise."""
+
+
+def check_max_bytes(max_bytes: object) -> None:
+    """Check the argument of a dataset.
+
+    Raises:
+        ConfigurationError: It is no number of bytes.
+    """
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ConfigurationError(f"max_bytes must be a whole number from 1 on, but got {max_bytes!r}")
+
+
+def too_large(what: str, max_bytes: int) -> FetchError:
+    """Return the error for a sample that has more bytes than it may have."""
+    return FetchError(
+        f"{what}: larger than {max_bytes:,} bytes, which is the most that a sample may have. If that is right, give "
+        "the dataset a larger max_bytes"
+    )
+
+
+async def collect(chunks: AsyncIterable[bytes], most: int, error: FetchError) -> bytes:
+    """Return all that comes.
+
+    Args:
+        chunks: The body of an answer.
+        most: How many bytes it may have.
+        error: Raised as soon as it has more.
+    """
+    parts, size = [], 0
+    async for chunk in chunks:
+        size += len(chunk)
+        if size > most:
+            raise error
+        parts.append(chunk)
+    return b"".join(parts)
+
+
+async def collect_range(chunks: AsyncIterable[bytes], size: int, url: str) -> bytes:
+    """Return the bytes of a range of so many.
+
+    Raises:
+        FetchError: More came.
+        TransientError: Fewer came.
+    """
+    data = await collect(chunks, size, FetchError(f"{url}: more than the {size:,} bytes came that were asked for"))
+    if len(data) != size:
+        raise TransientError(f"{len(data)} bytes came of {size}")
+    return data
+
+
+def decompress(data: bytes, max_bytes: int, url: str) -> bytes:
+    """Return what gzip files hold, one after the other, with zeros behind them.
+
+    Raises:
+        TransientError: They were cut off.
+        FetchError: They are damaged, or hold more than `max_bytes`.
+    """
+    parts, size = [], 0
+    try:
+        while data:
+            unpack = zlib.decompressobj(wbits=31)
+            part = unpack.decompress(data, max_bytes - size + 1)
+            size += len(part)
+            if size > max_bytes:
+                raise too_large(f"{url}, decompressed", max_bytes)
+            if not unpack.eof:
+                raise TransientError("the body ended in the middle of the compressed data")
+            parts.append(part)
+            data = unpack.unused_data.lstrip(b"\0")
+    except zlib.error as error:
+        raise FetchError(f"{url}: damaged: {error}") from error
+    return b"".join(parts)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file to read it, without waiting for a pipe that somebody has put there.
+
+    Raises:
+        OSError: It is not there, or no regular file: a device, for example, that has no end.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+    return file

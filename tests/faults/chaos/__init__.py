@@ -1,0 +1,26 @@
+"""Disturb runs over data in every way that comes up, and hold each against an undisturbed one.
+
+    python -m tests.faults.chaos --runs 1000
+
+A run is a property, and a plan of that property: values of all its dimensions, drawn from the run's own seed. That seed
+is the seed of the whole plus the number of the run, so ``--seed N --runs 1`` repeats run N alone, and a run that fails
+prints its plan. Without ``--seed`` it comes from the clock.
+
+property        what happens                                                    what has to hold
+disturbed       workers die, hang, are killed; samples raise; consumers leave   batches and errors as without
+resumed         states are taken and loaded, in place and by new loaders        this epoch and all later ones as torch
+                                                                                draws them, and the random numbers
+interrupted     handlers of signals raise, at any bytecode and any time         no batch is lost or comes twice
+mismatched      a state of one configuration is loaded by another               the promised rest, or StateMismatchError
+broken          a callback of the engine raises                                 an error or all batches; no hang; the
+                                                                                next epoch works
+
+Nothing hangs in any of them, and no child, thread, descriptor, memfd, mapping or segment of shared memory is left.
+
+``sampling`` (which samplers, drawing when and from what), ``generators`` (the trainer's) and ``chaotic`` (datasets to
+which something happens) are dimensions that several properties share. A dimension of one property is in its module.
+"""
+
+from tests.faults.chaos.soak import OFF, PROPERTIES, draw, seed_of_the_clock, soak
+
+__all__ = ["OFF", "PROPERTIES", "draw", "seed_of_the_clock", "soak"]

@@ -1,0 +1,447 @@
+"""An exception in our own code on the loop thread, wherever that may be: never a hang, never a short epoch in silence.
+
+    a run, watched ──> each function of the package that the loop thread calls, and how often
+    the same run ────> one of these calls raises, at its beginning or at its end
+
+What is demanded then: the consumers get all batches, and the right ones, or an error that they can report; nothing is
+left behind; and the next run of the same loader is as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import asyncloader
+from asyncloader import AsyncDataset, DataLoader, InternalError, WorkerError
+from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.portal import get_portal
+from asyncloader.engine.scheduler import Scheduler
+from asyncloader.iteration.worker_iterator import WorkerIterator
+from tests.leftovers import Holdings
+from tests.workers.remote.local_agents import LocalAgents
+
+PACKAGE = str(Path(asyncloader.__file__).parent)
+PATIENCE_S = 20.0  # on a busy machine; what hangs hangs for ever
+
+RIGHT = [list(range(begin, begin + 4)) for begin in range(0, 24, 4)]
+
+
+class InjectedError(Exception):
+    """What a call of ours raises."""
+
+
+# -------------------------------------------------------------------------------------------------------------- runs
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Awaited(AsyncDataset[int]):
+    def __len__(self) -> int:
+        return 24
+
+    async def __getitem__(self, index: int) -> int:
+        await asyncio.sleep(0)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """Each of two workers yields every other batch."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        mine = [batch for number, batch in enumerate(RIGHT) if number % 2 == info.id]
+        flat = [index for batch in mine for index in batch]
+        while self.at < len(flat):
+            self.at += 1
+            yield flat[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Failing(Numbers):
+    """In each run one worker is killed, or hangs."""
+
+    def __init__(self, folder: Path, *, hangs: bool = False) -> None:
+        self.folder = folder
+        self.hangs = hangs
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        if index == 9:
+            with contextlib.suppress(FileExistsError):
+                (self.folder / "failed").touch(exist_ok=False)
+                if self.hangs:
+                    time.sleep(1000)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    def prepare(self) -> None:
+        (self.folder / "failed").unlink(missing_ok=True)
+
+
+def make_loader(kind: str, folder: Path) -> DataLoader[Any]:
+    """Return a loader whose run goes through this part of the engine."""
+    data, options = Numbers(), {"batch_size": 4, "num_workers": 2}
+    if kind == "threads":
+        options["worker_backend"] = "thread"
+    elif kind == "awaited":
+        data, options["num_workers"] = Awaited(), 0
+    elif kind == "awaited in workers":
+        data = Awaited()
+    elif kind == "stream":
+        data = Stream()
+    elif kind == "split":
+        options |= {"scheduling": "split", "seeding": "sample"}
+    elif kind == "renewed":
+        options["max_tasks_per_child"] = 1
+    elif kind == "persistent":
+        options["persistent_workers"] = True
+    elif kind == "killed":
+        data = Failing(folder)
+    elif kind == "hung":
+        data = Failing(folder, hangs=True)
+        options |= {"timeout": 0.3, "on_timeout": "retry"}
+    elif kind == "remote":
+        options |= {"num_workers": 1, "worker_backend": LocalAgents(1)}
+    return DataLoader(data, **options)  # type: ignore[arg-type]
+
+
+KINDS = [
+    "processes",
+    "threads",
+    "awaited",
+    "awaited in workers",
+    "stream",
+    "split",
+    "renewed",
+    "persistent",
+    "resized",
+    "pinned",
+    "killed",
+    "hung",
+    "remote",
+]
+
+
+def take(iterator: Any, taken: list[Any]) -> None:
+    for batch in iterator:
+        taken.append(batch.tolist())
+
+
+async def take_async(iterator: Any, taken: list[Any]) -> None:
+    async for batch in iterator:
+        taken.append(batch.tolist())
+
+
+def by_for(loader: DataLoader[Any], taken: list[Any], resize: Callable[[], None]) -> None:
+    iterator = iter(loader)
+    taken.append(next(iterator).tolist())
+    resize()
+    take(iterator, taken)
+
+
+def by_async_for(loader: DataLoader[Any], taken: list[Any], resize: Callable[[], None]) -> None:
+    async def consume() -> None:
+        iterator = aiter(loader)
+        taken.append((await anext(iterator)).tolist())
+        resize()
+        done = await asyncio.gather(*(take_async(iterator, taken) for _ in range(2)), return_exceptions=True)
+        check_all(done)
+
+    asyncio.run(consume())
+
+
+def by_threads(loader: DataLoader[Any], taken: list[Any], resize: Callable[[], None]) -> None:
+    iterator = iter(loader)
+    resize()
+    done: list[Any] = []
+
+    def consume() -> None:
+        try:
+            take(iterator, taken)
+            done.append(None)
+        except BaseException as error:
+            done.append(error)
+
+    threads = [threading.Thread(target=consume, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(done) == 2, "one of two consumers waits for ever"
+    check_all(done)
+
+
+def check_all(done: list[Any]) -> None:
+    """Raise what consumers of one iterator have got: each of them the error, or none."""
+    errors = [error for error in done if error is not None]
+    if any(isinstance(error, InternalError) for error in errors):
+        assert len(errors) == len(done), f"one consumer has not heard of it: {errors!r}"
+    if errors:  # perhaps of one batch, which one of them has got
+        raise errors[0]
+
+
+FACES = {"for": by_for, "async for": by_async_for, "threads": by_threads}
+
+
+# ------------------------------------------------------------------------------------------------------- what fails
+
+TRUSTED = {
+    # The guard itself, and what brings the answer of a call to the thread that waits for it.
+    "GuardedLoop.run",
+    "GuardedLoop.fail",
+    "_fulfil",
+    "_answer",
+    # What lets go of descriptors that nobody else knows, or returns something that nobody else knows.
+    "Ends.close",
+    "start",
+    "LocalWorker.start",
+    "WorkerProcess.start",
+    "LocalPool._start_one",
+    "Pool._start_one",
+    "Pool._start_beside",
+    "WorkerProcess._connect",
+    "open_pair",
+    # Called by the interpreter, which writes down what they raise: at forks, and at the end of a lease.
+    "_before_fork",
+    "_after_fork",
+    "SlabPool.before_fork",
+    "SlabPool.after_fork",
+    "SlabPool._make_on_end.<locals>.on_end",
+}
+
+
+class Place(NamedTuple):
+    """A call of a function on the loop thread."""
+
+    name: str
+    event: str
+
+    def __str__(self) -> str:
+        return f"{self.name} at its {'beginning' if self.event == 'call' else 'end'}"
+
+
+class Watch:
+    """Counts the calls on the loop thread, or has one of them raise."""
+
+    def __init__(self, place: Place | None = None, number: int = 0) -> None:
+        self.counts: Counter[Place] = Counter()
+        self.has_raised = False
+        self._place = place
+        self._number = number
+        self._pid = os.getpid()
+        self._names: dict[CodeType, str] = {}
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if event not in ("call", "return") or os.getpid() != self._pid or self.has_raised:
+            return
+        code = frame.f_code
+        if (name := self._names.get(code)) is None:
+            is_ours = code.co_filename.startswith(PACKAGE) and code.co_qualname not in TRUSTED
+            module = Path(code.co_filename).stem
+            name = self._names[code] = f"{module}.{code.co_qualname}" if is_ours else ""
+        if not name:
+            return
+        place = Place(name, event)
+        self.counts[place] += 1
+        if place == self._place and self.counts[place] == self._number:
+            self.has_raised = True
+            raise InjectedError(str(place))
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    portal = get_portal()
+    portal.call(sys.setprofile, watch).result(PATIENCE_S)
+    try:
+        yield
+    finally:
+        watch.has_raised = True
+        portal.call(sys.setprofile, None).result(PATIENCE_S)
+
+
+class Case:
+    """One kind of run, with one kind of consumer."""
+
+    def __init__(self, kind: str, face: str, folder: Path) -> None:
+        self.kind = kind
+        self.face = face
+        self._folder = folder
+
+    def epoch(self, loader: DataLoader[Any]) -> BaseException | None:
+        """Take an epoch, and see that it is right as far as it goes; return the error that ended it."""
+        taken: list[Any] = []
+        done: list[BaseException | None] = []
+        if isinstance(loader.dataset, Failing):
+            loader.dataset.prepare()
+        numbers = iter((3, 2)) if self.kind == "resized" else iter(())
+
+        def resize() -> None:
+            if (number := next(numbers, None)) is not None:
+                loader.set_num_workers(number)
+
+        def consume() -> None:
+            try:
+                FACES[self.face](loader, taken, resize)
+                done.append(None)
+            except BaseException as error:
+                done.append(error)
+
+        thread = threading.Thread(target=consume, daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+        assert done, f"the consumer waits for ever, after {len(taken)} batches"
+        right = RIGHT[: len(taken)] if done[0] is not None else RIGHT
+        if self.face == "for":
+            assert taken == right
+        elif done[0] is None:
+            assert sorted(taken) == right
+        return done[0]
+
+    def run(self, watch: Watch) -> None:
+        """Take epochs of one loader, the first with the fault."""
+        loader = make_loader(self.kind, self._folder)
+        with watched(watch):
+            error = self.epoch(loader)
+            if error is None and self.kind == "persistent":
+                error = self.epoch(loader)
+            loader.close()
+        if error is not None:
+            assert watch.has_raised
+            assert_told(error)
+        assert self.epoch(loader) is None, "the next run"
+        loader.close()
+
+
+def assert_told(error: BaseException) -> None:
+    """Say that an error tells of the fault: itself, by its cause, or by what has become of a worker."""
+    chain, link = [], error
+    while link is not None:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    assert isinstance(chain[0], (InternalError, WorkerError)) or any(isinstance(e, InjectedError) for e in chain), chain
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    kind, face = request.param
+    if kind == "pinned":
+        make = lambda iterator, loop: Pinner(loop, "cuda", copy=lambda batch: batch.clone())  # noqa: E731
+        monkeypatch.setattr(WorkerIterator, "_make_pinner", make)
+    return Case(kind, face, tmp_path)
+
+
+def sweep(case: Case, choose: Callable[[list[tuple[Place, int]]], list[tuple[Place, int]]]) -> None:
+    """Have calls fail, one in each run."""
+    seen = Watch()
+    case.run(seen)
+    faults = sorted(
+        {(place, number) for place, count in seen.counts.items() for number in (1, (count + 1) // 2, count)}
+    )
+    failed = []
+    for place, number in choose(faults):
+        before = Holdings.now()
+        try:
+            case.run(Watch(place, number))
+        except (AssertionError, Exception) as error:
+            failed.append(f"{place}, call {number}: {type(error).__name__}: {str(error)[:300]}")
+        if left := before.more_than_before(8.0):
+            failed.append(f"{place}, call {number}: left behind {left}")
+    assert not failed, f"{len(failed)} of {len(faults)}:\n" + "\n".join(failed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(kind, "for") for kind in KINDS], ids=str, indirect=True)
+def test_a_sample_of_calls_fails(case: Case) -> None:
+    """A few of them, other ones each time."""
+    sweep(case, lambda faults: random.sample(faults, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(kind, face) for kind in KINDS for face in FACES], ids=str, indirect=True)
+def test_each_call_fails(case: Case) -> None:
+    """Each function that the loop thread calls: its first call, one in the middle, and its last."""
+    sweep(case, lambda faults: faults)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_a_broken_scheduler_ends_the_run(
+    face: str, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each consumer is told, with the traceback and what to do."""
+    calls = []
+    ready = Scheduler.ready
+
+    def broken(self: Scheduler, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) >= number:
+            raise InjectedError("ready")
+        return ready(self, *args)
+
+    case = Case("processes", face, tmp_path)
+    loader = make_loader("processes", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "ready", broken)
+        error = case.epoch(loader)
+    assert isinstance(error, InternalError)
+    assert "please report it" in str(error)
+    assert isinstance(error.__cause__, InjectedError)
+    traceback = error.__cause__.__traceback__
+    names = []
+    while traceback is not None:
+        names.append(traceback.tb_frame.f_code.co_name)
+        traceback = traceback.tb_next
+    assert names[-2:] == ["on_outcome", "broken"]
+    assert case.epoch(loader) is None
+
+
+def test_whoever_goes_on_after_the_error_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to the end of the epoch: a state says that it is in the middle of it."""
+
+    def broken(self: Scheduler, *args: Any) -> Any:
+        raise InjectedError("ready")
+
+    loader = make_loader("processes", Path())
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "ready", broken)
+        iterator = iter(loader)
+        with pytest.raises(InternalError):
+            next(iterator)
+        assert list(iterator) == []
+    resumed = make_loader("processes", Path())
+    resumed.load_state_dict(iterator.state_dict())
+    assert [batch.tolist() for batch in resumed] == RIGHT
