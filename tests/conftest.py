@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import textwrap
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,19 @@ def pytest_asyncio_loop_factories(
 
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+@pytest.hookimpl(tryfirst=True)  # slow tests are left out afterwards
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Choose one loop for each asynchronous test, by the test's name; on the other loop the test is slow."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or "_asyncio_loop_factory" not in callspec.params:
+            continue
+        loop, *others = callspec.id.split("-", 1)  # pytest-asyncio parametrises first
+        name = item.nodeid.removesuffix(f"[{callspec.id}]") + "".join(others)
+        if loop != ("asyncio", "uvloop")[zlib.crc32(name.encode()) % 2]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
