@@ -67,7 +67,7 @@ chromium:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 
 soak: $(READY) ## the soak tests, for MINUTES=10
-	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak $(CORE) -o faulthandler_timeout=0
+	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak $(CORE)
 
 lint: $(READY) ## ruff, its format, and what may import what
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.utils.data
 
-from tests import small_forks
+from tests import deadlines, small_forks
 from tests.beside import Room
 from tests.leftovers import Holdings
 from tests.nursery import Nursery, Program
@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers used here, and see that a crash of the interpreter tells where."""
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
     config.addinivalue_line("markers", "forked(reason): workers are forked, whatever this platform does by default")
+    config.pluginmanager.register(deadlines)
     config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("room"))
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -213,7 +214,7 @@ def start(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> I
 def run(start: Callable[..., Program]) -> Callable[..., Program]:
     """Runs a program to its end, within a time limit, and sees that nothing of it is left."""
 
-    def whole(source: str, *arguments: object, timeout_s: float = 100.0, **environment: str) -> Program:
+    def whole(source: str, *arguments: object, timeout_s: float = 50.0, **environment: str) -> Program:
         program = start(source, *arguments, **environment)
         program.wait(timeout_s)
         left = program.survivors(3.0)

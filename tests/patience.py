@@ -11,7 +11,7 @@ from typing import Any
 from asyncloader import BatchTimeoutError
 
 TRIES = 3
-PATIENCE_S = 100.0
+PATIENCE_S = 50.0  # less than pytest waits for a test
 
 
 def best_of_three(test: Callable[..., None]) -> Callable[..., None]:

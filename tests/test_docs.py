@@ -66,6 +66,7 @@ A_NOTEBOOK = STARTED_BY.format(None) + "del __file__\n"
 """Workers are started in the platform's way; those that are not forked cannot import cells: classes come by value."""
 
 
+@pytest.mark.timeout(180)  # some pages train for ten seconds, several times as long beside other work
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_of_a_page_runs(run: Callable[..., Program], page: Path) -> None:
     """The blocks of Python on a page are cells of a notebook: one after the other they run without a warning."""
@@ -73,6 +74,7 @@ def test_code_of_a_page_runs(run: Callable[..., Program], page: Path) -> None:
     assert (done.returncode, done.err) == (0, "")
 
 
+@pytest.mark.timeout(180)
 def test_the_first_example_is_a_script(run: Callable[..., Program], start_method: str) -> None:
     """Copied into a file, the README's example runs with each way of starting workers."""
     done = run(STARTED_BY.format(start_method) + FEW_CORES + python_blocks(ROOT / "README.md")[0], timeout_s=150)
@@ -131,6 +133,7 @@ def test_the_page_of_benchmarks_has_every_script() -> None:
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == scripts
 
 
+@pytest.mark.timeout(180)
 def test_the_documentation_builds(tmp_path: Path) -> None:
     """Sphinx makes HTML of all pages and docstrings without a warning; every page is in the table of contents."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]

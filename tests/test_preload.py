@@ -22,6 +22,6 @@ PROGRAM = """
 
 def test_workers_find_it_done(run: Callable[..., Program]) -> None:
     """Torch and our own modules are imported, and frozen, before the worker's main module is."""
-    done = run(PROGRAM, timeout_s=100)
+    done = run(PROGRAM)
     assert done.returncode == 0, done.explain("")
     assert done.out.splitlines() == ["True True", "2"]

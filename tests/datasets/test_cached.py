@@ -877,7 +877,7 @@ RANKS = """
 def test_ranks_share_a_folder(run: Callable[..., Program], tmp_path: Path) -> None:
     """Two programs that begin at the same time fill one cache, and read each other's samples."""
     log = tmp_path / "ranks"
-    done = run(RANKS, tmp_path / "cache", log, timeout_s=100)
+    done = run(RANKS, tmp_path / "cache", log)
     assert done.returncode == 0, done.explain("")
     assert sorted(map(int, made(log))) == list(range(200))
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -529,7 +529,7 @@ PSS = """
 
 def test_it_is_in_memory_once(run: Callable[..., Program], start_method: str) -> None:
     """Proportional set size of the list in three processes that have read all of it: its size, once."""
-    done = run(PSS, start_method, timeout_s=100)
+    done = run(PSS, start_method)
     assert done.returncode == 0, done.explain("")
     assert 0.9 < float(done.out) < 1.1
 

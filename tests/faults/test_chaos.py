@@ -62,12 +62,15 @@ def test_properties_hold(name: str) -> None:
     assert len(dict(chaos.soak(first, runs=6, seconds=float("inf"), name=name))) == 6
 
 
+SOAK_S = float(os.environ.get("ASYNCLOADER_SOAK_S", "60"))
+
+
 @pytest.mark.soak
+@pytest.mark.timeout(SOAK_S + 180)
 def test_soak() -> None:
     """New runs for as long as ASYNCLOADER_SOAK_S says; the seed of a failure is in its notes."""
-    seconds = float(os.environ.get("ASYNCLOADER_SOAK_S", "60"))
     first = chaos.seed_of_the_clock()
     print(f"first seed {first}")
-    played = dict(chaos.soak(first, runs=None, seconds=seconds))
+    played = dict(chaos.soak(first, runs=None, seconds=SOAK_S))
     print(f"{len(played)} runs from seed {first}")
     assert sum(len(happened) > 1 for happened in played.values()) >= 0.7 * len(played) - 3

@@ -68,4 +68,4 @@ def test_with_workers_that_are_not_forked(run: Run, method: str, closed: tuple[i
     """They inherit what stands in the place of these."""
     source = NUMBERS + TRAIN + "if __name__ == '__main__':\n"
     source += f"    close{closed}\n    report(train(Numbers(), num_workers=2, multiprocessing_context={method!r}))"
-    assert_right(run(source, timeout_s=90), 1)
+    assert_right(run(source), 1)

@@ -34,7 +34,7 @@ def test_a_whole_epoch_with_other_start_methods(run: Run, face: str, method: str
 if __name__ == "__main__":
     print(train(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1])))
 """
-    program = run(NUMBERS + FACES[face] + main, method, timeout_s=90)
+    program = run(NUMBERS + FACES[face] + main, method)
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
@@ -472,7 +472,7 @@ if __name__ == "__main__":
     if sys.argv[2] != "exit":
         iterator.close()
 """
-    program = run(NUMBERS + CLEANUP + main, method, ending, timeout_s=90)
+    program = run(NUMBERS + CLEANUP + main, method, ending)
     assert (program.returncode, program.err) == (0, "")
     notes: dict[int, list[str]] = {}
     for line in (program.folder / "notes").read_text().splitlines():

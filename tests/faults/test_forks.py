@@ -154,7 +154,7 @@ for thread in threads:
     thread.join()
 print(statuses, all(results), len(results) > 2)
 """
-    program = run(NUMBERS + FORK + FACES["for"] + main, timeout_s=60)
+    program = run(NUMBERS + FORK + FACES["for"] + main)
     assert (program.returncode, program.err) == (0, "")
     assert program.out == "child\n" * 30 + f"{[0] * 30} True True\n"
 
@@ -177,7 +177,7 @@ if __name__ == "__main__":
     process.join()
     print(process.exitcode)
 """
-    program = run(NUMBERS + FACES["for"] + main, method, timeout_s=60)
+    program = run(NUMBERS + FACES["for"] + main, method)
     assert (program.returncode, program.out, program.err) == (0, "True\n0\n", "")
 
 
@@ -318,7 +318,7 @@ for epoch in range(2):
         work()
 print(torch.get_num_threads())
 """
-    program = run(NUMBERS + main, timeout_s=60)
+    program = run(NUMBERS + main)
     assert (program.returncode, program.out, program.err) == (0, f"{num_threads}\n", "")
 
 
@@ -362,7 +362,7 @@ except WorkerStartError as error:
 done.set()
 thread.join()
 """
-    program = run(NUMBERS + FACES["for"] + main, timeout_s=60)
+    program = run(NUMBERS + FACES["for"] + main)
     assert program.returncode == 0, program.explain("failed")
     assert program.out == outcome or forks > 1
     assert "killed by signal: Killed (SIGKILL)" in program.err
@@ -382,7 +382,7 @@ def hang():
 os.register_at_fork(before=lambda: next(made), after_in_child=hang)
 print(train(DataLoader(Numbers(), batch_size=4, num_workers=1)) == list(range(40)))
 """
-    program = run(NUMBERS + FACES["for"] + main, timeout_s=60)
+    program = run(NUMBERS + FACES["for"] + main)
     assert (program.returncode, program.out) == (0, "True\n"), program.explain("failed")
     assert "It hung before any code of the user's ran" in program.err
     assert "closed its connections" not in program.err

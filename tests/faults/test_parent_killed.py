@@ -27,7 +27,7 @@ SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("for
 def test_workers_go_with_a_killed_trainer(start: Callable[..., Program], method: str, way: str) -> None:
     """Within 2 s nothing is left, neither workers nor their children, also where the interpreter's lock is held."""
     program = start(NUMBERS + HUNG + MAIN, way, method)
-    program.read_until("hung", timeout_s=60)
+    program.read_until("hung")
     assert len(program.family()) > 1
     os.kill(program.pid, signal.SIGKILL)
     assert program.wait() == -signal.SIGKILL

@@ -1,0 +1,98 @@
+"""A plugin: how long a test may take. A test that hangs fails, or ends its process; both ways the report names it.
+
+    timeout        pytest-timeout raises in the test: 60 s, see `timeout` in pyproject.toml and the marker `timeout`
+    timeout × 5/4  faulthandler writes all stacks and ends the process: for C code that holds the lock of Python, for
+                   uvloop, which runs no handler while nothing happens, and for fixtures that hang after the test
+                   failed. pytest-xdist names the test that was running, and starts another process
+
+pytest-xdist takes a process for dead when its pipes are closed. Forked copies have the same pipes: `let_go_in_copies`
+closes them there. Without that, one worker process that outlives its trainer keeps the whole run waiting for ever. A
+copy that comes out of its test ends there: it would go on as a second pytest.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+HARD = 5 / 4
+LEFT_OUT_S = 180.0
+SOAK_S = 1800.0
+LEFT_OUT = ("slow", "gpu", "benchmark", "services", "browser", "ray", "frameworks", "soak")
+"""Markers of tests that `make test` leaves out: they may take longer."""
+LIMIT_S = pytest.StashKey[float]()
+STDERR = pytest.StashKey[int]()
+PID = os.getpid()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the stderr that is not captured, and let forked copies of a process of pytest-xdist have no part in it."""
+    fd = config.stash[STDERR] = os.dup(2)
+    config.add_cleanup(lambda: os.close(fd))
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":  # pytest-xdist's: this process answers to another one
+            pipes = plugin.channel.gateway._io
+            let_go_in_copies(pipes.infile.fileno(), pipes.outfile.fileno())
+
+
+def let_go_in_copies(*fds: int) -> None:
+    """Have each forked copy of this process replace these descriptors: they are closed, their numbers stay taken."""
+
+    def let_go() -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in fds:
+            os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+
+    os.register_at_fork(after_in_child=let_go)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give a test that `make test` leaves out its limit, unless it has one."""
+    if item.get_closest_marker("timeout") is None and any(map(item.get_closest_marker, LEFT_OUT)):
+        item.add_marker(pytest.mark.timeout(SOAK_S if item.get_closest_marker("soak") else LEFT_OUT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:
+    """Start the second clock of a test with the first one."""
+    item.stash[LIMIT_S] = settings.timeout
+    start_clock(item)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Start it again for the ends of fixtures: after a failure pytest has stopped all clocks."""
+    start_clock(item)
+    return (yield)
+
+
+def start_clock(item: pytest.Item) -> None:
+    """End this process unless the test, or its fixtures, end in time."""
+    if (limit_s := item.stash.get(LIMIT_S, 0.0)) > 0:
+        faulthandler.dump_traceback_later(limit_s * HARD, exit=True, file=item.config.stash[STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Stop the second clock."""
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """End a forked copy that has come out of its test."""
+    if os.getpid() != PID:
+        traceback.print_exception(call.excinfo.value if call.excinfo else None)
+        sys.stderr.flush()
+        os._exit(1)
