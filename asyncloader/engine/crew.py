@@ -70,11 +70,14 @@ class Crew:
                 if worker not in places:
                     actions.append(Start(worker))
         for worker in sorted((roster.active | places.keys()) - self.members, reverse=True):
-            if roster.takes(worker):
-                actions.append(Part(worker))
-            elif worker not in roster.active:
-                actions.append(Dismiss(worker))
+            actions += self.let_go(worker, roster)
         return actions
+
+    def let_go(self, worker: int, roster: Roster) -> list[Action]:
+        """Decide how a worker goes that is no member any more."""
+        if roster.takes(worker):
+            return [Part(worker)]
+        return [] if worker in roster.active else [Dismiss(worker)]
 
     def ready(self, worker: int, roster: Roster) -> list[Action]:
         """A worker has opened the dataset; perhaps one of another machine, which nobody had asked for.

@@ -189,7 +189,8 @@ class Staff:
                 session.apply(self.recovery.leaves(self._pool.processes[worker], session.run.start_of(worker)))
             return
         self.crew.gone(worker)
-        self.settle(session)
+        if session.takes_outcomes:
+            session.apply(self.crew.let_go(worker, session.run.scheduler.roster))
 
     def lost(self, session: Session, worker: int) -> None:
         """A worker has gone, and nothing that it was at is to blame."""

@@ -11,7 +11,7 @@ connection, once.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import heapq
 import json
 import logging
 import pickle
@@ -53,8 +53,8 @@ class Owner(Protocol):
     def on_here(self, agent: RemoteAgent) -> None:
         """The agent can be given workers."""
 
-    def on_worker_frame(self, link: Link, frame: Frame) -> None:
-        """A frame about one of the workers has come."""
+    def on_worker_frame(self, agent: RemoteAgent, frame: Frame) -> None:
+        """A frame about one of the agent's workers has come."""
 
     def on_leaving(self, agent: RemoteAgent) -> None:
         """The agent wants no more tickets."""
@@ -89,6 +89,7 @@ class Fleet:
     Attributes:
         agents: By number.
         homes: By worker id, the agent that has the place.
+        num_places: Of which no id is as large as this, now or before.
         epoch: The run that is going on.
         is_closing: They have been told to go.
     """
@@ -107,6 +108,7 @@ class Fleet:
     ) -> None:
         self.agents: dict[int, RemoteAgent] = {}
         self.homes: dict[int, RemoteAgent] = {}
+        self.num_places = first + slots
         self.epoch: EpochSpec
         self.is_closing = False
         self._loop = loop
@@ -114,8 +116,9 @@ class Fleet:
         self._spec = replace(spec, dataset=None, collate_fn=None, worker_init_fn=None, origin=None)
         self._options = options
         self._launcher = launcher
-        self._first = first
-        self._slots = slots
+        self._linked: dict[Link, RemoteAgent] = {}
+        self._free = list(range(first, first + slots))  # a heap: of places that there have been, whose agent is gone
+        self._has_slots = slots > 0
         self._num_agents = 0
         self._lost: dict[int, str] = {}  # lost before they served: what to say once the launcher knows of their node
         self._door = Door(loop, self, self.is_expected, allocate, traffic)
@@ -182,10 +185,13 @@ class Fleet:
 
     def admit(self, num_workers: int) -> Order | None:
         """One more agent is about to be launched, for so many workers: say who it is. None: it is not to be."""
-        every = range(self._first, self._first + self._slots) if self._slots else itertools.count(self._first)
-        ids = list(itertools.islice((worker for worker in every if worker not in self.homes), num_workers))
-        if self.is_closing or len(ids) < num_workers:  # too late, or one whose places they were is on its way out
+        lacking = num_workers - len(self._free)
+        if self.is_closing or (self._has_slots and lacking > 0):  # too late, or who had these places has not gone yet
             return None
+        for _ in range(lacking):
+            heapq.heappush(self._free, self.num_places)
+            self.num_places += 1
+        ids = [heapq.heappop(self._free) for _ in range(num_workers)]
         self._num_agents += 1
         number = self._num_agents
         agent = self.agents[number] = RemoteAgent(number, ids)
@@ -227,6 +233,7 @@ class Fleet:
         if agent is None or agent.link is not None or self.is_closing:
             return False
         agent.link = link
+        self._linked[link] = agent
         return True
 
     def on_open(self, link: Link) -> None:
@@ -236,7 +243,7 @@ class Fleet:
     def on_lost(self, link: Link, why: str) -> None:
         """A connection has ended: nothing more comes by it."""
         self._door.went_away(link, why)
-        for agent in [agent for agent in self.agents.values() if agent.link is link]:
+        if (agent := self._linked.get(link)) is not None:
             self._lose(agent, why)
 
     def _lose(self, agent: RemoteAgent, why: str) -> None:
@@ -258,18 +265,22 @@ class Fleet:
         """Give an agent up: nothing that it sends counts, and its number is good for nothing."""
         agent.state = AgentState.GONE
         if agent.link is not None:
+            del self._linked[agent.link]
             agent.link.drop(why)
             agent.link = None
         self._launcher.kill(agent.number)
         self.agents.pop(agent.number, None)
         for worker in agent.workers:
-            self.homes.pop(worker, None)
+            self._free_place(worker)
         self._owner.on_forgotten(agent, why)
 
     def take_place(self, worker: int) -> None:
         """Have this place be another agent's: its worker is not to come back to this one."""
-        if (agent := self.homes.pop(worker, None)) is not None:
-            agent.workers.remove(worker)
+        self._free_place(worker).workers.remove(worker)
+
+    def _free_place(self, worker: int) -> RemoteAgent:
+        heapq.heappush(self._free, worker)
+        return self.homes.pop(worker)
 
     def send_home(self, agent: RemoteAgent, grace_s: float) -> None:
         """Have an agent go that has nothing in hand."""
@@ -280,13 +291,12 @@ class Fleet:
 
     def on_frame(self, link: Link, frame: Frame) -> None:
         """Take a frame from an agent."""
-        if frame.life:
-            self._owner.on_worker_frame(link, frame)
-            return
-        agent = next((agent for agent in self.agents.values() if agent.link is link), None)
+        agent = self._linked.get(link)
         if agent is None:  # it was given up
             return
-        if frame.kind == Word.PONG:
+        if frame.life:
+            self._owner.on_worker_frame(agent, frame)
+        elif frame.kind == Word.PONG:
             sent_at, there = _PONG.unpack(frame.body)
             agent.clock.note(sent_at, there, perf_counter())
         elif frame.kind == Word.HELLO and agent.state is AgentState.COMING:

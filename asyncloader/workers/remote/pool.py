@@ -12,6 +12,7 @@ and what may be run ahead, allow. So the other side needs no other leave to send
 
 from __future__ import annotations
 
+import heapq
 import logging
 import pickle
 import sys
@@ -32,7 +33,6 @@ from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec, p
 from asyncloader.workers.protocol.outcome import OUTCOMES
 from asyncloader.workers.remote.fleet import Fleet
 from asyncloader.workers.remote.launcher import Launcher
-from asyncloader.workers.remote.link import Link
 from asyncloader.workers.remote.outcomes import by_value, outcome_of
 from asyncloader.workers.remote.wire import NUMBER, SECONDS, Death, Frame, Word
 from asyncloader.workers.remote.worker import AgentState, RemoteAgent, RemoteWorker
@@ -86,10 +86,9 @@ class RemotePool:
         self._most = options.num_workers or options.max_workers
         self._wanted = self._most if wanted is None else wanted
         self._asks = wanted is not None or slots > 0
-        self._lives: dict[int, RemoteWorker] = {}
         self._num_lives = 0
+        self._num_staying = 0  # at agents that are here
         self._successors: dict[int, RemoteWorker] = {}  # that wait for the place of this worker
-        self._leaving: set[int] = set()  # of those that have a place, who is not wanted any more
         self._is_open = False
         self._has_slots = slots > 0
         self._started: Callable[[], None] = _nothing
@@ -122,8 +121,9 @@ class RemotePool:
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
-        for process in self._lives.values():
-            process.outstanding = 0
+        for agent in self.fleet.agents.values():
+            for process in agent.lives.values():
+                process.outstanding = 0
         self.fleet.begin_epoch(epoch)
 
     def end(self, grace_s: float) -> None:
@@ -155,57 +155,74 @@ class RemotePool:
             self._fit()
 
     def _fit(self) -> None:
-        """Let go of workers that are too many, or have free places of agents filled.
+        """Let go of workers that are too many, or have free places of agents filled: others are wanted, or are there.
 
         Where there are fewest they go first, for a node is given back with its last worker.
         """
-        if self.fleet.is_closing:
+        if self.fleet.is_closing or self._has_slots:
             return
-        if self._has_slots:
-            self._fill_slots()
-            return
-        taken = self.processes.keys() | {process.worker_id for process in self._lives.values()}
         agents = tuple(self.fleet.agents.values())
         here = [agent for agent in agents if agent.state is AgentState.HERE]
-        stays = taken - self._leaving
-        staying = {agent.number: [each for each in agent.workers if each in stays] for agent in here}
-        here.sort(key=lambda agent: len(staying[agent.number]))
-        lacking = (sys.maxsize if self._wanted is None else self._wanted) - sum(map(len, staying.values()))
+        here.sort(key=lambda agent: len(agent.staying))
         for agent in here:
-            going = staying[agent.number][::-1][: max(0, -lacking)]
-            lacking += len(going)
-            for worker in going:
-                self._let_go(worker)
+            for worker in heapq.nlargest(-self._num_lacking, agent.staying):
+                self._let_go(agent, worker)
         for agent in reversed(here):
-            free = [worker for worker in agent.workers if worker not in taken][: max(0, lacking)]
-            lacking -= len(free)
-            for worker in free:
-                self._begin_life(agent, worker)
-            self._maybe_send_home(agent, 0.0)
+            self._fill(agent)
+        lacking = self._num_lacking
         for agent in [agent for agent in agents if agent.state is AgentState.COMING]:
             if lacking <= 0:
                 self.fleet.forget(agent)
             lacking -= len(agent.workers)
 
-    def _fill_slots(self) -> None:
-        """Have workers started for slots that have an agent now."""
-        for worker in sorted(self._vacant):
-            agent = self.fleet.homes.get(worker)
-            if agent is not None and agent.state is AgentState.HERE:
-                self._vacant.discard(worker)
-                self.processes[worker] = self._begin_life(agent, worker)
-                agent.num_placed += 1
-        self._started()
+    @property
+    def _num_lacking(self) -> int:
+        return (sys.maxsize if self._wanted is None else self._wanted) - self._num_staying
 
-    def _let_go(self, worker: int) -> None:
-        """Have a worker leave: one that has a place finishes what it has first."""
-        if worker in self.processes:
-            self._leaving.add(worker)
-            if self.listener is not None:
-                self.listener.on_left(worker)
+    def _fill(self, agent: RemoteAgent) -> None:
+        """Have workers started in the free places of an agent, as far as they are wanted; without any it goes."""
+        if self.fleet.is_closing or agent.state is not AgentState.HERE:
             return
-        for process in [process for process in self._lives.values() if process.worker_id == worker]:
-            self._finish(process, 0.0)
+        if self._has_slots:
+            for worker in sorted(agent.workers & self._vacant):
+                self._vacant.discard(worker)
+                self._put(self._begin_life(agent, worker))
+            self._started()
+            return
+        while agent.free and self._num_lacking > 0:
+            worker = heapq.heappop(agent.free)
+            agent.staying[worker] = self._begin_life(agent, worker)
+            self._num_staying += 1
+        self._maybe_send_home(agent, 0.0)
+
+    def _let_go(self, agent: RemoteAgent, worker: int) -> None:
+        """Have a worker leave: one that has a place finishes what it has first."""
+        if worker not in self.processes:
+            self._finish(agent.staying[worker], 0.0)
+            self._vacate(agent, worker)
+            return
+        del agent.staying[worker]
+        self._num_staying -= 1
+        if self.listener is not None:
+            self.listener.on_left(worker)
+
+    def _vacate(self, agent: RemoteAgent, worker: int) -> None:
+        """Nobody is in this place of an agent any more."""
+        self._num_staying -= agent.staying.pop(worker, None) is not None
+        heapq.heappush(agent.free, worker)
+
+    def _put(self, process: RemoteWorker) -> None:
+        """Have a place be this worker's."""
+        self._remove(process.worker_id)
+        self.processes[process.worker_id] = process
+        process.agent.num_placed += 1
+
+    def _remove(self, worker: int) -> RemoteWorker | None:
+        """Have a place be nobody's; return whose it was."""
+        process = self.processes.pop(worker, None)
+        if process is not None:
+            process.agent.num_placed -= 1
+        return process
 
     def add(self, worker: int, num_workers: int) -> None:
         """Have a worker started in the place of one that has died or was discarded, by the same agent.
@@ -217,15 +234,13 @@ class RemotePool:
             return
         agent = self.fleet.homes.get(worker)
         if not self._has_slots or (agent is not None and agent.state is AgentState.HERE):
-            self.processes[worker] = self._begin_life(self.fleet.homes[worker], worker)
+            self._put(self._begin_life(self.fleet.homes[worker], worker))
             return
-        self.processes.pop(worker, None)
+        self._remove(worker)
         self._vacant.add(worker)
         if agent is not None and agent.state is AgentState.LEAVING:  # an agent that is coming keeps the place
-            agent.num_placed -= 1
             self.fleet.take_place(worker)
             self._maybe_send_home(agent, 0.0)
-        self._loop.call_soon(self._fit)
 
     def renew(self, worker: int, num_workers: int) -> None:
         """Have its agent start one that is to take the place of this worker."""
@@ -239,9 +254,9 @@ class RemotePool:
     def succeed(self, worker: int, grace_s: float) -> None:
         """Put its successor in the place of this worker, which has no tickets, and finishes, or is gone."""
         before, successor = self.processes[worker], self._successors.pop(worker)
-        self.processes[worker] = successor
+        self._put(successor)
         successor.agent.send(Word.SUCCEED, successor.life, SECONDS.pack(grace_s))
-        if self._lives.pop(before.life, None) is not None:
+        if before.agent.lives.pop(before.life, None) is not None:
             before.on_gone()
 
     def abandon(self, worker: int, grace_s: float) -> None:
@@ -252,37 +267,31 @@ class RemotePool:
     def _begin_life(self, agent: RemoteAgent, worker: int, word: Word = Word.ADD) -> RemoteWorker:
         self._num_lives += 1
         life = self._num_lives
-        made = self._lives[life] = RemoteWorker(worker, life, agent, self._loop)
-        starts = self.fleet.epoch.starts
-        order = worker, self._count(), None if starts is None else starts[worker]
-        agent.send(word, life, pickle.dumps(order))
+        made = agent.lives[life] = RemoteWorker(worker, life, agent, self._loop)
+        starts, told = self.fleet.epoch.starts, self.fleet.epoch.num_workers or self.fleet.num_places
+        agent.send(word, life, pickle.dumps((worker, told, None if starts is None else starts[worker])))
         return made
-
-    def _count(self) -> int:
-        """Return what datasets are told of how many workers there are: more than any id."""
-        return self.fleet.epoch.num_workers or 1 + max(self.fleet.homes)
 
     def discard(self, worker: int) -> None:
         """Have this worker killed: another will take its place, and nothing that it has sent counts."""
         process = self.processes[worker]
-        if self._lives.pop(process.life, None) is not None:
+        if process.agent.lives.pop(process.life, None) is not None:
             process.agent.send(Word.DISCARD, process.life)
             process.on_gone()
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let this worker finish, if it is there: it has no tickets. Its place is free."""
-        process = self.processes.pop(worker, None)
+        process = self._remove(worker)
         if process is None:
             return
-        process.agent.num_placed -= 1
-        self._leaving.discard(worker)
+        self._vacate(process.agent, worker)
         self.abandon(worker, grace_s)
         self._finish(process, grace_s)
         self._maybe_send_home(process.agent, grace_s)
-        self._loop.call_soon(self._fit)  # by now others may be wanted
+        self._loop.call_soon(self._fill, process.agent)  # by now others may be wanted
 
     def _finish(self, process: RemoteWorker, grace_s: float) -> None:
-        if self._lives.pop(process.life, None) is not None:
+        if process.agent.lives.pop(process.life, None) is not None:
             process.agent.send(Word.DISMISS, process.life, SECONDS.pack(grace_s))
             process.on_gone()
 
@@ -290,40 +299,43 @@ class RemotePool:
         """Let an agent go that is leaving, or whose workers are not wanted any more, when it has none."""
         if agent.num_placed or self.fleet.is_closing:
             return
-        is_idle = not any(process.agent is agent for process in self._lives.values())
-        if agent.state is AgentState.LEAVING or (agent.state is AgentState.HERE and is_idle):
+        if agent.state is AgentState.LEAVING or (agent.state is AgentState.HERE and not agent.lives):
             self.fleet.send_home(agent, grace_s)
 
     # -------------------------------------------------------------------------------------- agents come and go
 
     def on_here(self, agent: RemoteAgent) -> None:
         """An agent can be given workers."""
-        self._fit()
+        self._fill(agent)
 
     def on_leaving(self, agent: RemoteAgent) -> None:
         """An agent wants no more tickets: its workers finish what they have, and go."""
-        for worker in tuple(agent.workers):
+        self._none_stay(agent)
+        for worker in sorted(agent.workers):
             if worker in self.processes and self.listener is not None:
                 self.listener.on_left(worker)
         self._maybe_send_home(agent, _LAST_S)
+        self._loop.call_soon(self._fit)  # others may have places for as many
+
+    def _none_stay(self, agent: RemoteAgent) -> None:
+        self._num_staying -= len(agent.staying)
+        agent.staying.clear()
 
     def on_forgotten(self, agent: RemoteAgent, why: str) -> None:
         """An agent was given up: its workers are lost, and their places free."""
-        lost = [process for process in self._lives.values() if process.agent is agent]
+        self._none_stay(agent)
+        lost, agent.lives = tuple(agent.lives.values()), {}
         for process in lost:
-            del self._lives[process.life]
             process.on_lost(why)
-        agent.num_placed = 0
         listener = None if self.fleet.is_closing else self.listener
         if self._has_slots:  # there is to be another in each, and what it begins with has to be known
             for process in lost:
                 if listener is not None:
                     listener.on_died(process.worker_id, process)
             return
-        for worker in agent.workers:
-            self._leaving.discard(worker)
+        for worker in sorted(agent.workers):
             self._successors.pop(worker, None)
-            if self.processes.pop(worker, None) is not None and listener is not None:
+            if self._remove(worker) is not None and listener is not None:
                 listener.on_lost(worker)
         self._loop.call_soon(self._fit)  # others may have places for as many
 
@@ -356,16 +368,16 @@ class RemotePool:
         """Return memory for a buffer that is about to come: a slab, or beyond their budget any other."""
         return self._slabs.receive(nbytes) or memoryview(bytearray(nbytes))
 
-    def on_worker_frame(self, link: Link, frame: Frame) -> None:
+    def on_worker_frame(self, agent: RemoteAgent, frame: Frame) -> None:
         """Take a frame about a worker; one that was given up meanwhile, or is another agent's, is nobody's."""
-        process = self._lives.get(frame.life)
-        if process is None or process.agent.link is not link:
+        process = agent.lives.get(frame.life)
+        if process is None:
             return
         if frame.kind not in OUTCOMES:
             self._on_told(process, frame)
             return
         arrived_at = perf_counter()
-        outcome = outcome_of(frame, process.agent)
+        outcome = outcome_of(frame, agent)
         if self.listener is None or outcome.record.epoch != self.fleet.epoch.number:
             return
         process.outstanding -= 1
@@ -400,16 +412,14 @@ class RemotePool:
             return
         if agent.state is AgentState.LEAVING or self.fleet.is_closing:
             return
-        if self.processes.get(worker) is not process:
-            agent.num_placed += 1
-        self.processes[worker] = process
+        self._put(process)
         if self.listener is not None:
             self.listener.on_ready(worker)
 
     def _on_died(self, process: RemoteWorker, death: Death) -> None:
         """A worker has ended on its own. One that could not be set up is no loss, and no fault of a batch."""
         worker, agent = process.worker_id, process.agent
-        del self._lives[process.life]
+        del agent.lives[process.life]
         process.on_died(death)
         if self._successors.get(worker) is process:
             del self._successors[worker]
@@ -421,9 +431,9 @@ class RemotePool:
             if self.listener is not None:
                 self.listener.on_died(worker, process)
             return
+        self._vacate(agent, worker)
         if is_placed:
-            del self.processes[worker]
-            agent.num_placed -= 1
+            self._remove(worker)
             if self.listener is not None:
                 self.listener.on_lost(worker)
         said = describe_death(process.pid, death.exitcode) if death.exitcode is not None else ""

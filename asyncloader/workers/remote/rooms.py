@@ -175,7 +175,8 @@ def find_rooms(
         fitting.pop(Place(here), None)
     rooms: list[Room] = []
     for place, count in sorted(fitting.items(), key=lambda item: (item[0].node == here, -item[1], item[0])):
-        count = count if wanted is None else min(count, wanted - sum(room.size for room in rooms))
+        count = count if wanted is None else min(count, wanted)
         if count > 0:
             rooms.append(Room(place, count))
+            wanted = None if wanted is None else wanted - count
     return rooms

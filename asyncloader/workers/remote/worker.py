@@ -40,10 +40,13 @@ class Clock:
 
 
 class RemoteAgent:
-    """What the trainer knows of an agent.
+    """What the trainer knows of an agent. No step of a pool looks through agents or workers: each knows its own.
 
     Attributes:
-        workers: The ids of the workers that it is for.
+        workers: The ids of the workers that it is for: its places.
+        free: Of these, where nobody is, in a heap. Not for slots.
+        staying: Of these, who is wanted, with the process that was started when the place was free. Not for slots.
+        lives: Their processes, successors included, by the number of each.
         node: Its machine, by name.
         silent_s: Since when nothing has come from it.
         num_placed: How many of its workers have their place.
@@ -54,7 +57,10 @@ class RemoteAgent:
 
     def __init__(self, number: int, workers: list[int]) -> None:
         self.number = number
-        self.workers = workers
+        self.workers = set(workers)
+        self.free = sorted(workers)
+        self.staying: dict[int, RemoteWorker] = {}
+        self.lives: dict[int, RemoteWorker] = {}
         self.state = AgentState.COMING
         self.link: Link | None = None
         self.node = ""
@@ -66,7 +72,7 @@ class RemoteAgent:
         self.failed = 0
 
     def __repr__(self) -> str:
-        return f"<RemoteAgent {self.number} {self.state.name} {self.node} workers={self.workers}>"
+        return f"<RemoteAgent {self.number} {self.state.name} {self.node} workers={sorted(self.workers)}>"
 
     def send(self, kind: int, life: int = 0, *parts: bytes) -> None:
         """Send a frame, if it is there."""
