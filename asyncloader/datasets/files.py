@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import Dataset
 
 from asyncloader.datasets.extras import require
+from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.opened import Openable, Threads
 from asyncloader.errors import ConfigurationError
 from asyncloader.seeding.sample_context import sample_at
@@ -91,7 +92,7 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
 
     def load(self, index: int) -> T_co:
         """Read and decode one file, here and now; called on the threads."""
-        with open(self.files[index], "rb", buffering=0) as file:
+        with open_regular(self.files[index]) as file:
             data = file.read()
         with sample_seed():
             return self._made(index, data)

@@ -25,6 +25,7 @@ _TAGS = (
     *("ETag", "etag", "e_tag", "md5Hash", "generation", "blob_id", "sha", "CRC"),
     *("mtime", "modify", "LastModified", "last_modified", "modificationTime", "modification_time"),
 )
+_PIECE_BYTES = 1 << 20
 _PASSING_ERRNOS = frozenset(
     [errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN]
 )
@@ -57,8 +58,9 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
         retries: How transient failures are retried: connections that fail or break off, names that are not resolved,
             time-outs, and the statuses that :class:`HTTPDataset` retries. What else a file system raises is raised at
             once.
-        max_bytes: How large a file may be; a larger one is an error. Of a file in an archive that is known beforehand;
-            what others send is in memory before it is measured, for as long as ``retries`` say.
+        max_bytes: How large a file may be; a larger one is an error. Of file systems of fsspec's asynchronous kind
+            (``http``, ``s3``, ``gs``, ``az``), and of those that fetch files in ways of their own, a file is in memory
+            before it is measured, for as long as ``retries`` say; of others no more is read.
         decode_threads: Threads that decode, in each worker: by default one in a worker process and up to four without
             one; 0 decodes on the event loop.
 
@@ -114,13 +116,20 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
         return data
 
     def _read(self, system: Any, path: str, start: int | None, stop: int | None) -> bytes:
-        from fsspec.archive import AbstractArchiveFileSystem
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.spec import AbstractFileSystem
 
-        # Of a file in an archive the size is known without asking, and it may be a thousand times that of the archive.
-        is_whole = start is None
-        if is_whole and isinstance(system, AbstractArchiveFileSystem) and system.info(path)["size"] > self.max_bytes:
-            raise too_large(f"{self.url}, {path}", self.max_bytes)
-        return bytes(system.cat_file(path, start, stop))
+        opens = type(system).cat_file is AbstractFileSystem.cat_file and not isinstance(system, AsyncFileSystem)
+        if start is not None or not opens:
+            return bytes(system.cat_file(path, start, stop))
+        parts, left = [], self.max_bytes + 1
+        with system.open(path, "rb") as file:
+            size = getattr(file, "size", None)  # where that is known a read may be a request: one is enough
+            most = size if isinstance(size, int) and size > 0 else _PIECE_BYTES
+            while left and (part := file.read(min(left, most))):
+                parts.append(part)
+                left -= len(part)
+        return b"".join(parts)
 
     async def _connect(self) -> tuple[Any, Threads]:
         from fsspec.archive import AbstractArchiveFileSystem

@@ -7,7 +7,7 @@ import os
 import stat
 import zlib
 from collections.abc import AsyncIterable
-from io import BufferedReader
+from io import FileIO
 
 from asyncloader.datasets.retry import FetchError, TransientError
 from asyncloader.errors import ConfigurationError
@@ -88,13 +88,13 @@ def decompress(data: bytes, max_bytes: int, url: str) -> bytes:
     return b"".join(parts)
 
 
-def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file to read it, without waiting for a pipe that somebody has put there.
+def open_regular(path: str | os.PathLike[str]) -> FileIO:
+    """Open a file to read it, without a buffer, and without waiting for a pipe that somebody has put there.
 
     Raises:
         OSError: It is not there, or no regular file: a device, for example, that has no end.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))

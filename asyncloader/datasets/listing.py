@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,17 +20,29 @@ import cloudpickle
 from asyncloader.datasets.retry import FetchError, Retries
 from asyncloader.errors import redacted
 
+MOST_KEYS = 10_000_000
+_MOST_BYTES = 8 << 30
+_LONGEST_S = 1e8
+
 # os._exit: an interpreter that ends as ever, while threads of obstore's are at work, is aborted now and then.
 _CHILD = """
-import os, pickle, sys
+import os, pickle, resource, signal, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
 try:
-    url, options = pickle.load(sys.stdin.buffer)
+    url, options, most_keys, most_bytes, chunk_s = pickle.load(sys.stdin.buffer)
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     import obstore, obstore.store
-    store = obstore.store.from_url(url, **options)
-    found = [entry["path"] for chunk in obstore.list(store, chunk_size=1000) for entry in chunk], None
+    signal.setitimer(signal.ITIMER_REAL, chunk_s)
+    store, keys = obstore.store.from_url(url, **options), []
+    for chunk in obstore.list(store, chunk_size=1000):
+        signal.setitimer(signal.ITIMER_REAL, chunk_s)
+        keys += [entry["path"] for entry in chunk]
+        if len(keys) > most_keys:
+            raise OverflowError(f"there are more than {most_keys:,} objects: name those that are wanted (keys=...)")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    found = keys, None
 except Exception as error:
-    found = None, (type(error).__name__, str(error).partition("\\n")[0])
+    found = None, (type(error).__name__, str(error).partition("\\n")[0][:2000])
 pickle.dump(found, sys.stdout.buffer)
 sys.stdout.flush()
 os._exit(0)
@@ -39,8 +52,11 @@ os._exit(0)
 def list_apart(url: str, options: Mapping[str, Any], retries: Retries) -> list[str]:
     """Return all keys behind a url. obstore itself tries again, as `retries` says.
 
+    A server may list for ever: pages without keys, keys that it makes up, a page without an end. So there are bounds.
+
     Raises:
-        FetchError: The listing did not succeed, or not in time.
+        FetchError: The listing did not succeed, or 1,000 more keys did not come within the seconds of `retries`; there
+            are more keys than `MOST_KEYS`, or they take more memory than `_MOST_BYTES`.
     """
     retry_config = {
         "max_retries": retries.tries - 1,
@@ -51,10 +67,21 @@ def list_apart(url: str, options: Mapping[str, Any], retries: Retries) -> list[s
             "base": 2,
         },
     }
-    request = pickle.dumps(sys.path) + cloudpickle.dumps((url, {**options, "retry_config": retry_config}))
+    chunk_s = min(retries.total_s, _LONGEST_S)
+    told = url, {**options, "retry_config": retry_config}, MOST_KEYS, _MOST_BYTES, chunk_s
+    request = pickle.dumps(sys.path) + cloudpickle.dumps(told)
     done = subprocess.run([sys.executable, "-c", _CHILD], input=request, capture_output=True, check=False)
+    if done.returncode == -signal.SIGALRM:
+        raise FetchError(
+            f"{url}: listing has come to a halt: 1,000 more keys did not come within {chunk_s:g} s. Give more time "
+            "(retries=Retries(total_s=...)), or name the objects (keys=...)"
+        )
     if done.returncode:
-        raise FetchError(f"{url}: listing ended with code {done.returncode}: {done.stderr.decode()[-2000:]}")
+        said = done.stderr.decode(errors="replace")
+        said = said if len(said) < 2000 else f"{said[:500]} ... {said[-1500:]}"
+        raise FetchError(
+            f"{url}: listing, which may take {_MOST_BYTES:,} bytes, ended with code {done.returncode}: {said}"
+        )
     keys: list[str]
     keys, failure = pickle.loads(done.stdout)
     if failure is not None:

@@ -23,6 +23,7 @@ from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
 from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.datasets.extras import require
 from asyncloader.datasets.filesystems import open_system, secrets_kept, version_in
+from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.retry import Retries
@@ -204,7 +205,7 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
             return
         try:
             if _is_served(path):
-                with open(path_of(path), "rb") as file:
+                with open_regular(path_of(path)) as file:
                     yield file
             else:
                 # Each thread has a file system of its own, which an archive's files need as long as they are read.

@@ -27,7 +27,7 @@ from asyncloader.datasets.http_client import (
 from asyncloader.datasets.http_client import (
     read_range as read_range_over_http,
 )
-from asyncloader.datasets.limits import collect_range
+from asyncloader.datasets.limits import collect_range, open_regular
 from asyncloader.datasets.objects import open_store, raise_told_apart
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
@@ -370,7 +370,7 @@ def raise_changed(url: str) -> NoReturn:
 def read_range(path: str, start: int, stop: int, version: Version) -> bytes:
     """Read some bytes of a local file, which must still be of this version."""
     at, parts = start, []
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         if Version.of_file(file.fileno()) != version:
             raise_changed(path)
         while at < stop and (part := os.pread(file.fileno(), stop - at, at)):  # Linux gives no more than 2 GiB at once
@@ -391,7 +391,7 @@ def _read_part(path: str, offset: int) -> tuple[bytes, str]:
     In one job, which leaves nothing open: a file that aiofiles holds open across awaits is lost to a cancellation that
     comes while a thread is opening it. Opening anew costs some microseconds for each MiB.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         status = os.fstat(file.fileno())
         return os.pread(file.fileno(), CHUNK_BYTES, offset), f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import secrets
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ _FORMAT = 2
 _SUFFIX = ".index"
 _BLOCK = 512  # the least that a sample takes, and what its bounds are multiples of
 _SPAN_BYTES = 16
+_MOST_FILES = 1 << 24  # in a shard: a server may make up one header after the other, and say that there are more
 _AHEAD_BYTES = {"file": 1 << 16, "http": 1 << 20, "store": 1 << 20}
 
 
@@ -72,8 +74,10 @@ async def _make_all(urls: Sequence[str], versions: Sequence[Version], access: Ac
 
         async def make(at: int) -> NDArray[np.int64]:
             stream = _Skipping(sources, urls[at], versions[at])
-            spans = [span async for span in read_spans(stream, urls[at])]
-            return np.array(spans, np.int64).reshape(-1, 2)
+            bounds = array("q")
+            async for span in read_spans(stream, urls[at]):
+                bounds.extend(span)
+            return np.array(bounds, np.int64).reshape(-1, 2)
 
         return await for_each(make, range(len(urls)))
 
@@ -87,6 +91,7 @@ class _Skipping(Bytes):
         self._version = version
         self._ahead = _AHEAD_BYTES[kind_of(url)]
         self._start, self._data = 0, b""
+        self._num_files = 0
         self.at = 0
 
     async def take(self, count: int) -> bytes:
@@ -100,10 +105,14 @@ class _Skipping(Bytes):
         return taken
 
     def check(self, size: int, name: str) -> None:
-        """Set no limit: nothing is held, and the file has an end."""
+        """Count one more file. How large it is does not matter: nothing of it is held."""
+        self._num_files += 1
+        if self._num_files > _MOST_FILES:
+            raise Damaged(f"more than {_MOST_FILES:,} files, the last of which is {name}: split it into several shards")
 
     async def skip(self, size: int, name: str) -> None:
         """Pass over the content of a member."""
+        self.check(size, name)
         self.at += size + -size % 512
         if self.at > self._version.size:
             raise Damaged(f"it ends in the middle of {name}")
@@ -140,7 +149,7 @@ def _read(place: Path, version: Version) -> NDArray[np.int64] | None:
     head = _head(version)
     with open_regular(place) as file:
         body = os.fstat(file.fileno()).st_size - len(head)
-        most = version.size // _BLOCK * _SPAN_BYTES
+        most = min(version.size // _BLOCK, _MOST_FILES) * _SPAN_BYTES
         if not 0 <= body <= most or file.read(len(head)) != head:
             return None
         data = file.read(body)

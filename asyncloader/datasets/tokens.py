@@ -318,7 +318,7 @@ def _read_parts(path: str, version: Version, wanted: Sequence[tuple[int, memoryv
         FetchError: It was changed since the dataset was made. That is looked at when all has been read: what is read
             while a file is written may be parts of both.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         for offset, part in wanted:
             while part:
                 if not (count := os.preadv(file.fileno(), [part], offset)):

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from asyncloader import ConfigurationError
-from asyncloader.datasets import FileDataset, ImageFolder
+from asyncloader.datasets import FileDataset, ImageFolder, TarShards
 
 
 @pytest.fixture
@@ -190,3 +190,26 @@ def test_image_folder_lists_as_torchvision_does(tmp_path: Path) -> None:
     (tmp_path / "side").mkdir()
     (tmp_path / "side" / "back").symlink_to(root / "a.b")
     assert dataset().files == expected
+
+
+@pytest.mark.parametrize("kind", [FileDataset, ImageFolder, TarShards])
+async def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(kind: Any, tmp_path: Path) -> None:
+    """Nobody may ever write into it."""
+    pipe = tmp_path / "class" / "1.png"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+
+    async def first() -> None:
+        dataset = await asyncio.to_thread(kind, tmp_path if kind is ImageFolder else [pipe])
+        async with dataset:
+            if kind is TarShards:
+                await anext(aiter(dataset))
+            else:
+                await dataset[0]
+
+    writer = asyncio.get_running_loop().call_later(20, os.open, pipe, os.O_RDWR)  # or the thread would never end
+    with pytest.raises(OSError, match="is no regular file"):
+        await first()
+    assert not writer.cancelled()
+    assert writer.when() > asyncio.get_running_loop().time(), "it was waited for"
+    writer.cancel()

@@ -10,10 +10,12 @@ import tracemalloc
 import zipfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 from aiohttp import web
+from fsspec.implementations.local import LocalFileSystem
 
 from asyncloader import ConfigurationError
 from asyncloader.datasets import (
@@ -25,6 +27,8 @@ from asyncloader.datasets import (
     ObjectStoreDataset,
     Retries,
     TarShards,
+    listing,
+    tar_index,
 )
 from asyncloader.datasets.streams import Access, Sources, Version, gunzip
 
@@ -343,6 +347,102 @@ async def test_files_of_fsspec_have_a_bound(tmp_path: Path, kind: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2 * MOST + ROOM
     finally:
         tracemalloc.stop()
+
+
+class Generous(LocalFileSystem):
+    """A file system whose files have more and more, and do not say how much."""
+
+    protocol = "generous"
+    cachable = False
+    given: ClassVar[int] = 0
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return self
+
+    def __enter__(self) -> Generous:
+        return self
+
+    def __exit__(self, *args: object) -> None: ...
+
+    def read(self, count: int = 1 << 62) -> bytes:
+        assert count <= MOST, "more was asked for at once than a sample may have"
+        type(self).given += count
+        return bytes(count)
+
+
+async def test_no_more_is_read_of_a_file_of_fsspec_than_it_may_have() -> None:
+    """Not even where its size is not known beforehand."""
+    fsspec.register_implementation("generous", Generous, clobber=True)
+    Generous.given = 0
+    dataset = FsspecDataset[Any]("generous:///folder", ["large"], max_bytes=MOST)
+    async with dataset:
+        with pytest.raises(FetchError, match=f"large: larger than {MOST:,} bytes"):
+            await dataset[0]
+    assert Generous.given == MOST + 1
+
+
+async def test_headers_without_an_end_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that makes one up after the other, and says that there are more."""
+    monkeypatch.setattr(tar_index, "_MOST_FILES", 5_000)
+    size = 1 << 50
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        told = {"ETag": '"1"', "Content-Length": str(size), "Accept-Ranges": "bytes"}
+        if (asked := request.headers.get("Range")) is None:
+            return web.Response(headers=told) if request.method == "HEAD" else web.Response(status=416)
+        start, stop = map(int, asked.removeprefix("bytes=").split("-"))
+        body = b"".join(member(f"{at // 512}.txt") for at in range(start, stop + 1, 512))[: stop + 1 - start]
+        told |= {"Content-Length": str(len(body)), "Content-Range": f"bytes {start}-{stop}/{size}"}
+        return web.Response(status=206, body=body, headers=told)
+
+    async with serving(answer) as url:
+        with pytest.raises(FetchError, match=r"damaged: more than 5,000 files, the last of which is 5000\.txt: split"):
+            await within(60, asyncio.to_thread(IndexedTarShards[Any], [url], retries=ONCE))
+
+
+PAGES = {
+    "made up": ("there are more than 2,000 objects: name those that are wanted", 1000),
+    "empty": ("come to a halt: 1,000 more keys did not come within 3 s. Give more time", 0),
+    "few": ("come to a halt: 1,000 more keys did not come within 3 s. Give more time", 1),
+    "endless": ("listing, which may take 536,870,912 bytes, ended with code -6: memory allocation of", 0),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_listings_without_an_end_have_a_bound(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page says that there is another one, whatever is on it, or has no end itself."""
+    monkeypatch.setattr(listing, "MOST_KEYS", 2_000)
+    monkeypatch.setattr(listing, "_MOST_BYTES", 1 << 29)
+    said, count = PAGES[page]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if page == "endless":
+            endless = web.StreamResponse()
+            await endless.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    await endless.write(b" " * (1 << 20))
+            return endless
+        number = int(request.query.get("continuation-token", 0))
+        await asyncio.sleep(0 if page == "made up" else 0.02)
+        keys = "".join(
+            f"<Contents><Key>{number}-{key}</Key><Size>1</Size><LastModified>2024-01-01T00:00:00.000Z</LastModified>"
+            "<ETag>1</ETag></Contents>"
+            for key in range(count)
+        )
+        return web.Response(
+            text=f"<ListBucketResult><IsTruncated>true</IsTruncated>{keys}"
+            f"<NextContinuationToken>{number + 1}</NextContinuationToken></ListBucketResult>"
+        )
+
+    async with serving(answer) as url:
+        options: dict[str, Any] = {
+            "config": {"endpoint": url.removesuffix("/object"), "skip_signature": "true"},
+            "client_options": {"allow_http": True},
+            "retries": Retries(tries=1, total_s=3 if page in ("empty", "few") else 30),
+        }
+        with pytest.raises(FetchError, match=said):
+            await within(60, asyncio.to_thread(ObjectStoreDataset[Any], "s3://bucket/p", **options))
 
 
 def test_the_bound_is_a_number_of_bytes(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ _TURNS = 5
 _MOST_STRANGERS = 64
 """So many connections may be about to prove themselves."""
 
+_MOST_REASONS = 32
+"""Strangers may have reasons without an end: some are texts of errors, and each is a line in the log."""
+
 _NO_ROOM_S = 1.0
 """Where there was no descriptor for a connection, the next try is so much later. Seconds."""
 
@@ -63,7 +66,7 @@ class Door:
 
     Attributes:
         secret: Of the session.
-        refused: Connections that were turned away, by why.
+        refused: Connections that were turned away, by why. Beyond `_MOST_REASONS` of these they are others'.
     """
 
     def __init__(
@@ -178,6 +181,8 @@ class Door:
         """A connection has ended; if it had not proven itself it is counted."""
         if self._forget(link) is None:
             return
+        if why not in self.refused and len(self.refused) >= _MOST_REASONS:
+            why = "another reason"
         self.refused[why] += 1
         if self.refused[why] == 1:
             log.warning("A connection from %s was turned away: %s. More of them are counted.", link.peer, why)

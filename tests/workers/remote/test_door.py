@@ -76,6 +76,22 @@ async def test_who_hangs_up_is_counted(trainer: Heard) -> None:
     assert sum(trainer.door.refused.values()) == 1
 
 
+async def test_strangers_with_ever_other_reasons_keep_no_memory(trainer: Heard) -> None:
+    """Reasons are texts, of errors among others: only so many of them are counted by themselves, and logged."""
+    writer = await knock(trainer, b"")
+    door = trainer.door
+    assert door is not None
+    await until(lambda: door._strangers)
+    (stranger,) = door._strangers.items()
+    for number in range(100):
+        door._strangers.update([stranger])
+        door.went_away(stranger[0], f"reason {number % 50}")
+    assert door.refused["reason 1"] == 2
+    assert door.refused["another reason"] == 36
+    assert len(door.refused) == 33
+    await leave(writer)
+
+
 async def test_many_at_once_do_not_keep_memory(trainer: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are more than so many strangers the oldest of them are turned away."""
     monkeypatch.setattr(module, "_MOST_STRANGERS", 3)
