@@ -7,13 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MINUTES ?= 10
-# Tests run in this many processes; what is about time has the machine for itself (the marker `alone`). `make test JOBS=0`
-# runs them in one.
-JOBS ?= 2
+# Tests run in this many processes, more than two cores, since tests wait for processes; what is about time has the
+# machine for itself (the marker `alone`). `make test JOBS=0` runs them in one.
+JOBS ?= 4
 BESIDE := -n $(JOBS) --dist worksteal
 # The suites that have no packages of their own, and that can be collected without those.
 CORE := --ignore=tests/frameworks --ignore=tests/ray
-QUICK := not slow and not soak and not gpu and not benchmark and not frameworks and not services and not browser and not ray
+QUICK := not slow and not soak and not gpu and not benchmark and not docs and not frameworks and not services and not browser and not ray
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 RAY_READY := $(VENV)/.ready-ray
@@ -69,10 +69,11 @@ chromium:
 soak: $(READY) ## the soak tests, for MINUTES=10
 	ASYNCLOADER_SOAK_S=$$(( $(MINUTES) * 60 )) $(BIN)/python -m pytest -s -m soak $(CORE)
 
-lint: $(READY) ## ruff, its format, and what may import what
+lint: $(READY) ## ruff, its format, what may import what, and how long functions are
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.style
 
 typecheck: $(READY) ## mypy --strict; and pyright over a program that uses us
 	$(BIN)/mypy

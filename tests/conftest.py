@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.utils.data
 
-from tests import deadlines, small_forks
+from tests import covering, deadlines, small_forks
 from tests.beside import Room
 from tests.leftovers import Holdings
 from tests.nursery import Nursery, Program
@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         help="run the conformance cases on this one only: torch, ours, 'async for', defaults",
     )
+    parser.addoption("--record", action="store_true", help="write torch's answers in the conformance cases down")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,7 +90,7 @@ def pytest_asyncio_loop_factories(
 
 @pytest.hookimpl(tryfirst=True)  # slow tests are left out afterwards
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose one loop for each asynchronous test, by the test's name; on the other loop the test is slow."""
+    """Choose what is quick: one loop for each asynchronous test, by the test's name, and a part of the combinations."""
     for item in items:
         callspec = getattr(item, "callspec", None)
         if callspec is None or "_asyncio_loop_factory" not in callspec.params:
@@ -98,6 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.nodeid.removesuffix(f"[{callspec.id}]") + "".join(others)
         if loop != ("asyncio", "uvloop")[zlib.crc32(name.encode()) % 2]:
             item.add_marker(pytest.mark.slow)
+    covering.mark_the_rest_slow(items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -17,6 +17,8 @@ from asyncloader.loader import OPTIONS
 from tests.conformance.__main__ import PAGE, page
 from tests.nursery import Program
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[1]
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -53,11 +55,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not dead
 
 
+def syntax_error(code: str) -> str:
+    """Return what is wrong with the code, as a text; nothing if it can be parsed."""
+    try:
+        compile(code, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError as error:
+        return f"{error}: {error.text}"
+    return ""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_on_pages_is_python(page: Path) -> None:
     """Every block of Python on a page can be parsed; `await` may stand at its top level, as in a notebook."""
-    for code in python_blocks(page):
-        compile(code, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    assert [error for code in python_blocks(page) if (error := syntax_error(code))] == []
 
 
 FEW_CORES = "import warnings\nwarnings.filterwarnings('ignore', 'This DataLoader will create')\n"
@@ -133,6 +143,7 @@ def test_the_page_of_benchmarks_has_every_script() -> None:
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == scripts
 
 
+@pytest.mark.slow  # `make docs` has just built it where it runs the others
 @pytest.mark.timeout(180)
 def test_the_documentation_builds(tmp_path: Path) -> None:
     """Sphinx makes HTML of all pages and docstrings without a warning; every page is in the table of contents."""

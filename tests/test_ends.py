@@ -141,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("face", "kind"), [("for", "StopIteration"), ("async for", "StopAsyncIteration")])
 @pytest.mark.parametrize(
     ("num_workers", "backend"), [(0, "process"), (1, "process"), (1, "thread")], ids=["none", "process", "thread"]

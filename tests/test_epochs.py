@@ -310,6 +310,7 @@ class Numpys(Shown):
         return int(super().__getitem__(index))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [np.int64, np.uint16, np.array, torch.tensor, int])
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 def test_integers_of_any_kind(kind: Any, num_workers: int, persistent: bool) -> None:

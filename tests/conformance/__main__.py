@@ -1,4 +1,7 @@
-"""Print what is compared with torch, and what differs on purpose; `--json` for programs, `--write` for docs/."""
+"""Print what is compared with torch, and what differs on purpose; `--json` for programs, `--write` for docs/.
+
+`--record` asks torch in every case and writes its answers down (see recording.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 from pathlib import Path
 
 import tests.conformance
-from tests.conformance import comparison, differences, suites
+from tests.conformance import comparison, differences, recording, suites
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 HEAD = """# What was compared with torch
@@ -36,6 +39,9 @@ def page() -> str:
 
 def main() -> None:
     """Print or write what is compared."""
+    if "--record" in sys.argv:
+        recording.record()
+        return
     text = page()
     if "--json" in sys.argv:
         listed = {"same": comparison.CASES, "different": differences.DIFFERENCES}

@@ -6,8 +6,8 @@
         return make.batches(make(Squares(10), batch_size=4, num_workers=num_workers))
 
 A case gets `make`, builds loaders with it and returns what it saw. pytest runs it once for each subject: on torch's
-class, what it saw is kept; on ours, in each of the ways below, what it saw has to be equal to that. A case that runs
-alone runs torch's side first.
+class, what it saw is kept; on ours, in each of the ways below, what it saw has to be equal to that. Torch's answers are
+recorded (see recording.py), and torch's side is slow.
 
     torch      torch's DataLoader
     ours       ours, told to do as torch does where its defaults differ on purpose (TORCHS_WAY)
@@ -22,6 +22,7 @@ import collections.abc
 import dataclasses
 import functools
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_sharer
 from types import CodeType, MappingProxyType
@@ -31,6 +32,8 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
+
+from tests.conformance.recording import Recording
 
 # Where a default of ours differs from torch on purpose (see differences.py), this is how to ask for torch's way.
 TORCHS_WAY: Mapping[str, Any] = MappingProxyType(
@@ -97,6 +100,7 @@ class Case:
 
 
 CASES: list[Case] = []
+RECORDING = Recording()
 _seen_on_torch: dict[str, Any] = {}
 
 
@@ -121,12 +125,18 @@ def same_as_torch(
 
         @functools.wraps(case)
         def test(make: Subject, **asked: Any) -> None:
-            key = f"{case.__module__}.{case.__name__} {asked!r}"
-            if make.is_torch or key not in _seen_on_torch:
-                reference = dataclasses.replace(SUBJECTS[0], start_method=make.start_method)
-                _seen_on_torch[key] = snapshot(_observe(case, reference, asked))
-            if not make.is_torch:
-                assert snapshot(_observe(case, make, asked)) == _seen_on_torch[key]
+            key = re.sub(" at 0x[0-9a-f]+", "", f"{case.__module__}.{case.__name__} {asked!r}")  # where functions are
+            is_recorded = make.start_method is None  # the platform's own
+            seen = snapshot(_observe(case, make, asked))
+            if make.is_torch:
+                _seen_on_torch[key] = seen
+                if is_recorded:
+                    RECORDING.check(key, seen)
+            elif not (is_recorded and RECORDING.confirms(key, seen)):
+                if key not in _seen_on_torch:
+                    reference = dataclasses.replace(SUBJECTS[0], start_method=make.start_method)
+                    _seen_on_torch[key] = snapshot(_observe(case, reference, asked))
+                assert seen == _seen_on_torch[key]
 
         # wraps() hands on the signature, so pytest sees the arguments of the case; conftest.py parametrises `make`
         test.subjects = subjects  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.comparison import SUBJECTS, Subject
+from tests.conformance.comparison import RECORDING, SUBJECTS, Subject
 
 # Name of a file or of a test to the reason: what ours does not do yet, which then runs on torch's class only.
 NOT_BUILT_YET: dict[str, str] = {}
@@ -34,11 +34,11 @@ def _marks(metafunc: pytest.Metafunc, subject: Subject) -> list[pytest.MarkDecor
     pending = NOT_BUILT_YET.get(metafunc.definition.path.name) or NOT_BUILT_YET.get(metafunc.function.__name__)
     excuse = getattr(metafunc.function, "torch_leaves", None)
     if subject.is_torch:
-        return [pytest.mark.leaks(excuse)] if excuse else []
+        return [pytest.mark.slow, *([pytest.mark.leaks(excuse)] if excuse else [])]
     return [pytest.mark.skip(pending)] if pending else []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let cases ask for more workers than this machine has processors, of which torch's warning has a case of its own.
 
     And let torch's iterator stumble in its `__del__`, as it does when it is only half made, or when a worker has died.
@@ -46,10 +46,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     stumble = (
         "ignore:Exception ignored in. <function _MultiProcessingDataLoaderIter:pytest.PytestUnraisableExceptionWarning"
     )
+    if config.getoption("--record"):
+        items[:] = [item for item in items if "make" in getattr(item, "fixturenames", ())]
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"))
             item.add_marker(pytest.mark.filterwarnings(stumble))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write torch's answers down, if that is what this run is for."""
+    if session.config.getoption("--record"):
+        RECORDING.write()
 
 
 @pytest.fixture

@@ -146,6 +146,7 @@ def test_requires_grad_is_kept(make: Subject, num_workers: int) -> object:
     return batch, batch.is_leaf, batch.grad
 
 
+@pytest.mark.covering(1)
 @FEW_WORKERS
 @pytest.mark.parametrize("kind", ["uint8 tensor", "large tensor", "int", "bool tensor"])
 @same_as_torch("batches stay what they were")
@@ -169,6 +170,7 @@ def test_arrays_in_batches_can_be_changed_in_place(make: Subject, num_workers: i
     return batch, [array.flags.writeable for array in batch]
 
 
+@pytest.mark.covering(1)
 @FEW_WORKERS
 @pytest.mark.parametrize("batch_size", [1, 5, None])
 @same_as_torch("batches stay what they were")

@@ -34,6 +34,7 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 1, 3])
 FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
+@pytest.mark.covering(2)
 @WORKERS
 @pytest.mark.parametrize(("batch_size", "drop_last"), [(1, False), (3, False), (3, True), (None, False)])
 @same_as_torch("iterable", async_for=False)
@@ -45,6 +46,7 @@ def test_every_worker_iterates_over_its_own_copy(
     return make.batches(loader), make.batches(loader)
 
 
+@pytest.mark.covering(2)
 @WORKERS
 @pytest.mark.parametrize("drop_last", [False, True])
 @same_as_torch("iterable", defaults=False)
@@ -60,6 +62,7 @@ def test_sharding_by_worker_init_fn(make: Subject, num_workers: int) -> object:
     return make.batches(make(Span(3, 12), batch_size=2, num_workers=num_workers, worker_init_fn=divide_span))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lengths", [(0, 5, 2), (7, 0, 0), (0, 0, 0), (1, 9, 4)])
 @pytest.mark.parametrize("batch_size", [1, 2, None])
 @same_as_torch("exhausted workers", async_for=False)
@@ -96,6 +99,7 @@ def test_workers_know_who_they_are(make: Subject, num_workers: int) -> object:
     return make.batches(loader)
 
 
+@pytest.mark.covering(2)
 @WORKERS
 @pytest.mark.parametrize("worker_init_fn", [None, seed_numpy_alike, draw_some])
 @same_as_torch("streams", async_for=False)
@@ -162,6 +166,7 @@ def test_length_is_taken_from_the_dataset(make: Subject, drop_last: bool, num_wo
     return len(sized), type(caught(lambda: len(unsized))), type(caught(lambda: len(iter(sized))))
 
 
+@pytest.mark.covering(2)
 @FEW_WORKERS
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 2, None])

@@ -103,6 +103,7 @@ def test_modes_of_the_thread_that_iterates(make: Subject, mode: str, num_workers
         return [[part.tolist() for part in batch] for batch in loader]
 
 
+@pytest.mark.covering(1)
 @WORKERS
 @pytest.mark.parametrize("kind", [NeedsArguments, CannotTell, LooksUp])
 @same_as_torch("odd datasets")

@@ -53,6 +53,7 @@ def test_sequential_order(make: Subject, num_workers: int) -> object:
     return make.batches(loader), make.batches(loader)
 
 
+@pytest.mark.covering(2)
 @WORKERS
 @pytest.mark.parametrize("seeded", [False, True], ids=["global generator", "own generator"])
 @same_as_torch("order from the seed")
@@ -64,6 +65,7 @@ def test_shuffled_order_over_three_epochs(make: Subject, num_workers: int, seede
     return epochs, torch.get_rng_state(), own and own.get_state()
 
 
+@pytest.mark.covering(1)
 @FEW_WORKERS
 @pytest.mark.parametrize("batch_size", [1, 4, 10, 11, None])
 @same_as_torch("batch sizes")
@@ -126,6 +128,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @NONE_OR_ONE
 @pytest.mark.parametrize("kind", SAMPLERS)
 @same_as_torch("samplers", async_for=False, defaults=False)
@@ -180,6 +183,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @NONE_OR_ONE
 @pytest.mark.parametrize("kind", DATASETS)
 @same_as_torch("datasets", async_for=False)
@@ -212,6 +216,7 @@ def test_batch_sampler_may_have_no_end(make: Subject, num_workers: int) -> objec
     return [[batch for _, batch in zip(range(5), loader, strict=False)] for _ in range(2)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(0, None), (1, 1), (1, 2), (2, 2), (3, 1), (3, 4)])
 @pytest.mark.parametrize("batched", ["batch_size", "batch_sampler", "unbatched"])
 @same_as_torch("how far the sampler is read", defaults=False)
@@ -272,6 +277,7 @@ def draws(act: Callable[[], object]) -> tuple[int, object]:
     return -1, result
 
 
+@pytest.mark.covering(2)
 @FEW_WORKERS
 @pytest.mark.parametrize("shuffle", [False, True])
 @same_as_torch("draws from the global generator", async_for=False)

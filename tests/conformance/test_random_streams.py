@@ -32,6 +32,7 @@ def states() -> list[Any]:
     return [random.random(), float(np.random.rand()), torch.rand(2)]
 
 
+@pytest.mark.covering(1)
 @WORKERS
 @pytest.mark.parametrize(("shuffle", "seeded"), [(False, False), (True, False), (True, True)])
 @same_as_torch("streams", async_for=False, defaults=False)
@@ -42,6 +43,7 @@ def test_augmentations_are_bit_identical(make: Subject, shuffle: bool, seeded: b
     return [make.batches(loader) for _ in range(3)], states()
 
 
+@pytest.mark.covering(1)
 @FEW_WORKERS
 @pytest.mark.parametrize("worker_init_fn", [seed_numpy_alike, draw_some])
 @same_as_torch("streams", defaults=False)

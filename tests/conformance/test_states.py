@@ -19,7 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 LENGTH = 20
 
 
-@pytest.fixture(params=[StatefulDataLoader, DataLoader], ids=["torchdata", "ours"])
+@pytest.fixture(
+    params=[pytest.param(StatefulDataLoader, marks=pytest.mark.slow), DataLoader], ids=["torchdata", "ours"]
+)
 def loader_class(request: pytest.FixtureRequest) -> Any:
     """torchdata's loader and ours."""
     return request.param

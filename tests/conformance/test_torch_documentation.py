@@ -185,6 +185,7 @@ CONVERTED: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @ANY_WORKERS
 @pytest.mark.parametrize("kind", COLLATED)
 def test_default_collate(take: Take, num_workers: int, kind: str) -> None:
@@ -281,6 +282,7 @@ def test_samplers_of_ones_own(take: Take, num_workers: int) -> None:
     assert take(loader) == [["a", "cc", "gg"], ["ddd", "bbbb", "eeeee"], ["ffffff"]]
 
 
+@pytest.mark.covering(1)
 @ANY_WORKERS
 def test_weighted_random_sampler(take: Take, num_workers: int) -> None:
     """With replacement the heavy index comes often; without, each comes once at most; as many as asked for."""
@@ -338,6 +340,7 @@ def test_distributed_sampler_loop(take: Take, num_workers: int) -> None:
 # --------------------------------------------------------------------------------------------------- kinds of datasets
 
 
+@pytest.mark.covering(1)
 @ANY_WORKERS
 def test_random_split(take: Take, num_workers: int) -> None:
     """Splits by counts and by shares: of the right lengths, disjoint, complete, and the same for the same generator."""
@@ -383,6 +386,7 @@ def seed_from_torch(worker_id: int) -> None:
     random.seed(seed)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seeding", ["batch", "worker"])
 def test_seeding_workers_from_torchs_seed(take: Take, seeding: Any) -> None:
     """The recipe for reproducible workers: a worker_init_fn that seeds, and a generator for the loader."""

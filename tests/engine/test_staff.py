@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,18 @@ class Pool:
 
     def add(self, worker: int, num_workers: int) -> None:
         self.added.append(worker)
+
+
+class Timers(GuardedLoop):
+    """A loop whose timers can be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self.timers: list[asyncio.TimerHandle] = []
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        self.timers.append(super().call_later(delay_s, callback, *args))
+        return self.timers[-1]
 
 
 class Session:
@@ -46,13 +59,13 @@ class Session:
 
 async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
     """Its machine has gone meanwhile: nobody could start it there."""
-    pool, session = Pool(), Session()
-    staff = Staff(GuardedLoop(asyncio.get_running_loop()), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
+    pool, session, loop = Pool(), Session(), Timers()
+    staff = Staff(loop, pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
     session.run.scheduler.planned(range(4))
-    staff.lose(session, Lose(1, lambda tickets: RuntimeError(), rest_s=0.001))  # type: ignore[arg-type]
+    staff.lose(session, Lose(1, lambda tickets: RuntimeError(), rest_s=1000.0))  # type: ignore[arg-type]
     assert session.run.scheduler.resting == {1}
     staff.lost(session, 1)  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
+    assert [timer.cancelled() for timer in loop.timers] == [True]
     assert not any(isinstance(action, Replace) for action in session.applied)
     assert staff.crew.members == {0}
     assert session.run.scheduler.resting == set()

@@ -98,6 +98,7 @@ EVERY = [(0, 1, 2, 3, 4), (7, 7, 7, 7), (3, 2, 1, 0), (0, 1, 5, 6, 7, 3), (0, 0,
 ONCE = [(3, None, None, None), (None, None, None), (None, 3, None, None)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draws", [False, True], ids=["", "draws"])
 @pytest.mark.parametrize("kind", [Reseeded, ByEpoch, ShowsIt])
 @pytest.mark.parametrize("backend", ["process", "thread"])
@@ -113,6 +114,7 @@ def test_what_is_set_before_each_run_is_set_whatever_was_foreseen(
     assert foreseen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [Reseeded, ByEpoch, ShowsIt])
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("set_to", [*ONCE, (0, 1, 2, 3, 4), (7, 7, 7, 7), (9, 7, 5, 3)], ids=str)

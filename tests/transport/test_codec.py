@@ -314,6 +314,8 @@ def test_an_array_that_is_read_only_can_be_written_when_it_arrives(there_and_bac
         array.flags.writeable = False
         new = there_and_back(array)
         new += 1
+        assert (new == 1).all()
+        assert (array == 0).all()
 
 
 OTHERS: dict[str, Callable[[], Any]] = {

@@ -14,6 +14,7 @@ from asyncloader.workers.remote.door import Door
 from asyncloader.workers.remote.handshake import agent_side
 from asyncloader.workers.remote.link import Link
 from asyncloader.workers.remote.wire import Frame
+from tests.patience import until
 
 
 class Heard:
@@ -73,6 +74,11 @@ async def knock(trainer: Heard, data: bytes) -> asyncio.StreamWriter:
     writer.write(data)
     trainer.__dict__.setdefault("readers", []).append(reader)
     return writer
+
+
+async def gone(*links: Link) -> None:
+    """Wait until the loop has closed these connections."""
+    await until(lambda: all(link.fileno() == -1 for link in links))
 
 
 async def leave(writer: asyncio.StreamWriter) -> None:

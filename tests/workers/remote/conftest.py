@@ -13,7 +13,7 @@ from asyncloader.engine.portal import get_portal
 from asyncloader.protocols import MakeContext
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote.door import Door
-from tests.workers.remote.callers import Heard, allocate
+from tests.workers.remote.callers import Heard, allocate, gone
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,4 +58,4 @@ async def trainer() -> AsyncIterator[Heard]:
     heard.door.close()
     for link in heard.open:
         link.drop("the test is over")
-    await asyncio.sleep(0.01)
+    await gone(*heard.open)

@@ -17,7 +17,7 @@ from asyncloader.workers.remote.handshake import new_secret
 from asyncloader.workers.remote.launcher import Order
 from asyncloader.workers.remote.wire import SECONDS, Word
 from tests.patience import until
-from tests.workers.remote.callers import Heard
+from tests.workers.remote.callers import Heard, gone
 
 
 @pytest.fixture
@@ -67,8 +67,7 @@ async def test_one_whose_trainer_says_nothing_gives_up(
         agent = Agent(asyncio.get_running_loop(), Order(*sock.getsockname(), 1, new_secret(), None), None)
         await agent.run()
         assert "the trainer cannot be reached" in agent.failure
-        await asyncio.sleep(0.01)
-        assert agent._link.fileno() == -1
+        await gone(agent._link)
 
 
 async def test_one_that_is_refused_ends(trainer: Heard, handlers: dict[int, Any]) -> None:

@@ -18,7 +18,7 @@ from asyncloader.workers.remote.door import Door
 from asyncloader.workers.remote.handshake import new_secret
 from asyncloader.workers.remote.wire import _HEAD, frame
 from tests.patience import until
-from tests.workers.remote.callers import Heard, allocate, dial, knock, leave
+from tests.workers.remote.callers import Heard, allocate, dial, gone, knock, leave
 
 
 async def test_an_agent_comes_in_and_frames_go_both_ways(trainer: Heard) -> None:
@@ -175,7 +175,6 @@ def test_a_door_that_closes_says_nothing_and_listens_no_more(new_loop: Any, turn
             await asyncio.sleep(0)
         door.close()
         door.close()
-        await asyncio.sleep(0.01)
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*address)
 
@@ -200,4 +199,4 @@ async def test_with_tls(make_context: MakeContext) -> None:
     agent.open[0].drop("enough")
     await until(lambda: heard.lost)
     door.close()
-    await asyncio.sleep(0.01)
+    await gone(*agent.open, *heard.open)

@@ -25,7 +25,7 @@ from asyncloader.workers.remote.handshake import agent_side
 from asyncloader.workers.remote.link import Link
 from asyncloader.workers.remote.wire import FrameReader
 from tests.patience import PATIENCE_S, until
-from tests.workers.remote.callers import Heard, allocate, dial
+from tests.workers.remote.callers import Heard, allocate, dial, gone
 
 JUNK = b"GET / HTTP/1.1\r\nHost: trainer\r\n\r\n" * 10
 
@@ -95,7 +95,7 @@ async def gate(request: pytest.FixtureRequest, told: list[Any], make_context: Ma
     for link in made.heard.open:
         link.drop("the test is over")
     await until(lambda: not made.door._connecting)
-    await asyncio.sleep(0.01)
+    await gone(*made.heard.open)
     assert not made.door._strangers
     assert told == []
 
@@ -241,12 +241,20 @@ async def test_a_door_that_closes_while_it_has_no_descriptor_left(gate: Gate, mo
         tries.append(sock.fileno())
         raise OSError(24, "Too many open files")
 
+    looks: list[int] = []
+
+    def look(door: Door, sock: socket.socket) -> None:
+        listen(door, sock)
+        looks.append(sock.fileno())
+
+    listen = Door._listen
+    monkeypatch.setattr(Door, "_listen", look)
     monkeypatch.setattr(socket.socket, "accept", fail)
     monkeypatch.setattr(module, "_NO_ROOM_S", 0.01)
     with socket.create_connection(gate.door.address):
         await until(lambda: tries)
         gate.door.close()
-        await asyncio.sleep(0.02)
+        await until(lambda: -1 in looks)  # it was its time to look again
     assert tries == [tries[0]] * len(tries)
     assert -1 not in tries
 
