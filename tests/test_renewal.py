@@ -142,15 +142,13 @@ def test_persistent_workers_between_two_epochs() -> None:
     options: Any = {"persistent_workers": True, "prefetch_factor": 40}
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=20, **options)
     seen, makers = [], []
-    for epoch in range(4):
-        if epoch == 3:
-            wait_until(lambda: not loader._iterator._session.pool._successors)  # type: ignore[union-attr]
+    while not makers or (makers[0] == makers[-1] and len(makers) < 50):  # successors take their time to be ready
         batches = list(loader)
         seen += map(bits, batches)
         makers.append(set(pids(batches)))
-    assert seen == expected(epochs=4, **options)
-    assert makers[0] == makers[1]
-    assert makers[0] != makers[3]
+    assert seen == expected(epochs=len(makers), **options)
+    assert makers[0] == makers[1]  # all tickets of an epoch are given at once
+    assert makers[0] != makers[-1]
     loader.close()
 
 

@@ -25,18 +25,17 @@ class PrivateBytes:
     def __init__(self, folder: Path = Path("/proc/self")) -> None:
         self._folder = folder
         self._bytes = 0
-        self._due = -1.0
+        self._due = 0.0
 
     def take(self, now: float) -> int:
-        """Return the bytes; 0 the first time, so that a first batch does not wait for it, and what it took is counted.
+        """Return the bytes; 0 in the first second, in which other workers are started and first batches are waited for.
 
         Args:
             now: On `time.perf_counter`, seconds.
         """
-        if now >= self._due:
-            if self._due < 0:
-                self._due = 0.0
-                return 0
+        if not self._due:
+            self._due = now + _LOOK_S
+        elif now >= self._due:
             self._bytes = private_bytes(self._folder) or 0
             self._due = now + max(_LOOK_S, _SHARE * (perf_counter() - now))
         return self._bytes
