@@ -3,6 +3,8 @@
 CPython looks for signals after calls, where functions begin and where loops jump back. So that is where a trace
 function acts as a signal's handler: in the frames of the library, at the first such moment, at the second, and so on.
 It saves a state, and raises KeyboardInterrupt or returns.
+
+The quick form takes some of the moments, others in each run; every one of them is slow. A failure names its moment.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import dis
 import functools
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -191,12 +194,19 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "several at once": (Counting, {"concurrency": 2, **THREADS}),
     "next epoch ahead": (Counting, {"prefetch_epochs": 1, "shuffle": True, **THREADS}),
 }
+SOME = 10  # one moment in so many
 QUICK = ("shuffled", "bad samples", "stream", "processes", "threads", "bad samples in workers")
 
 
 def cases(*quick: str) -> list[Any]:
     """Return all cases; those that are not named are slow."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in CASES]
+
+
+@pytest.fixture(params=[SOME, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])
+def one_in(request: pytest.FixtureRequest) -> int:
+    """Of how many moments one is taken."""
+    return request.param  # type: ignore[no-any-return]
 
 
 class Epochs:
@@ -246,44 +256,64 @@ class Epochs:
             assert sorted(self.seen) == self.expected
 
 
-def interrupt_everywhere(epochs: Epochs, taking: Callable[[Any, list[int]], None], times: int = 1) -> None:
-    """Interrupt an epoch at its first moment, the next one at its second, until none is left to be interrupted."""
-    moment = uninterrupted = 0
+def interrupt_everywhere(epochs: Epochs, taking: Callable[[Any, list[int]], None], one_in: int, times: int = 1) -> None:
+    """Interrupt an epoch at its first moment, the next one at its second, until none is left to be interrupted.
+
+    Args:
+        epochs: Of the loader.
+        taking: Takes an epoch.
+        one_in: How far it is from one moment to the next on average; the distances are drawn anew in each run.
+        times: How many moments in a row are interrupted.
+    """
+    moment = interrupted = uninterrupted = 0
     while uninterrupted < 3:  # how many moments there are depends on who waits for whom
-        moment += 1
-        iterator = epochs.begin()
+        moment += random.SystemRandom().randint(1, 2 * one_in - 1)
         try:
-            with CtrlC(moment, epochs.save, times):
-                taking(iterator, epochs.seen)
-            uninterrupted += 1
-        except KeyboardInterrupt:
-            epochs.save()
-        epochs.check()
-        epochs.rest(taking, iterator)
-    assert moment > 10
+            if interrupt(epochs, taking, moment, times):
+                interrupted += 1
+            else:
+                uninterrupted += 1
+        except BaseException as error:
+            error.add_note(f"interrupted at moment {moment}")
+            raise
+    assert interrupted > 10 / one_in
     epochs.loader.close()
+
+
+def interrupt(epochs: Epochs, taking: Callable[[Any, list[int]], None], moment: int, times: int) -> bool:
+    """Interrupt an epoch there, and go on; return whether it was that long."""
+    iterator, interrupted = epochs.begin(), False
+    try:
+        with CtrlC(moment, epochs.save, times):
+            taking(iterator, epochs.seen)
+    except KeyboardInterrupt:
+        interrupted = True
+        epochs.save()
+    epochs.check()
+    epochs.rest(taking, iterator)
+    return interrupted
 
 
 @pytest.mark.parametrize("taking", [take, take_async])
 @pytest.mark.parametrize("case", cases(*QUICK))
-def test_no_moment_loses_a_batch(taking: Callable[[Any, list[int]], None], case: str) -> None:
+def test_no_moment_loses_a_batch(taking: Callable[[Any, list[int]], None], case: str, one_in: int) -> None:
     """States taken in the handler and after the interrupt go on with all the rest, and so does the iterator itself."""
-    interrupt_everywhere(Epochs(case), taking)
+    interrupt_everywhere(Epochs(case), taking, one_in)
 
 
 @pytest.mark.parametrize("case", cases("shuffled", "threads"))
-def test_no_moment_of_handling_an_interrupt_loses_a_batch(case: str) -> None:
+def test_no_moment_of_handling_an_interrupt_loses_a_batch(case: str, one_in: int) -> None:
     """Who is impatient presses Ctrl-C twice."""
-    interrupt_everywhere(Epochs(case), take, times=2)
+    interrupt_everywhere(Epochs(case), take, one_in, times=2)
 
 
 @pytest.mark.parametrize("taking", [take, take_async])
 def test_no_moment_loses_a_pinned_batch(
-    taking: Callable[[Any, list[int]], None], monkeypatch: pytest.MonkeyPatch
+    taking: Callable[[Any, list[int]], None], one_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy in page-locked memory is on its way to the consumer like any other batch."""
     monkeypatch.setattr("asyncloader.loader._import_iterators", lambda: (InlineIterator, Pinning))
-    interrupt_everywhere(Epochs("threads"), taking)
+    interrupt_everywhere(Epochs("threads"), taking, one_in)
 
 
 @pytest.mark.parametrize("taking", [take, take_async])
