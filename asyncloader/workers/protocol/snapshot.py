@@ -29,7 +29,7 @@ _CHEAP_S = 200e-6
 _CHEAP_FIRST_S = 5e-3
 """The first time much is done that is not done again."""
 _MOST_SINCE = 1000
-"""Batches of a map-style dataset after a snapshot: their keys are kept until the next one."""
+"""Batches of a map-style dataset after a snapshot: their keys are kept until the next one, which is taken then."""
 
 
 # ------------------------------------------------------------------------------------------------------ written down
@@ -246,7 +246,8 @@ class Keeper:
 
     Args:
         dataset: As the worker has it.
-        every: Take a snapshot after the first batch and after each so many, as `Pace` allows; 0 for never.
+        every: Take a snapshot after the first batch and after each so many, as `Pace` allows; 0 for never. Of a
+            map-style dataset one is taken after `_MOST_SINCE` in any case.
         start: Where the run begins.
         sends: Snapshots go to another process.
 
@@ -264,6 +265,7 @@ class Keeper:
         self._snapshot = _thawed(start.snapshot) or {}
         self._things: dict[str, Any] = {"dataset": dataset} if is_stateful(dataset) else {}
         self._since = 0  # batches since the last snapshot
+        self._keeps_keys = True  # of batches since the last snapshot: those of a stream are only counted
         self._is_first = True  # what is drawn between the beginning and the first batch is not drawn again
         self._pace = Pace()
         if self._snapshot.get("dataset") is not None and is_stateful(dataset):
@@ -271,6 +273,7 @@ class Keeper:
 
     def attach(self, iterator: Any) -> bool:
         """Bring back the state of the dataset's iterator, which was made after the dataset's; whether it had ended."""
+        self._keeps_keys = False
         things = {"iterator": iterator, "dataset": self._dataset}
         if iterator is self._dataset:
             del things["dataset"]
@@ -285,25 +288,26 @@ class Keeper:
 
     def take(self, *, ended: bool = False) -> Frozen | Untold | None:
         """Count a batch; return a snapshot if it is time for one."""
+        if not self._every:
+            return None
         self._since += 1
-        if not self._every or (self._since % self._every and not self._is_first):
-            return None
+        is_turn = self._is_first or self._since % self._every == 0
         self._is_first = False
-        if not self._pace.is_due() and self._since < _MOST_SINCE:
-            return None
-        return self.take_now(ended=ended)
+        if (is_turn and self._pace.is_due()) or (self._keeps_keys and self._since >= _MOST_SINCE):
+            return self.take_now(ended=ended)
+        return None
 
     def take_now(self, *, ended: bool = False) -> Frozen | Untold | None:
         """Return a snapshot, if anything provides a state; it may be that it cannot be taken."""
         if not self._things or not self._every:
             return None
         self._pace.begin()
+        self._since = 0  # nothing is kept either after a snapshot that could not be taken
         try:
             states = {name: thing.state_dict() for name, thing in self._things.items()}
             frozen = Frozen({"dataset": None, "iterator": None, "ended": ended, **states}, ended=ended)
             if self._sends and not frozen.can_travel:
                 pickle.dumps(states)  # raises what is the matter
-            self._since = 0
             return frozen
         except Exception as error:
             return Untold(f"{type(error).__name__}: {error}")
