@@ -200,14 +200,10 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     def __next__(self) -> Any:
         call = Call()
         try:
-            if torch._C._autograd._profiler_enabled():
-                with torch.autograd.profiler.record_function(self._profile_name):
-                    item = self._next(call)
-            else:
-                item = self._next(call)
+            item = self.next_item(call)
             batch, error = item.open()
             if error is None and self._IterableDataset_len_called is not None:
-                self._check_length()
+                self.check_length()
         except StopIteration:
             progress = self._checkpointer.progress
             progress.is_over = not progress.is_broken
@@ -228,13 +224,13 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             del item, error  # a traceback that refers to this frame would keep the iterator, and its workers, alive
 
     async def __anext__(self) -> Any:
-        await self._let_the_loop_turn()
+        await self.let_the_loop_turn()
         call = Call()
         try:
-            item = await self._anext(call)
+            item = await self.next_item_async(call)
             batch, error = item.open(in_async_for=True)
             if error is None and self._IterableDataset_len_called is not None:
-                self._check_length()
+                self.check_length()
         except StopAsyncIteration:
             progress = self._checkpointer.progress
             progress.is_over = not progress.is_broken
@@ -259,15 +255,29 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """What is taken from."""
         raise NotImplementedError
 
+    def next_item(self, call: Call) -> Item:
+        """Take what comes next, for this call: it is on its way then, until ``call.item`` is None.
+
+        Raises:
+            StopIteration: if everything was taken.
+        """
+        if torch._C._autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function(self._profile_name):
+                return self._next(call)
+        return self._next(call)
+
+    async def next_item_async(self, call: Call) -> Item:
+        """Take what comes next as `next_item` does, without blocking the loop.
+
+        Raises:
+            StopAsyncIteration: if everything was taken.
+        """
+        raise NotImplementedError
+
     def _next(self, call: Call) -> Item:
-        """Take what comes next, for this call."""
         raise NotImplementedError
 
-    async def _anext(self, call: Call) -> Item:
-        """Take what comes next, for this call."""
-        raise NotImplementedError
-
-    def _check_length(self) -> None:
+    def check_length(self) -> None:
         """Warn as torch does when an iterable dataset gives more than it said; once a batch, also if that raises."""
         length, count = self._IterableDataset_len_called, self._num_yielded + 1
         if count > max(length or 0, self._last_warned) and self._dataset_kind != _DatasetKind.Map:
@@ -278,7 +288,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
                 + (_REPLICAS if self._num_workers else "")
             )
 
-    async def _let_the_loop_turn(self) -> None:
+    async def let_the_loop_turn(self) -> None:
+        """Give other tasks a turn, if there was none for a while."""
         now = time.monotonic()
         if now - self._last_turn > LONGEST_TURN_S:
             await asyncio.sleep(0)

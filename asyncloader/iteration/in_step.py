@@ -27,10 +27,9 @@ def enrol(runs: Runs, mode: EqualSteps | None) -> Runs:
 
 def in_step(iterator: Any, mode: EqualSteps | None, runs: Runs) -> Any:
     """Return an iterator that takes as many steps as those of other ranks; if there are none, the one that is given."""
-    runs.yielded = None
     if mode is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return iterator
     from asyncloader.iteration.equal_steps import EqualStepsIterator
 
     enrol(runs, mode)  # where the mode was set later
-    return EqualStepsIterator(iterator, mode, runs, _numbers[runs])
+    return EqualStepsIterator(iterator, mode, _numbers[runs])

@@ -179,7 +179,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             fetching.wanting.discard(call)
         return item
 
-    async def _anext(self, call: Call) -> Item:
+    async def next_item_async(self, call: Call) -> Item:
+        """Take what comes next: see `BaseIterator`."""
         self._check_usable()
         exits.note_user()
         asked_at = time.perf_counter()

@@ -144,12 +144,17 @@ class GlobalGenerators:
     def left_alone(self) -> Iterator[None]:
         """Leave the generators as they are, whatever is drawn from them meanwhile."""
         with untouched():
-            states = [source.capture() for source in self._sources]
+            states = [(source, source.capture()) for source in self._sources]
             try:
                 yield
             finally:
-                for source, state in zip(self._sources, states, strict=True):
-                    source.restore(state)
+                try:
+                    for source, state in states:
+                        source.restore(state)
+                except BaseException:  # a Ctrl-C came between two of them
+                    for source, state in states:
+                        source.restore(state)
+                    raise
 
 
 def draws_once(sampler: Any) -> bool:

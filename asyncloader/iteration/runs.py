@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncloader.engine.slicer import Slicer
 from asyncloader.epochs import Told, numbers, told
@@ -20,12 +20,6 @@ from asyncloader.observe.traffic import Traffic
 from asyncloader.settings import Settings
 
 
-class _Yielded(Protocol):
-    @property
-    def done(self) -> int: ...
-    def state_dict(self) -> dict[str, Any]: ...
-
-
 class Runs:
     """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
 
@@ -34,7 +28,6 @@ class Runs:
         latest: Makes states of the newest one.
         meter: Counts what happens in the newest one.
         loaded: A state that the next one begins from.
-        yielded: Makes states of the newest one where batches are held back from the consumer, or None.
         told: Of an epoch by `set_epoch` of the loader, at last.
         is_telling: It is being called: of copies that are made now nobody knows what they have heard.
         epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
@@ -52,7 +45,6 @@ class Runs:
         self.loaded: dict[str, Any] | None = None
         self.resumed: dict[str, Any] | None = None
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
-        self.yielded: _Yielded | None = None
         self.told = Told()
         self.is_telling = False
         self._restored: tuple[list[int | None], list[int | None]] = [], []  # what a state has told since then
@@ -64,7 +56,7 @@ class Runs:
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = {"latest": None, "_left": None, "meter": None, "yielded": None, "_trace": None}
+        forgotten = {"latest": None, "_left": None, "meter": None, "_trace": None}
         return {**vars(self), **forgotten, "slicer": Slicer(), "traffic": Traffic()}
 
     def state_dict(self, settings: Callable[[], Settings]) -> dict[str, Any]:
@@ -75,8 +67,6 @@ class Runs:
         """
         if self.loaded is not None:
             return copy.deepcopy(self.loaded)
-        if self.yielded is not None:
-            return self.yielded.state_dict()
         return initial_state(settings(), self.begun) if self.latest is None else self.latest.state_dict()
 
     @property
@@ -84,8 +74,6 @@ class Runs:
         """How many batches of the newest run are done with, or of the one that a loaded state goes on with."""
         if self.loaded is not None:
             return int(self.loaded["position"]) + len(self.loaded["ahead"])
-        if self.yielded is not None:
-            return self.yielded.done
         if self.latest is None or self.latest.progress.finished:
             return 0
         now = self.latest.progress.now
@@ -116,7 +104,7 @@ class Runs:
             check(state, settings)
         self.loaded = copy.deepcopy(state) or None
         self.note_epochs(settings)
-        self.latest = self.yielded = self.resumed = None
+        self.latest = self.resumed = None
         self.begun = 0
 
     @contextlib.contextmanager

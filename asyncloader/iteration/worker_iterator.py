@@ -294,7 +294,8 @@ class WorkerIterator(BaseIterator[T_co]):
                 self._started = None
             del started
 
-    async def _anext(self, call: Call) -> Item:
+    async def next_item_async(self, call: Call) -> Item:
+        """Take what comes next: see `BaseIterator`."""
         asked_at = time.perf_counter()
         if self._started is not None:
             check_owner(self._session.pid)

@@ -151,10 +151,12 @@ def untouched() -> Iterator[None]:
     for drawing in turn.going_on():
         if drawing.seeds:
             drawing.wait_ended()
-    is_between = turn.lock.acquire(timeout=_PATIENCE_S)
-    if not is_between:
-        _warn("A sample_seed() block")
+    is_between = False
     try:
+        # Not a call: a Ctrl-C between its end and the assignment would leave the lock locked.
+        for is_between in map(turn.lock.acquire, (True,), (_PATIENCE_S,)):
+            if not is_between:
+                _warn("A sample_seed() block")
         yield
     finally:
         if is_between:

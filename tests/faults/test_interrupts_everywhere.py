@@ -24,6 +24,8 @@ from torch.utils.data import IterableDataset
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.pinning import Pinner
+from asyncloader.iteration import equal_steps
+from asyncloader.iteration.equal_steps import EqualStepsIterator, _Group
 from asyncloader.iteration.inline_iterator import InlineIterator
 from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.seeding import sample_context
@@ -129,15 +131,16 @@ class OneBad(Counting):
 class Places(IterableDataset[int]):
     """Its own iterator, with a state."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = 4) -> None:
         self.at = 0
+        self.length = length
 
     def __iter__(self) -> Iterator[int]:
         self.at = 0
         return self
 
     def __next__(self) -> int:
-        if self.at == 4:
+        if self.at == self.length:
             raise StopIteration
         self.at += 1
         return self.at - 1
@@ -226,7 +229,11 @@ class Epochs:
             self.loader = DataLoader(self._make(), **self._options)
         self.seen = []
         self._states.clear()
-        return iter(self.loader)
+        return self.iterate(self.loader, 0)
+
+    def iterate(self, loader: DataLoader[Any], steps: int) -> Any:
+        """Return an iterator that begins after so many steps."""
+        return iter(loader)
 
     def save(self) -> None:
         """Save a state, as a trainer does in the handler of a signal."""
@@ -243,7 +250,7 @@ class Epochs:
                     self._make(), **{**self._options, "persistent_workers": False, "prefetch_epochs": 0}
                 )
                 resumed.load_state_dict(state)
-                take(resumed, rest)
+                take(self.iterate(resumed, len(seen)), rest)
             assert sorted(seen + rest) == self.expected, (seen, rest, state)
 
     def rest(self, taking: Callable[[Any, list[int]], None], iterator: Any) -> None:
@@ -251,9 +258,46 @@ class Epochs:
         try:
             taking(iterator, self.seen)
         except asyncloader.LoaderClosedError:
-            assert self._make is Places
+            assert self._make not in (Counting, OneBad, Awaited)
         else:
             assert sorted(self.seen) == self.expected
+
+
+class InStep(Epochs):
+    """Epochs of five batches on this rank, in step with another rank that has more of them, or less.
+
+    Args:
+        mode: As of `equal_steps`.
+        others: Batches of the other rank, which is not there: what it would answer is worked out.
+        monkeypatch: Puts it there.
+    """
+
+    def __init__(self, mode: Any, others: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self._make, self._options = functools.partial(Places, 5), {"batch_size": 1, **options}
+        self.loader = DataLoader(self._make(), **self._options)
+        self._mode, self._others, self._num_steps = mode, others, (min if mode == "drop" else max)(5, others)
+        self.expected = [min(step, 4) for step in range(self._num_steps)]
+        self.seen, self._states = [], {}
+        self._begun: list[int] = []  # after so many steps, for each iterator
+        self._group = _Group(None)
+        monkeypatch.setattr(self._group, "_gather", self._answers)
+        monkeypatch.setattr(equal_steps, "_own_group", lambda: self._group)
+
+    def iterate(self, loader: DataLoader[Any], steps: int) -> Any:
+        self._begun.append(steps)
+        return EqualStepsIterator(iter(loader), self._mode, len(self._begun) - 1)  # type: ignore[arg-type]
+
+    def _answers(self, said: list[int]) -> list[list[int]]:
+        number, _, chunk, _ = said
+        begun = self._begun[number]
+        is_repeating = self._mode == "pad" and self._others <= begun < self._num_steps
+        left = 1 if is_repeating else self._others - begun
+        sizes = [1, 2, 4, 8]
+        return [said, [*said[:3], max(0, min(left - sum(sizes[:chunk]), sizes[chunk] + 1))]]
+
+    def close(self) -> None:
+        self.loader.close()
+        self._group.stop()
 
 
 def interrupt_everywhere(epochs: Epochs, taking: Callable[[Any, list[int]], None], one_in: int, times: int = 1) -> None:
@@ -305,6 +349,34 @@ def test_no_moment_loses_a_batch(taking: Callable[[Any, list[int]], None], case:
 def test_no_moment_of_handling_an_interrupt_loses_a_batch(case: str, one_in: int) -> None:
     """Who is impatient presses Ctrl-C twice."""
     interrupt_everywhere(Epochs(case), take, one_in, times=2)
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("taking", [take, pytest.param(take_async, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "others"),
+    [
+        ("drop", 3),
+        pytest.param("drop", 7, marks=pytest.mark.slow),
+        pytest.param("pad", 3, marks=pytest.mark.slow),
+        ("pad", 7),
+    ],
+)
+def test_no_moment_loses_a_batch_of_ranks_in_step(
+    taking: Callable[[Any, list[int]], None],
+    mode: str,
+    others: int,
+    workers: int,
+    times: int,
+    one_in: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches that are held for a step count as given when the consumer has them."""
+    options: dict[str, Any] = {**THREADS, "num_workers": 1} if workers else {}
+    epochs = InStep(mode, others, monkeypatch, **options)
+    interrupt_everywhere(epochs, taking, one_in, times)
+    epochs.close()
 
 
 @pytest.mark.parametrize("taking", [take, take_async])

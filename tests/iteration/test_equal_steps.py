@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.iteration.equal_steps import Agreement
+from asyncloader.workers.protocol.snapshot import Frozen, outlasting
 from tests.ranks import run_ranks
 
 PROGRAM = Path(__file__).parents[1] / "equal_steps_ranks.py"
@@ -163,3 +164,32 @@ def test_where_it_is_of_no_use() -> None:
     with pytest.raises(ConfigurationError, match=r"should be one of 'drop', 'pad', but got 'padd'. Did you mean 'pad'"):
         DataLoader(Stream(), equal_steps="padd")  # type: ignore[arg-type]
     assert [batch.tolist() for batch in DataLoader(Stream(), 2, equal_steps="drop")] == [[0, 1], [2]]
+
+
+class Own(Stream):
+    """Its own iterator, with a state."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("name", ["dataset", "iterator"])
+def test_what_outlasts_a_run_that_is_left_in_the_middle(name: str) -> None:
+    """The dataset's state, which is that of its iterator if it is its own; none of another iterator."""
+    snapshot = Frozen({"dataset": None, "iterator": None, "ended": False, name: {"at": 3}})
+    assert outlasting(snapshot, Own()).thaw() == {"dataset": {"at": 3}, "iterator": None, "ended": False}
+    if name == "iterator":
+        assert outlasting(snapshot, Stream()).thaw()["dataset"] is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from asyncloader.hashing import mix
+from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.seeding.seeder import Seeder, left_alone, seed_worker
 from tests.faults.test_interrupts_everywhere import CtrlC
 
@@ -229,14 +231,15 @@ def test_a_torch_that_raises_where_it_has_no_accelerator(monkeypatch: pytest.Mon
 @pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
 )
-def test_an_interrupt_leaves_the_trainer_its_generators() -> None:
+@pytest.mark.parametrize("aside", [left_alone, GlobalGenerators().left_alone])
+def test_an_interrupt_leaves_the_trainer_its_generators(aside: Callable[[], AbstractContextManager[None]]) -> None:
     """At whichever moment it comes: a sampler draws from them later."""
     moment = 0
     while True:
         moment += 1
         before = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
         try:
-            with CtrlC(moment), left_alone():
+            with CtrlC(moment), aside():
                 random.random(), np.random.rand(), torch.rand(1)
             break
         except KeyboardInterrupt:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from asyncloader import sample_rng, sample_seed
 from asyncloader.seeding import turns
 from asyncloader.seeding.sample_context import BATCH, COLLATION, SampleContext, current, sample_at
 from asyncloader.seeding.seeder import Seeder, left_alone
+from tests.faults.test_interrupts_everywhere import CtrlC
 
 KEY = (7, 1, 0)
 
@@ -298,3 +302,27 @@ def test_samples_of_one_call_have_their_own_numbers(first: int | None) -> None:
     same = slice(None, 1) if first is None else slice(None)
     assert [pair[same] for pair in (found[0], found[2])] == [pair[same] for pair in alone]
     assert found[1][0] not in (found[0][0], found[2][0])
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
+)
+def test_an_interrupt_leaves_no_turn_taken() -> None:
+    """At whichever moment of looking at the generators it comes: blocks of other threads would wait for ever."""
+
+    def is_free() -> bool:
+        with ThreadPoolExecutor(1) as thread:  # not in this one: whoever has the lock may take it again
+            is_free = thread.submit(turns._turn.lock.acquire, blocking=False).result()
+            if is_free:
+                thread.submit(turns._turn.lock.release).result()
+        return is_free
+
+    for moment in itertools.count(1):
+        try:
+            with CtrlC(moment), turns.untouched():
+                pass
+            break
+        except KeyboardInterrupt:
+            pass
+        assert is_free(), moment
+    assert moment > 2

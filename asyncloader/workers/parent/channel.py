@@ -49,7 +49,10 @@ class Channel:
         self._unsent: deque[memoryview] = deque()
         self._writing = False
         self._open = True
-        loop.add_reader(sock.fileno(), self._on_readable)
+
+    def open(self) -> None:
+        """Hear of what comes. From now on nobody but `close` may close the socket."""
+        self._loop.add_reader(self._sock.fileno(), self._on_readable)
 
     def send(self, kind: int, *parts: Buffer, more: bool = False) -> None:
         """Send a frame, now if the socket takes it. After the channel closed it is dropped: the death is reported.

@@ -178,6 +178,7 @@ class WorkerProcess:
     def _watch(self) -> None:
         """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""
         self.channel = Channel(self._loop, self._sock, self._on_frame, self._on_channel_closed)
+        self.channel.open()
         self._watch_exit()
         os.set_blocking(self._descriptors["output"], False)
         self._loop.add_reader(self._descriptors["output"], self._on_output)

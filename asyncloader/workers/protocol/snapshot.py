@@ -326,5 +326,15 @@ def dataset_here(dataset: Any, every: int | None = 1) -> Start:
     return Start(0, snapshot) if isinstance(snapshot, Frozen) else Start()
 
 
+def outlasting(snapshot: Any, dataset: Any) -> Frozen:
+    """Return what of a snapshot outlasts a run that was left there: the dataset's state, as `Keeper.take_last` does.
+
+    The next run has another iterator, which begins anew, also if that is the dataset itself.
+    """
+    states = _thawed(snapshot)
+    is_its_own = states["dataset"] is None and is_stateful(dataset)
+    return Frozen({"dataset": states["iterator" if is_its_own else "dataset"], "iterator": None, "ended": False})
+
+
 def _thawed(snapshot: Any) -> Any:
     return snapshot.thaw() if isinstance(snapshot, Frozen) else copy.deepcopy(snapshot)

@@ -152,6 +152,8 @@ class Fleet:
 
     def end(self, grace_s: float) -> None:
         """Tell all agents to go, with their workers; give up who is left after the grace and a moment."""
+        if self._is_empty:
+            return  # a timer would keep the options alive for nothing
         self.is_closing = True
         self._lost.clear()
         for agent in tuple(self.agents.values()):

@@ -30,6 +30,7 @@ class Parent:
         self.ends: list[Exception | None] = []
         self.changed = asyncio.Event()
         self.channel = Channel(GuardedLoop(asyncio.get_running_loop()), sock, self._on_frame, self._on_closed)
+        self.channel.open()
 
     def _on_frame(self, kind: int, body: memoryview) -> None:
         self.frames.append((kind, bytes(body)))
@@ -188,6 +189,7 @@ async def test_what_dealing_with_a_frame_raises_is_told() -> None:
         raise ValueError(bytes(body))
 
     channel = Channel(GuardedLoop(asyncio.get_running_loop(), told.set_result), ours, take, lambda error: None)
+    channel.open()
     theirs.sendall(wire([(Kind.BATCH, b"1")]))
     async with asyncio.timeout(SOON_S):
         error = await told

@@ -599,3 +599,12 @@ async def test_times_are_put_on_the_trainers_clock(pool: RemotePool) -> None:
     line.say(kind, life, b"".join(map(bytes, parts)))
     assert seen[0].record.began == pytest.approx(7.0)
     assert seen[0].data == [1, 2]
+
+
+async def test_an_end_after_the_end_begins_nothing(pool: RemotePool) -> None:
+    """A timer would keep all of it, and what the options hold, for seconds."""
+    pool.end(3.0)
+    pool.end(3.0)
+    assert pool.wait_dead(0.0)
+    assert pool.fleet._last is not None
+    assert pool.fleet._last.cancelled()
