@@ -56,37 +56,29 @@ class _ThreadWaiter:
 
 
 class _TaskWaiter:
-    """A task that waits on a future of its own loop."""
+    """A task that waits on a future of its own loop.
 
-    __slots__ = ("_loop", "future", "is_gone")
+    Its loop cancels the future to wake it. A function of ours in the place of that compiled method could be left where
+    it begins, by a handler of a signal that raises: then nobody would wake the task any more.
+    """
+
+    __slots__ = ("_future", "_loop", "is_gone")
 
     def __init__(self) -> None:
         self.is_gone = False
         self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[bool] = self._loop.create_future()
+        self._future: asyncio.Future[None] = self._loop.create_future()
 
     def wake(self) -> bool:
         try:
-            self._loop.call_soon_threadsafe(self._set)
+            self._loop.call_soon_threadsafe(self._future.cancel)
         except RuntimeError:  # its loop was closed
             return False
         return True
 
-    def _set(self) -> None:
-        if not self.future.done():
-            self.future.set_result(True)
-
     async def wait(self, timeout_s: float) -> bool:
-        timer = self._loop.call_later(timeout_s, self._expire) if timeout_s >= 0 else None
-        try:
-            return await self.future
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _expire(self) -> None:
-        if not self.future.done():
-            self.future.set_result(False)
+        woken, _ = await asyncio.wait([self._future], timeout=timeout_s if timeout_s >= 0 else None)
+        return bool(woken)
 
 
 class Handoff(Generic[T]):

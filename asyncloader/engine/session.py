@@ -67,6 +67,9 @@ log = logging.getLogger("asyncloader")
 _MOST_ERRORS = 100
 """A session whose end fails so often is abandoned."""
 
+_consumers: dict[Session, weakref.ref[object] | None] = {}
+"""The iterators that sessions end with, until they begin to close. In a forked child there are none."""
+
 
 class State(enum.Enum):
     """Where a session is in its life."""
@@ -144,11 +147,21 @@ class Session:
         """Return `wake` for a run, which must not keep the session alive."""
         return partial(_wake, weakref.ref(self))
 
-    def request_close(self, grace_s: float = END_GRACE_S) -> None:
-        """Begin to close, and return. Finalizers call this: no lock, nothing logged, nothing in a forked child."""
-        if self.pid == os.getpid() and self.state is not State.CLOSED:
+    def close_with(self, consumer: object) -> None:
+        """Begin to close when this is dropped.
+
+        Its last reference may go in any thread, also inside gc. Python runs the handlers of signals where a function
+        begins; what they raise out of the callback of a weak reference is printed and forgotten, and workers would stay
+        for ever. So there is no function of Python in this callback: uvloop's method is compiled.
+        """
+        on_dropped = partial(self._loop.loop.call_soon_threadsafe, self._loop.run, self._on_dropped)
+        _consumers[self] = weakref.ref(consumer, on_dropped)
+
+    def request_close(self) -> None:
+        """Begin to close, and return. An interrupt leaves it undone: to be called again, or the consumer is dropped."""
+        if self.pid == os.getpid() and self.state in (State.NEW, State.OPEN):
             with contextlib.suppress(LoaderClosedError):
-                self.post(self._close, grace_s)
+                self.post(self._close, END_GRACE_S)
 
     @property
     def is_ending(self) -> bool:
@@ -204,7 +217,11 @@ class Session:
         """Tell the workers to end; wake whoever waits."""
         self._loop.run(self._close, grace_s)
 
+    def _on_dropped(self, consumer: weakref.ref[object]) -> None:
+        self._close(END_GRACE_S)
+
     def _close(self, grace_s: float) -> None:
+        _consumers.pop(self, None)
         if self.state is State.CLOSED:
             return
         self._move(State.CLOSING)
@@ -528,3 +545,12 @@ class Session:
 def _wake(session: weakref.ref[Session]) -> None:
     if (alive := session()) is not None:
         alive.wake()
+
+
+def _forget_consumers() -> None:
+    """In a forked child: what is dropped here closes nothing, and sessions, which are the parent's, stay."""
+    for session in _consumers:
+        _consumers[session] = None
+
+
+os.register_at_fork(after_in_child=_forget_consumers)

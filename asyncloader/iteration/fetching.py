@@ -144,7 +144,7 @@ class FetchThread:
         self.requested = taking.taken  # changed by consumers, one at a time
         self.wanting: set[object] = set()  # consumers that wait for one
         self._maker = maker
-        self.requests: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()  # each the number and keys of a batch
+        self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()  # [number, keys] of batches
         self._thread: threading.Thread | None = None
         fetch_threads.add(self)
 
@@ -158,6 +158,10 @@ class FetchThread:
         if self._thread is None:
             modes = Modes.of_this_thread()
             self._thread = threads.start(partial(self._run, modes), "asyncloader fetch")
+
+    def stop_with(self, iterator: object) -> None:
+        """End the thread when this is dropped. See :meth:`asyncloader.engine.session.Session.close_with`."""
+        self._iterator = weakref.ref(iterator, self.requests.put)
 
     def stop(self) -> None:
         """End the thread after the batch in work. Returns at once."""
@@ -173,7 +177,7 @@ class FetchThread:
             self._serve()
 
     def _serve(self) -> None:
-        while (request := self.requests.get()) is not None:
+        while isinstance(request := self.requests.get(), list):
             seq = request[0]
             try:
                 item = self._maker.item(seq, request.pop())

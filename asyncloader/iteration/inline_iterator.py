@@ -93,8 +93,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._dataset_fetcher = self._make_maker(start, faults)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher, taking)
-        self._finalizer = weakref.finalize(self, self._fetching.stop)
-        self._finalizer.atexit = False
+        self._fetching.stop_with(self)
         self._closed = False
         self._exhausted = False
         self._held: Any = _NOTHING  # keys that were read of the sampler, and whose batch is not made yet
@@ -305,7 +304,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
     def close(self) -> None:
         """End; a batch in work on the thread is waited for, 3 s at most."""
         self._closed = True
-        self._finalizer()
+        self._fetching.stop()
         self._handoff.wake_all()
         self._fetching.join(3.0)
 

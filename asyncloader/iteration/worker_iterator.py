@@ -92,8 +92,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._run_numbers = count(1)
         run = self._make_run(self._spec_of(start), start.plan, start.checkpointer.progress)
         self._session = self._make_session(run)
-        self._finalizer = weakref.finalize(self, self._session.request_close)
-        self._finalizer.atexit = False
+        self._session.close_with(self)
         self._foresight = make_foresight(self._settings) if self._settings.prefetch_epochs else None
         run.begin(self._session.waker())
         self._is_at(run, start)
@@ -170,12 +169,16 @@ class WorkerIterator(BaseIterator[T_co]):
         self._meter = self._runs.meter = run.meter
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
-        self._finalizer()
+        self._session.request_close()
         if (settings := self._settings).is_auto:
             number = auto_number.found(state, settings, len(self._session.staff.crew.here))
             self._settings = replace(settings, num_workers=number)
             auto_number.note(loader, number)
-        self._start(loader, state, wait=False)
+        try:
+            self._start(loader, state, wait=False)
+        except BaseException:  # nobody may wait for workers that were not started
+            self._session.request_close()
+            raise
 
     def _spec_of(self, start: RunStart) -> EpochSpec:
         """Return a run as workers are to know it."""
@@ -340,7 +343,7 @@ class WorkerIterator(BaseIterator[T_co]):
             run.read_on()
         finally:
             if run.exhausted and not self._persistent_workers:
-                self._finalizer()  # the workers may go
+                self._session.request_close()  # the workers may go
         return None
 
     def _check_usable(self) -> None:
@@ -370,7 +373,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def close(self) -> None:
         """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone."""
-        self._finalizer.detach()
         if self._session.pid == os.getpid():
             self._session.request_close()
             refuse_to_block_the_loop()
@@ -378,7 +380,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""
-        self._finalizer.detach()
         if self._session.pid == os.getpid():
             self._session.request_close()
             await asyncio.to_thread(self._session.wait_closed, END_GRACE_S + 1.0)

@@ -1,0 +1,132 @@
+"""An interrupt at every moment of closing, dropping and waking: workers end all the same, and nobody waits for ever."""
+
+import asyncio
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from asyncloader import DataLoader
+from asyncloader.engine.portal import get_portal
+from tests.faults.test_interrupts_everywhere import CtrlC
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
+)
+
+PATIENCE_S = 10.0
+
+
+class Numbers:
+    """Samples that take a moment, so that the consumer waits for each batch."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.001)
+        return index
+
+
+def make(**options: Any) -> DataLoader[int]:
+    """Make a loader whose workers are threads, which end by the same steps as processes."""
+    return DataLoader(Numbers(), num_workers=1, worker_backend="thread", **options)  # type: ignore[arg-type]
+
+
+def read(moment: CtrlC) -> None:
+    """Interrupt an epoch, which tells the workers to end; go on to its end."""
+    iterator = iter(make())
+    with contextlib.suppress(KeyboardInterrupt), moment:
+        for _ in iterator:
+            pass
+    for _ in iterator:
+        pass
+
+
+def drop(moment: CtrlC) -> None:
+    """Interrupt what is called when the last reference goes."""
+    held = [iter(make())]
+    with contextlib.suppress(KeyboardInterrupt), moment:
+        held.clear()
+
+
+def close(moment: CtrlC) -> None:
+    """Interrupt closing, and drop the iterator."""
+    iterator = iter(make())
+    with contextlib.suppress(KeyboardInterrupt), moment:
+        iterator.close()
+
+
+def load(moment: CtrlC) -> None:
+    """Interrupt what closes one run and begins another; the iterator is closed then, or at the state."""
+    loader = make()
+    iterator = iter(loader)
+    state = iterator.state_dict()
+    with contextlib.suppress(KeyboardInterrupt), moment:
+        iterator.load_state_dict(state)
+
+
+def wait_until_nothing_lives() -> None:
+    """Wait until no session is on the portal.
+
+    Raises:
+        AssertionError: if one stays.
+    """
+    portal, given_up = get_portal(), time.monotonic() + PATIENCE_S
+    while (left := portal.call(lambda: [*portal.sessions]).result()) and time.monotonic() < given_up:
+        gc.collect()
+        time.sleep(0.005)
+    assert not left
+
+
+@pytest.mark.parametrize("ends", [read, drop, close, pytest.param(load, marks=pytest.mark.slow)])
+def test_workers_end_wherever_an_interrupt_hits(ends: Callable[[CtrlC], None]) -> None:
+    """What is left of an iterator closes it, whether the interrupted step was taken or not."""
+    moment = uninterrupted = 0
+    while uninterrupted < 3:
+        moment += 1
+        interrupt = CtrlC(moment)
+        ends(interrupt)
+        uninterrupted += interrupt.left > 0
+        wait_until_nothing_lives()
+
+
+@contextlib.contextmanager
+def a_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """Give a loop without a handler of its own for Ctrl-C."""
+    loop = asyncio.new_event_loop()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "worker_backend": "thread"}], ids=["here", "a worker"])
+def test_a_task_is_woken_wherever_an_interrupt_hits(options: dict[str, Any]) -> None:
+    """A task that the interrupt has left unfinished gets its batch when its loop turns again."""
+
+    async def take(iterator: Any, seen: list[int]) -> None:
+        async for batch in iterator:
+            seen += batch.tolist()
+
+    moment = uninterrupted = 0
+    while uninterrupted < 3:
+        moment += 1
+        interrupt, seen = CtrlC(moment), list[int]()
+        with a_loop() as loop:
+            iterator = aiter(DataLoader(Numbers(), **options))  # type: ignore[arg-type]
+            task = loop.create_task(take(iterator, seen))
+            with contextlib.suppress(KeyboardInterrupt), interrupt:
+                loop.run_until_complete(task)
+            uninterrupted += interrupt.left > 0
+            while not task.done():  # asyncio keeps the stop of a call that was interrupted
+                with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+                    loop.run_until_complete(asyncio.wait_for(asyncio.shield(task), PATIENCE_S))
+            if isinstance(task.exception(), KeyboardInterrupt):
+                loop.run_until_complete(take(iterator, seen))
+            assert seen == [0, 1], moment
+            iterator.close()
