@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.utils.data
 from typer.testing import CliRunner, Result
 
 from asyncloader.cli.app import app
-from asyncloader.cli.doctor import copies, crew
+from asyncloader.cli.doctor import copies, crew, start_method
 from asyncloader.cli.measure import Run
 from asyncloader.cli.report import Report
 from asyncloader.cli.search import Search
@@ -296,3 +297,13 @@ def test_tune_leaves_a_loader_to_itself_as_well() -> None:
     stream: Any = Search(Source(DataLoader(Stream()), None), Report(True), seconds=0.05, memory_bytes=1e12)
     stream.best = search.best
     assert stream.by_itself(2, print) == ""
+
+
+@pytest.mark.parametrize(("method", "is_bad"), [("fork", True), ("forkserver", False)])
+def test_the_doctor_looks_for_cuda_beside_fork(method: str, is_bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked workers of such a trainer cannot use CUDA. There is no GPU here: torch's answer is patched."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: method)
+    found = start_method()
+    assert found.is_bad is is_bad
+    assert ("forkserver" in found.advice) is is_bad

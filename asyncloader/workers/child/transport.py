@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from time import perf_counter, process_time
 from typing import Any, Protocol
@@ -32,6 +33,12 @@ from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.protocol.failure import RemoteError, Unreadable
 from asyncloader.workers.protocol.messages import Kind, WorkerSpec, unpack_tickets
 from asyncloader.workers.protocol.outcome import Batch, Failure, Outcome, Samples, Stuck, Written, pack
+
+_CUDA_HERE = (
+    "A worker process has initialised CUDA. Each worker that does so holds a context of its own: hundreds of MB of GPU "
+    "memory. If workers need no GPU, find what uses it (a tensor made or loaded there, a library at its import); "
+    "os.environ['CUDA_VISIBLE_DEVICES'] = '' in worker_init_fn forbids it."
+)
 
 
 class ParentGone(BaseException):
@@ -102,6 +109,7 @@ class ProcessTransport:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: Callable[[], None]
         self._is_muted = False
+        self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
 
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
@@ -236,6 +244,7 @@ class ProcessTransport:
         if type(outcome) is Batch:
             began = perf_counter()
             try:
+                self._warn_of_cuda()
                 payload = self._encoder.encode(outcome.data)
             except BaseException as error:
                 if self.ends(error):
@@ -249,6 +258,12 @@ class ProcessTransport:
             outcome, payload = self._packed(outcome)
         kind, parts = pack(outcome, payload)
         self._send(kind, *parts)
+
+    def _warn_of_cuda(self) -> None:
+        """Warn where this worker has initialised CUDA: often an import or a default device did it, unnoticed."""
+        if self._warns_of_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._warns_of_cuda = False
+            warnings.warn(_CUDA_HERE, stacklevel=1)
 
     def _packed(self, outcome: Samples | Written) -> tuple[Outcome, list[Any]]:
         """Encode the samples of a slice, or their texts; if that cannot be done, the slice is stuck here."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, WorkerDiedError
@@ -208,3 +209,21 @@ def test_messages_that_make_no_sense(kind: Kind, body: bytes) -> None:
     )
     assert WorkerDiedError in outcomes(loader)
     assert get_portal().loop.is_running()
+
+
+class InitialisesCuda(Dataset[Any]):
+    """Its samples stand for code that initialises CUDA: there is no GPU here."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, key: Any) -> Any:
+        torch.cuda.is_initialized = lambda: True
+        return key
+
+
+def test_a_worker_with_a_cuda_context_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """One worker warns, at its first batch; nobody else does."""
+    loader = DataLoader(InitialisesCuda(), batch_size=1, num_workers=2, multiprocessing_context="forkserver", timeout=50)
+    assert len(list(loader)) == 4
+    assert capfd.readouterr().err.count("has initialised CUDA") == 1
