@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +15,7 @@ import uvloop
 
 from asyncloader.engine.portal import Portal, get_portal
 from asyncloader.workers.child import loops
+from tests.nursery import Program
 
 
 def test_call_gives_the_result() -> None:
@@ -96,3 +98,34 @@ def test_closing_ends_the_thread_and_the_loop() -> None:
     assert threading.active_count() >= 1
     with pytest.raises(RuntimeError, match="exiting"):
         portal.post(print)
+
+
+WITH_OR_WITHOUT = """
+import asyncio, sys
+{absent}
+import torch
+from asyncloader import DataLoader
+from asyncloader.engine.portal import get_portal
+
+class Awaited(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    async def __getitem__(self, index):
+        await asyncio.sleep(0)
+        return torch.tensor([index]), type(asyncio.get_running_loop()).__module__.split(".")[0]
+
+async def taken(loader):
+    return [batch async for batch in loader]
+
+loader = DataLoader(Awaited(), batch_size=2, num_workers=2)
+for batches in (list(loader), asyncio.run(taken(loader))):
+    assert torch.cat([numbers for numbers, _ in batches]).flatten().tolist() == [0, 1, 2, 3]
+    assert {{name for _, names in batches for name in names}} == {{"{name}"}}
+assert type(get_portal().loop).__module__.split(".")[0] == "{name}"
+"""
+
+
+@pytest.mark.parametrize(("name", "absent"), [("uvloop", ""), ("asyncio", "sys.modules['uvloop'] = None")])
+def test_with_and_without_uvloop(run: Callable[..., Program], name: str, absent: str) -> None:
+    """Where uvloop does not exist for the interpreter, asyncio's loop serves the portal and the workers."""
+    done = run(WITH_OR_WITHOUT.format(name=name, absent=absent))
+    assert (done.returncode, done.err) == (0, "")
