@@ -216,12 +216,12 @@ class Plan:
             states: Of the sampler, which was loaded before it was iterated over, and of its iterator.
             batches: How many to leave out from there.
         """
-        if self._takes_apart:
-            self._inner = indices(self._index_sampler.sampler)
-            batches *= self._index_sampler.batch_size
-        if states is not None and states["iterator"] is not None and is_stateful(self._inner):
-            self._inner.load_state_dict(states["iterator"])
         with Drawing():
+            if self._takes_apart:
+                self._inner = indices(self._index_sampler.sampler)
+                batches *= self._index_sampler.batch_size
+            if states is not None and states["iterator"] is not None and is_stateful(self._inner):
+                self._inner.load_state_dict(states["iterator"])
             skipped = skip(self._inner, batches)
         if skipped < batches:  # not asked again: some iterators would begin anew
             self._inner = iter(())

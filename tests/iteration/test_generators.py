@@ -29,6 +29,7 @@ from asyncloader.iteration.checkpoint import check
 from asyncloader.iteration.run_start import Drawn, RunStart, begin
 from asyncloader.iteration.runs import Runs
 from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
+from asyncloader.seeding import turns
 from asyncloader.settings import Settings
 from tests.iteration.giving import give
 
@@ -316,3 +317,58 @@ def test_a_state_of_an_earlier_version_goes_on_with_the_same_samples(caplog: pyt
     resumed.restore(trainer.save())
     assert resumed.epoch(state, inline=False) == (seeds, keys[1:])
     assert "The state is of an earlier version of asyncloader" in caplog.text
+
+
+class KeepsOut(Sampler[int]):
+    """Draws wherever a sampler can, and notes whether `sample_seed` blocks of other threads could come in between."""
+
+    def __init__(self) -> None:
+        self.unguarded: set[str] = set()
+
+    def _draw(self, where: str) -> int:
+        if not turns._turn.going_on():
+            self.unguarded.add(where)
+        return int(torch.randint(LENGTH, ()))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        first = self._draw("__iter__")
+        return ((self._draw("__next__") + first + number) % LENGTH for number in range(LENGTH))
+
+
+class KeepsOutWithState(KeepsOut):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self._draw("state_dict")}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._draw("load_state_dict")
+
+
+@pytest.mark.parametrize("sampler", [KeepsOut, KeepsOutWithState])
+@pytest.mark.parametrize("how", ["sampler", "batch sampler", "no batches"])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "worker_backend": "thread"}], ids=["here", "a thread"])
+def test_no_block_of_a_sample_comes_in_where_a_sampler_may_draw(
+    sampler: type[KeepsOut], how: str, workers: dict[str, Any]
+) -> None:
+    """A block puts the generators back at its end: what the sampler has drawn meanwhile would be undone."""
+    made = sampler()
+    options: dict[str, Any] = {"sampler": made, "batch_size": BATCH}
+    if how == "batch sampler":
+        options = {"batch_sampler": BatchSampler(made, BATCH, drop_last=False)}
+    elif how == "no batches":
+        options["batch_size"] = None
+    loader: DataLoader[int] = DataLoader(range(LENGTH), **options, **workers)  # type: ignore[arg-type]
+    for taken in range(5):
+        iterator = iter(loader)
+        for _ in range(taken):
+            next(iterator, None)
+        loader.load_state_dict(loader.state_dict())
+    list(loader)
+    loader.load_state_dict(loader.state_dict())
+    list(loader)
+    loader.close()
+    assert made.unguarded == set()
