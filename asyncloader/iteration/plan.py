@@ -296,9 +296,14 @@ def left_after(index_sampler: Any, state: dict[str, Any]) -> int | None:
     """Return how many batches are left after a loader's state of any division; None if the sampler cannot say."""
     sampler = stateful_sampler(index_sampler)
     count, states = probe(sampler, "left_after"), unplain(state["samplers"])
-    if not callable(count) or states is None or states["sampler"] is None or state["drawn"] or state["is_over"]:
+    if not callable(count) or states is None or states["sampler"] is None or state["drawn"]:
         return None
-    left: int = count(states["sampler"])
+    next_epoch = None
+    if state["is_over"]:  # the state is of the end of the epoch before
+        epochs = dict(zip(map(id, samplers_within(index_sampler)), state["set_epochs"], strict=False))
+        if state["position"] or (next_epoch := epochs.get(id(sampler))) is None:
+            return None
+    left: int = count(states["sampler"], next_epoch)
     if sampler is index_sampler:
         return left
     if type(index_sampler) is not BatchSampler:

@@ -19,6 +19,9 @@ from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.settings import Settings
 
+_HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
+"""What of a state says how much of its epoch is left."""
+
 
 class Runs:
     """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
@@ -79,19 +82,28 @@ class Runs:
         now = self.latest.progress.now
         return now.position + len(now.ahead)
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a run is going on, or a loaded state is of the middle of one, if no batch of it is done with."""
+        if self.loaded is not None:
+            return not is_between_runs(self.loaded)
+        return self.latest is not None and not self.latest.progress.finished
+
     def begin(self, epoch: int, checkpointer: Checkpointer, state: dict[str, Any] | None) -> None:
         """Note a run that begins, anew or from a state."""
         self.begun, self.latest = epoch + 1, checkpointer
-        self.resumed = state and {name: state[name] for name in ("position", "samplers", "drawn", "is_over")}
+        self.resumed = None
+        if state is not None and not is_between_runs(state):
+            self.resumed = {name: state[name] for name in _HOW_FAR}
 
     def remaining(self, length: int, index_sampler: Any) -> int:
         """Return how many batches are left of the run that is spoken of, which has so many if it is a whole one.
 
-        Where the samples are divided anew at each resume, batches before it were of another size, perhaps: then what is
-        left is counted from there.
+        Where the samples are divided anew at each resume, batches before it were of another size, perhaps, and the
+        epoch that is set now is another one: then what is left is counted from there.
         """
         done, began = self.done, self.loaded or self.resumed
-        if began is not None and 0 < began["position"] <= done:
+        if began is not None and began["position"] <= done and (done or self._has_begun):
             if self._left is None or self._left[0] is not began:
                 self._left = began, left_after(index_sampler, began)
             if (left := self._left[1]) is not None:

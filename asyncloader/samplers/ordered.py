@@ -141,9 +141,15 @@ class OrderedSampler(Sampler[int], HasOrder):
         """Return the state after so many samples of the newest iterator, counted on this rank."""
         return self._state_at(self._run.start + samples * self.num_replicas)
 
-    def left_after(self, state: dict[str, Any]) -> int:
-        """Return how many samples of this rank are left of an epoch after a state, of whichever number of ranks."""
-        return len(self._positions(state["cursor"], self._num_positions() or ENDLESS))
+    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
+        """Return how many samples of this rank are left of an epoch after a state, of whichever number of ranks.
+
+        Args:
+            state: Where the epoch is.
+            next_epoch: The epoch of the state is over, and this one is meant.
+        """
+        cursor = state["cursor"] if next_epoch is None else 0
+        return len(self._positions(cursor, self._num_positions() or ENDLESS))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.

@@ -169,11 +169,19 @@ class WindowedBatchSampler(Sampler[list[Any]]):
             run = ahead
         return self._state_at(*run.cursor(unit))
 
-    def left_after(self, state: dict[str, Any]) -> int:
-        """Return how many batches of this rank are left of an epoch after a state. For that these are planned."""
+    def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
+        """Return how many batches of this rank are left of an epoch after a state. For that these are planned.
+
+        Args:
+            state: Of whichever rank and number of ranks.
+            next_epoch: The epoch of the state is over, and this one is meant.
+        """
         there = copy.copy(self)
         there.sampler = copy.deepcopy(self.sampler)
         there.load_state_dict(state)
+        if next_epoch is not None:
+            there.set_epoch(next_epoch)
+            there._run = _Run((0, 0))
         windows, (window, unit) = Windows(there._order(), self.window), there._cursor()
         assert windows.count is not None
         return self._batches_of(sum(len(there._plan_at(windows, n)) for n in range(window, windows.count)) - unit)

@@ -90,6 +90,35 @@ def test_what_remains_of_an_order_that_is_divided_anew(kind: str) -> None:
         assert loader.remaining() == len(loader)
 
 
+@pytest.mark.parametrize("has_past", [False, True])
+def test_what_remains_of_an_epoch_of_which_no_batch_was_given(has_past: bool) -> None:
+    """A state belongs to its epoch from the moment on at which that begins; its length is not that of another one."""
+    options = ELASTIC["by length"]
+    lengths = [len(loader_at(options(1, 4, 4), epoch)) for epoch in range(6)]
+    assert len(set(lengths)) > 1
+    for epoch, length in enumerate(lengths):
+        loader = loader_at(options(1, 4, 4), epoch)
+        if has_past:
+            loader.set_epoch(0)
+            assert len(list(loader)) == lengths[0]
+            loader.set_epoch(epoch)
+        iterator = iter(loader)
+        resumed = loader_at(options(1, 4, 4), 0)
+        resumed.load_state_dict(loader.state_dict())
+        assert resumed.remaining() == length
+        assert len(list(resumed)) == length
+        assert len(list(iterator)) == length
+        resumed.set_epoch((epoch + 1) % 6)
+        assert resumed.remaining() == lengths[(epoch + 1) % 6]
+
+
+def loader_at(options: dict[str, Any], epoch: int) -> DataLoader[Any]:
+    """Make a loader, and set its epoch."""
+    loader: DataLoader[Any] = DataLoader(range(300), collate_fn=list, **options)  # type: ignore[arg-type]
+    loader.set_epoch(epoch)
+    return loader
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_states_of_a_run_are_made_without_freezing_the_settings_anew(
     num_workers: int, monkeypatch: pytest.MonkeyPatch
