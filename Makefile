@@ -79,9 +79,9 @@ typecheck: $(READY) ## mypy --strict; and pyright over a program that uses us
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-docs: $(READY) ## build the documentation into build/docs; check the links and the code on its pages and in the README
+docs: $(READY) ## build the documentation into build/docs; check the links, run the code on its pages and the examples
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
-	$(BIN)/python -m pytest -m "not slow" tests/test_docs.py
+	$(BIN)/python -m pytest -m "docs and not slow and not services" tests/test_docs.py tests/test_examples.py
 	@echo "open build/docs/index.html"
 
 # A benchmark is a module that can be run; the others in the folder are what they share.

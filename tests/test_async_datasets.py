@@ -403,6 +403,7 @@ class NotedSquares(Noted):
         return index * index
 
 
+@pytest.mark.covering(2)
 @places
 @pytest.mark.parametrize("kind", [NotedStream, NotedSquares])
 @pytest.mark.parametrize("how", ["exhausted", "break", "exception", "dropped"])

@@ -68,6 +68,7 @@ class Whims:
         self.here = count
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_data_do_not_depend_on_the_number(backend: Any, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +104,7 @@ def test_the_number_is_an_int_that_remembers() -> None:
     assert (loader.num_workers, loader._settings().is_auto) == (3, False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("taken", [1, 30, 61], ids=["begun", "middle", "over"])
 def test_a_number_that_is_set_is_not_in_states(persistent: bool, taken: int) -> None:
@@ -122,6 +124,7 @@ def test_a_number_that_is_set_is_not_in_states(persistent: bool, taken: int) -> 
     loader.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("said", ["found", "nothing"])
 def test_an_iterator_that_goes_back_has_as_many_as_were_found(

@@ -132,6 +132,7 @@ def orders(way: Callable[[DataLoader[Any]], Iterator[Any]], dataset: type[Datase
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [broken_off, with_another, resumed])
 def test_an_order_is_drawn_from_the_trainers_generators(way: Any, kind: str) -> None:

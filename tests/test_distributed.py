@@ -49,6 +49,7 @@ def test_an_epoch_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert len(following) == 204
 
 
+@pytest.mark.slow
 def test_ranks_that_read_the_same_samples_draw_the_same_numbers(tmp_path: Path) -> None:
     """Of 2 x 2 ranks, data by tensor: those of one half of the data get one batch, augmentation included."""
     ranks = run_ranks(MESH, tmp_path, ranks=4)

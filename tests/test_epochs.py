@@ -89,6 +89,7 @@ def in_epoch(epoch: int, length: int = 8) -> list[int]:
     return [100 * epoch + index for index in range(length)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 @pytest.mark.parametrize("kind", [Shown, Hidden, Stream])
 def test_every_copy_hears_of_it(kind: type[Any], num_workers: int, persistent: bool) -> None:
@@ -224,6 +225,7 @@ def test_samplers_hear_of_it() -> None:
             assert orders[0] == orders[2] != orders[1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", [Shown, Hidden])
 def test_a_run_that_is_resumed_is_of_the_epoch_that_it_was(kind: type[Any], num_workers: int) -> None:

@@ -11,6 +11,8 @@ from tests.programs import run_python
 from tests.services.postgres import PLACES
 from tests.services.process import program
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -145,6 +145,7 @@ def cases() -> list[Any]:
     return [*found, (resize, PICKLED, Sampled, 0, True, False)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("disturb", "options", "kind", "first", "persistent", "is_async"), cases())
 def test_a_late_worker_is_of_the_epoch_of_its_run(
     disturb: Callable[[Any], None], options: Any, kind: Any, first: int | None, persistent: bool, is_async: bool
@@ -207,6 +208,7 @@ class Stateful(Stream):
         self.position = state["position"]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("persistent", [False, True], ids=["fresh", "persistent"])
 @pytest.mark.parametrize("first", [0, None])
 @pytest.mark.parametrize("kind", [Stream, Stateful])
@@ -261,6 +263,7 @@ def held() -> Iterator[threading.Event]:
 BACKENDS: list[dict[str, Any]] = [{}, {"multiprocessing_context": "forkserver"}, {"worker_backend": "thread"}]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", BACKENDS, ids=["fork", "forkserver", "thread"])
 @pytest.mark.parametrize(
     ("kind", "first"), [(Sampled, 0), (Sampled, None), (ShowsIt, 0), (InPlace, 0), (Wrapped, 0), (Wrapped, None)]

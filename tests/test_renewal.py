@@ -35,6 +35,7 @@ def wait_for_renewals(loader: Any, count: int) -> None:
     wait_until(lambda: loader.stats().renewals >= count)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_data_are_those_of_workers_that_stay(scheduling: Any, in_order: bool) -> None:
@@ -236,6 +237,7 @@ def unsent(renewed: Renewed) -> set[int]:
 WANTED = [[i, i + 1] for i in range(0, LENGTH, 2)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("on_crash", ["retry", "skip"])
 def test_one_that_dies_while_its_successor_waits(tmp_path: Path, on_crash: Any, num_workers: int) -> None:

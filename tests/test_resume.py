@@ -206,10 +206,28 @@ def maker(num_workers: int, noise: bool = True, length: int = LENGTH, **options:
     return make
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_goes_on_from_every_batch(case: str) -> None:
+ON_PROCESSES = ("shuffled", "weighted, dynamic", "a subset, persistent workers", "distributed")
+"""Some of those that are about orders; all others of these run on threads, and on processes each night."""
+
+
+def placed_cases() -> list[Any]:
+    """Return the cases, each with the kind of workers; threads share the generators that augmentations draw from."""
+    found = []
+    for name, (options, *workers) in CASES.items():
+        is_about_order = any(workers) and "dataset" not in options
+        slow = [pytest.mark.slow] if is_about_order and name not in ON_PROCESSES else []
+        found.append(pytest.param(name, "process", marks=slow))
+        if is_about_order:
+            found.append(pytest.param(name, "thread"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "backend"), placed_cases())
+def test_a_run_goes_on_from_every_batch(case: str, backend: str) -> None:
     """The rest of the epoch and the next one are the same, bit for bit, where the number of workers is another too."""
     options, saved_with, resumed_with = CASES[case]
+    if backend == "thread":
+        options = {**options, "noise": False, "worker_backend": backend}
     if saved_with != resumed_with == 0:
         options = {**options, "noise": False}  # seeds of batches are a matter of workers
     make, resume = maker(saved_with, **options), maker(resumed_with, **options)

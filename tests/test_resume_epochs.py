@@ -160,6 +160,7 @@ def told(state: dict[str, Any]) -> set[int | None]:
     return {epoch for epoch in (*state["dataset_epochs"], *state["set_epochs"]) if epoch is not None}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("part", [part_of_run, part_of_async_run])
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,6 +184,7 @@ def test_a_run_that_is_resumed_again_and_again(kind: str, num_workers: int, pers
     loader.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loader_that_goes_back(kind: str, num_workers: int, persistent: bool) -> None:
@@ -204,6 +206,7 @@ def test_a_loader_that_goes_back(kind: str, num_workers: int, persistent: bool) 
         each.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_runs_after_one_that_was_resumed(kind: str, num_workers: int, persistent: bool) -> None:

@@ -111,6 +111,7 @@ def test_every_collatable_type_is_as_torch_collates_it(backend: Any) -> None:
             assert same(one, other), f"kind {kind}: {one!r} is not {other!r}"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
 def test_batches_are_bit_identical_to_static_ones(on_error: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +250,7 @@ def taken(dataset: Any, **options: Any) -> tuple[list[Any], Any]:
             found.append((type(error), error.args, notes))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
 @pytest.mark.parametrize("bad", [(1,), (3, 12, 9), tuple(range(8, 16)), tuple(range(24))])

@@ -221,6 +221,7 @@ def test_batches_are_counted_where_torch_counts_them(is_stream: bool, num_worker
         assert iterator._num_yielded == 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("_constructor_that_skips")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def take(dataset: Any, **options: Any) -> list[Any]:
     return list(DataLoader(dataset, batch_size=None, collate_fn=lambda sample: sample, **options))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.leaks("asyncio.to_thread keeps threads for later")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("concurrency", [None, 2])
@@ -68,6 +69,7 @@ def test_children_of_samples_hear_signals(kind: Any, concurrency: int | None, pl
     assert take(kind(end_a_child), concurrency=concurrency, **place) == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is nothing to choose from")
 @pytest.mark.parametrize("concurrency", [None, 2])
 @pytest.mark.parametrize("place", PLACES)

@@ -245,6 +245,7 @@ def test_system_exit_in_a_thread_is_told() -> None:
     assert firsts([next(iterator)]) == EXPECTED[10:]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [Thread, ThreadWithOurPid, lambda **how: Thread(**how)], ids=["none", "ours", "made"])
 @pytest.mark.parametrize("persistent_workers", [False, True])
 async def test_a_context_whose_processes_are_threads(kind: Any, persistent_workers: bool) -> None:
@@ -269,6 +270,7 @@ async def test_a_context_whose_processes_are_threads(kind: Any, persistent_worke
     loader.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_a_system_that_has_room_for_few_threads(

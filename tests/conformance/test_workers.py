@@ -62,6 +62,7 @@ def _ends(pid: int) -> bool:
 # --- which worker does what ---
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @same_as_torch("static order", defaults=True)
 def test_batch_i_is_made_by_worker_i_modulo_num_workers(make: Subject, num_workers: int) -> object:

@@ -424,6 +424,7 @@ def read_through(rows: Any, into: Any) -> None:
     into.put((list(rows), len(pickle.dumps(rows))))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("loader_name", ["torch", "ours"])
 def test_workers_read_it(start_method: str, loader_name: str) -> None:
     """With forked, forkserver and spawned workers, of torch's loader and of ours."""

@@ -97,6 +97,13 @@ def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -
     assert "boom" in str(action.error)
 
 
+def test_machines_that_go_are_no_starts_that_failed() -> None:
+    """However many go while their workers are still coming up."""
+    recovery = Recovery(MAP, 1)
+    for _ in range(10):
+        lose(recovery, Gone(is_ready=False, is_lost=True))
+
+
 def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
     """Every other would end in the same way."""
     gone = Gone(was_set_up=False, is_ready=False, exitcode=1, output=bytearray(b"no such module"))

@@ -900,6 +900,16 @@ def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
     assert scheduler.void_count == 1
 
 
+def test_the_end_of_a_stream_lets_go_of_all_that_waited_for_it() -> None:
+    """What lies between two tickets of the worker is handed over as well."""
+    scheduler = make()
+    scheduler.planned("abcd")
+    scheduler.returned(1, 1)
+    assert delivered(scheduler.ready(1, "b")) == []
+    assert delivered(scheduler.exhausted(0, 0)) == ["b"]
+    assert scheduler.gone_count == 3
+
+
 def test_nothing_is_blamed_on_a_worker_that_never_came_up() -> None:
     """It had not begun with any ticket."""
     scheduler = make(max_retries=0)

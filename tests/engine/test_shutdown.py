@@ -40,6 +40,7 @@ def shut_down() -> None:
     assert "asyncloader" not in names()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_left_early", [False, True])
 @pytest.mark.parametrize("backend", ["process", "thread"])
 def test_after_an_epoch(backend: str, is_left_early: bool) -> None:

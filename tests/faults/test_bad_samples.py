@@ -194,6 +194,7 @@ async def test_what_is_mended_is_the_same_every_time() -> None:
     assert len(epochs[0]) == 10
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("limit", [5, 0.2])
 @pytest.mark.parametrize("stop_after", [1, 3, 5])

@@ -49,6 +49,7 @@ def test_an_epoch_with_a_death_is_bit_identical(death: str, tmp_path: Path) -> N
     assert len(deaths(tmp_path)) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
 @pytest.mark.parametrize("prefetch_factor", [1, 4])
 def test_many_deaths_are_recovered(scheduling: str, prefetch_factor: int, tmp_path: Path) -> None:
@@ -235,6 +236,7 @@ def test_a_batch_that_always_kills_ends_in_an_error(max_retries: int, tmp_path: 
     assert len(deaths(tmp_path)) == max_retries + 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("on_crash", ["retry", "raise", "skip"])
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_that_never_come_up_end_in_an_error(on_crash: str, num_workers: int, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ Run = Callable[..., Program]
 pytestmark = pytest.mark.destructors
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_whole_epoch_leaves_nothing_and_says_nothing(run: Run, face: str, num_workers: int) -> None:
@@ -38,6 +39,7 @@ if __name__ == "__main__":
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     "alive",
@@ -162,6 +164,7 @@ starts_threads_late = pytest.mark.skipif(
 )
 
 
+@pytest.mark.covering(2)
 @starts_threads_late
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("has_begun", [True, False], ids=["between epochs", "in an epoch"])
@@ -196,6 +199,7 @@ loader = DataLoader(Numbers(), batch_size=4, num_workers=int(sys.argv[1]), persi
 """
 
 
+@pytest.mark.covering(1)
 @starts_threads_late
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", ["0", "2"])
@@ -306,6 +310,7 @@ begun.wait()
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_daemon_thread_in_a_loop_at_the_end(run: Run, face: str, num_workers: int) -> None:

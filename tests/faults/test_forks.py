@@ -237,6 +237,7 @@ class Importing(Numbers):
 """
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("who", ["first worker", "replacement"])
 def test_fork_while_a_thread_imports(run: Run, face: str, who: str) -> None:
@@ -257,6 +258,7 @@ print(late.number)
     assert (program.returncode, program.out, program.err) == (0, "[0, 1, 7, 7]\n7\n", "")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("who", ["first worker", "replacement"])
 def test_iterating_in_the_body_of_a_module(run: Run, face: str, who: str) -> None:

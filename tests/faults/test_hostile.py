@@ -40,6 +40,7 @@ print(seen == [i for i in range(40) if i not in (8, 9, 10, 11)])
     assert (program.returncode, program.err) == (0, "")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("face", QUICK_FACES)
 @pytest.mark.parametrize(
     "harm",
@@ -67,7 +68,7 @@ print(seen == [i for i in range(40) if i not in (8, 9, 10, 11)])
         "__import__('faulthandler').disable()",
     ],
 )
-def test_harm_that_does_no_harm(run: Run, harm: str, face: str) -> None:
+def test_what_a_dataset_does_to_its_own_process_costs_no_batch(run: Run, harm: str, face: str) -> None:
     """What a dataset does to its own process is its own affair."""
     main = f"""
 import warnings
@@ -108,6 +109,7 @@ print("after")
     assert sorted(program.err.splitlines()) == sorted([f"to stderr {i}" for i in range(8)] * 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("face", QUICK_FACES)
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(

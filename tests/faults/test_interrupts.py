@@ -50,6 +50,7 @@ def interrupt(program: Program, everybody: bool) -> None:
         os.killpg(program.pid, signal.SIGINT)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "everybody", [pytest.param(False, id="group"), pytest.param(True, id="every process", marks=pytest.mark.slow)]
 )

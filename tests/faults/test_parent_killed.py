@@ -22,6 +22,7 @@ WAYS = ["sleep", "busy", "interpreter's lock held", "a loop that swallows everyt
 SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", ["fork", *SLOW_METHODS])
 def test_workers_go_with_a_killed_trainer(start: Callable[..., Program], method: str, way: str) -> None:

@@ -496,6 +496,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", PLACES)
 @pytest.mark.parametrize("kind", [Declared, Telling])
 def test_a_worker_that_hangs_is_replaced(kind: Any, options: dict[str, Any], folder: Path) -> None:

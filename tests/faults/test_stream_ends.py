@@ -79,6 +79,7 @@ class DyingIterator(Dying, Telling):
     deterministic = False
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", DEATHS)
 @pytest.mark.parametrize("kind", [DyingGenerator, DyingAsyncGenerator, DyingIterator])
 def test_a_dying_worker_tells_no_end(kind: Any, how: str, folder: Path) -> None:
@@ -162,6 +163,7 @@ def tell_slowly_without_uvloop(worker: int) -> None:
     tell_slowly(worker)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("init", [tell_slowly, tell_slowly_without_uvloop])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_an_end_counts_from_a_worker_that_lives_on(batch_size: int, init: Callable[[int], None], folder: Path) -> None:
@@ -251,6 +253,7 @@ def numbered(epoch: int) -> list[list[int]]:
     return [[epoch * 100 + number for number in batch] for pair in zip(*halves, strict=True) for batch in pair]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"worker_backend": "thread"}], ids=["processes", "threads"])
 @pytest.mark.parametrize("every", [1, 3, 100])
 def test_epochs_are_numbered_on(every: int, options: dict[str, Any], folder: Path) -> None:

@@ -63,6 +63,7 @@ def test_uneven_streams_are_taken_in_equal_steps(ranks: list[dict[str, Any]], mo
         assert found == expected(mode, lengths, workers), case
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", ["drop", "pad"])
 @pytest.mark.parametrize("steps", [3, 11, 15, 20])

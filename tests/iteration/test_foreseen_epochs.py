@@ -125,6 +125,7 @@ def test_copies_hear_what_they_hear_without(set_to: Any, backend: Any, kind: Any
     assert seen == without
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("draws", [False, True], ids=["", "draws"])
 @pytest.mark.parametrize("set_to", [(0, 1, 2, 7, 3, 4, 9), (0, 1, 2, None, 3, None, 4), (0, 1, None, None)], ids=str)
 def test_one_epoch_at_most_is_told_in_vain(set_to: Any, draws: bool) -> None:

@@ -108,6 +108,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("advances", [False, True], ids=["same epoch", "set_epoch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_else_is_different(kind: str, advances: bool) -> None:
@@ -476,6 +477,7 @@ def epoch_to_its_end(loader: DataLoader[Any]) -> list[Any]:
     return seen + list(iterator)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("batch_size", [None, 2])
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("kind", ANY_KEYS)
@@ -513,6 +515,7 @@ def change_types(sampler: Any) -> None:
     sampler.indices = [float(each) for each in sampler.indices]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize(
     ("make_keys", "change"),

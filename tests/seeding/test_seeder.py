@@ -176,6 +176,7 @@ def test_no_two_batches_of_an_epoch_share_numpys_seed(monkeypatch: pytest.Monkey
     assert all(0 <= word < 1 << 32 for word in words)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("first", [0, 7, (1 << 32) - 40, 1 << 40])
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 100])
 def test_many_seeds_at_once_are_those_of_each_alone(first: int, count: int) -> None:

@@ -137,6 +137,7 @@ def test_rows_are_what_torch_collates(kind: int, pool: SlabPool, slabs: WorkerSl
     assert pool.statistics().leased == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_private", [False, True])
 @pytest.mark.parametrize("kind", range(len(ROWS)))
 def test_samples_can_be_read_again(kind: int, is_private: bool, pool: SlabPool, slabs: WorkerSlabs) -> None:

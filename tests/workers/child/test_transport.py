@@ -104,6 +104,7 @@ class Telling(Squares):
         self.asked = list(state["asked"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [Squares, AwaitedSquares, Telling])
 @pytest.mark.parametrize(
     ("error", "arrives"),

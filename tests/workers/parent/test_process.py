@@ -132,6 +132,7 @@ class Sharing(Squares):
         return index
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("by_value", [False, True], ids=["by reference", "by value"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_what_is_shared_stays_shared(method: str, by_value: bool, monkeypatch: pytest.MonkeyPatch) -> None:

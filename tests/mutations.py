@@ -1,0 +1,253 @@
+"""Plausible defects, put into the library one at a time: the quick tests have to find each.
+
+    python -m tests.mutations                # each of them, with the tests that are near: minutes
+    python -m tests.mutations 3 17           # these; `--slow` runs tests that are slow as well
+
+A defect is a text of a module and what stands there instead. It is made in a copy of the tree, and the first test that
+fails has found it. Docs/testing.md has the table. Whoever moves tests to the slow ones runs this before and after.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = "not (slow or soak or gpu or benchmark or docs or frameworks or services or browser or ray)"
+LIMIT_S = 200
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build", ".*_cache", ".hypothesis")
+
+
+class Mutation(NamedTuple):
+    """A defect.
+
+    Attributes:
+        what: What is wrong, for the table.
+        path: The module in the package.
+        old: Text that is there once.
+        new: What takes its place.
+        tests: Files that are likely to find it.
+    """
+
+    what: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation(
+        "bytes of parked batches are never taken off",
+        "engine/scheduler.py",
+        "            self._parked_bytes -= parked[1]\n",
+        "",
+        "engine/test_scheduler.py",
+    ),
+    Mutation(
+        "a worker at its end loses what its first empty tickets let go",
+        "engine/scheduler.py",
+        "        for ticket in self._take_all(worker):\n            actions += self.ready(",
+        "        for ticket in self._take_all(worker):\n            actions = self.ready(",
+        "engine/test_scheduler.py",
+    ),
+    Mutation(
+        "the last ticket of a dead worker is blamed, not the first",
+        "engine/scheduler.py",
+        "lost.pop(0), policy",
+        "lost.pop(), policy",
+        "engine/test_scheduler.py",
+    ),
+    Mutation(
+        "a worker that rests goes on getting tickets",
+        "engine/scheduler.py",
+        "            self.resting.add(worker)\n            self.roster.hold(worker)\n",
+        "            self.resting.add(worker)\n",
+        "engine/test_scheduler.py",
+    ),
+    Mutation(
+        "the last batch in flight is taken for the awaited one",
+        "engine/scheduler.py",
+        "return min(in_flight, key",
+        "return max(in_flight, key",
+        "engine/test_scheduler.py engine/test_timeouts.py",
+    ),
+    Mutation(
+        "a machine that went counts as a start that failed",
+        "engine/recovery.py",
+        "not (process.is_ready or process.is_lost)\n",
+        "not process.is_ready\n",
+        "engine/test_recovery.py",
+    ),
+    Mutation(
+        "workers that ended with their data are started anew in every run",
+        "engine/recovery.py",
+        "vacant, self._vacant = self._vacant, set()",
+        "vacant = set(self._vacant)",
+        "engine/test_recovery.py faults/test_stream_ends.py",
+    ),
+    Mutation(
+        "a batch goes to a consumer whose loop is closed",
+        "engine/handoff.py",
+        "its loop was closed\n            return False",
+        "its loop was closed\n            return True",
+        "engine/test_handoff.py",
+    ),
+    Mutation(
+        "a state forgets one of several batches that came early",
+        "engine/progress.py",
+        "            while position in ahead:\n",
+        "            if position in ahead:\n",
+        "test_resume_states.py test_resume.py test_iterators.py",
+    ),
+    Mutation(
+        "batches that came early come again after a resume",
+        "iteration/plan.py",
+        "if progress.read in self._done:",
+        "if progress.read in ():",
+        "test_resume_states.py test_resume.py iteration/test_plan.py",
+    ),
+    Mutation(
+        "a batch that a worker keeps is written over",
+        "transport/loans.py",
+        "            self._sent[number] = taken.ref\n",
+        "            pass\n",
+        "transport/test_slab.py",
+    ),
+    Mutation(
+        "every tensor of a slab is read at its beginning",
+        "transport/loans.py",
+        "return taken.loan.number, offset",
+        "return taken.loan.number, 0",
+        "transport/test_codec.py transport/test_rows.py transport/test_slab.py",
+    ),
+    Mutation(
+        "memory that was taken counts as free",
+        "transport/free_list.py",
+        "        self.nbytes -= region.capacity\n",
+        "",
+        "transport/test_slab.py",
+    ),
+    Mutation(
+        "slabs that a worker gives back are lost",
+        "transport/worker_loans.py",
+        "            self.given_up(number)\n        return self._grant(sizes, len(sizes))",
+        "            pass\n        return self._grant(sizes, len(sizes))",
+        "transport/test_worker_loans.py transport/test_slab.py",
+    ),
+    Mutation(
+        "numpy draws alike in all workers",
+        "seeding/seeder.py",
+        "_generate_state(base_seed, worker_id)",
+        "_generate_state(base_seed, 0)",
+        "conformance/test_random_streams.py",
+    ),
+    Mutation(
+        "the state after a resume counts from the beginning",
+        "samplers/ordered.py",
+        "self._state_at(self._run.start + samples * self.num_replicas)",
+        "self._state_at(samples * self.num_replicas)",
+        "samplers/test_elastic.py",
+    ),
+    Mutation(
+        "set_epoch of the same epoch drops a state",
+        "samplers/ordered.py",
+        "        if epoch != self.epoch:\n",
+        "        if epoch >= 0:\n",
+        "samplers test_resume.py",
+    ),
+    Mutation(
+        "a mixture's state forgets that weights have changed",
+        "samplers/mixture.py",
+        "[list(stage) for stage in self.weights]}",
+        "[list(stage) for stage in self.weights[:1]]}",
+        "samplers/test_mixture.py",
+    ),
+    Mutation(
+        "the second number of a pair that random.gauss draws is lost in a state",
+        "iteration/rng_snapshot.py",
+        "_unpacked(words, np.uint32).tolist()), gauss",
+        "_unpacked(words, np.uint32).tolist()), None",
+        "iteration/test_generators.py test_resume_generators.py",
+    ),
+    Mutation(
+        "the next epoch is guessed as before, whatever is set",
+        "iteration/foresight.py",
+        "        self._told_steps = [_told_step(*pair)",
+        "        self._told_steps = self._told_steps or [_told_step(*pair)",
+        "iteration/test_foresight.py iteration/test_foreseen_epochs.py",
+    ),
+    Mutation(
+        "a sample that overlaps forgets its place in the epoch",
+        "workers/child/overlap.py",
+        "        job.first = first\n",
+        "",
+        "workers/child/test_overlap_loop.py seeding/test_samples.py",
+    ),
+    Mutation(
+        "a concatenation is gathered though one part cannot be",
+        "workers/child/gather.py",
+        "return all(map(is_in_memory, dataset.datasets))",
+        "return any(map(is_in_memory, dataset.datasets))",
+        "workers/child/test_gather.py",
+    ),
+    Mutation(
+        "samples that were unlike are taken for alike at once",
+        "engine/slicer.py",
+        "            self._least_alike = _ALIKE_AFTER_MISS\n",
+        "            pass\n",
+        "engine/test_slicer.py engine/test_split.py test_split.py",
+    ),
+)
+
+
+def found_by(mutation: Mutation, tree: Path, *, slow: bool) -> str:
+    """Put a defect into the tree; return the test that finds it, "" if none does."""
+    module = tree / "asyncloader" / mutation.path
+    text = module.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.path} has {text.count(mutation.old)} times {mutation.old!r}"
+    module.write_text(text.replace(mutation.old, mutation.new))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(() if slow else ("-m", QUICK))]
+    command += [f"tests/{name}" for name in mutation.tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"they hang: {mutation.tests}"
+    finally:
+        module.write_text(text)
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    hung = re.search(r"File \".*/(tests/\S*test_\w+\.py)\", line \d+ in (test_\w+)", done.stderr)
+    if hung and not failed:
+        return f"{hung[1]}::{hung[2]} hangs"
+    return failed[1] if failed else f"exit code {done.returncode}: {done.stderr[-500:]}"
+
+
+def main() -> None:
+    """Try the mutations, and tell who finds them."""
+    chosen = [int(argument) for argument in sys.argv[1:] if argument.isdigit()] or range(1, len(MUTATIONS) + 1)
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
+        for number in chosen:
+            began, mutation = time.monotonic(), MUTATIONS[number - 1]
+            found = found_by(mutation, tree, slow="--slow" in sys.argv)
+            missed += not found
+            print(f"{number:2} {mutation.what}: {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", flush=True)
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
