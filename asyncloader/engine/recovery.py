@@ -61,7 +61,8 @@ class Policy(NamedTuple):
 
     Attributes:
         replaceable: Whether another process can always take the place of a worker that died: not so with iterable
-            datasets, whose workers hold a position in the data, unless they can be read again.
+            datasets, whose workers hold a position in the data, unless they can be read again. One that was not
+            ready had read nothing, and is replaced all the same.
         is_stream: The dataset is iterable.
         stays: Workers cannot come and go: it matters who makes a batch.
         tells_place: A worker of a stream can be replaced as soon as it has told a state.
@@ -159,7 +160,7 @@ class Recovery:
             return [GiveUp(_no_start(process))]
         if self._failed_starts > self.num_workers + 2:
             return [GiveUp(_failed_starts(process, self._failed_starts))]
-        if not self._can_replace(start):
+        if process.is_ready and not self._can_replace(start):
             return self._lose_for_good(process)
         return [Lose(process.worker_id, partial(_death, process), was_ready=is_blamed, rest_s=self._rest_s())]
 

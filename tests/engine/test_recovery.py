@@ -69,6 +69,14 @@ def test_one_that_was_not_ready_had_begun_with_nothing() -> None:
     assert not lose(Recovery(MAP, 2), Gone(is_ready=False)).was_ready
 
 
+@pytest.mark.parametrize("start", [None, Start()])
+def test_one_that_was_not_ready_is_replaced_in_any_stream(start: Start | None) -> None:
+    """It had read nothing: another one that begins there is exact."""
+    recovery = Recovery(STREAM._replace(tells_place=False), 2)
+    assert lose(recovery, Gone(is_ready=False), start).replaceable
+    assert not recovery.has_lost
+
+
 @given(num_workers=st.integers(1, 8), losses=st.integers(1, 40))
 def test_a_storm_backs_off_and_an_outcome_ends_it(num_workers: int, losses: int) -> None:
     """One loss for each worker and two more are calm; then each rest is twice the last, a second at most."""

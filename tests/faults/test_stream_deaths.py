@@ -8,6 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -661,3 +662,27 @@ def test_a_death_that_is_raised_is_no_loss(folder: Path) -> None:
     with pytest.raises(WorkerDiedError) as caught:
         list(iterator)
     assert not any("not replaced" in note for note in getattr(caught.value, "__notes__", []))
+
+
+class Plain(IterableDataset[int]):
+    """A stream without a state."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(info.id, 12, info.num_workers))
+
+
+def _die_once(folder: Path, worker: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        (folder / f"open {worker}").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("on_crash", ["retry", "skip"])
+def test_a_worker_that_had_not_opened_a_stream_is_replaced(on_crash: Any, tmp_path: Path) -> None:
+    """Whatever is known of places in the stream: it had read nothing."""
+    (tmp_path / "open 1").touch()
+    loader = DataLoader(Plain(), 2, num_workers=2, on_crash=on_crash, worker_init_fn=partial(_die_once, tmp_path))
+    assert [batch.tolist() for batch in loader] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
+    assert loader.stats().replacements == 1
