@@ -11,6 +11,7 @@ from collections.abc import Callable, Set
 from typing import Any, TypeAlias
 
 from asyncloader.workers.backend import Backend
+from asyncloader.workers.protocol.messages import KeysRefused
 
 Refuse: TypeAlias = Callable[[int, int, Exception], None]
 
@@ -56,9 +57,9 @@ class Outbox:
     def _send(self, worker: int, tickets: list[tuple[int, Any]], refuse: Refuse) -> None:
         try:
             self._pool.send(worker, tickets)
-        except Exception as error:
+        except KeysRefused as refused:  # any other error is one of ours: part of it may have been sent
             if len(tickets) == 1:
-                refuse(worker, tickets[0][0], error)
+                refuse(worker, tickets[0][0], refused.error)
                 return
             for ticket in tickets:
                 self._send(worker, [ticket], refuse)

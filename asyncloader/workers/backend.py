@@ -139,7 +139,11 @@ class Backend(Protocol):
         """
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
-        """Give the worker tickets."""
+        """Give the worker tickets.
+
+        Raises:
+            KeysRefused: if keys cannot be pickled. Nothing was sent.
+        """
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""

@@ -28,7 +28,15 @@ from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import RemoteError, with_notes
 from asyncloader.workers.protocol.frames import BadFrame
-from asyncloader.workers.protocol.messages import EpochSpec, Kind, Slice, Together, WorkerSpec, pack_tickets
+from asyncloader.workers.protocol.messages import (
+    EpochSpec,
+    KeysRefused,
+    Kind,
+    Slice,
+    Together,
+    WorkerSpec,
+    pack_tickets,
+)
 from asyncloader.workers.protocol.original import Forked, Original
 from asyncloader.workers.protocol.outcome import OUTCOMES, unpack
 from asyncloader.workers.protocol.pickle_paths import say_large, say_unpicklable
@@ -252,7 +260,7 @@ class Pool:
             self._show(of_worker, tickets)
         try:
             body = pack_tickets(tickets, loans)
-        except Exception:  # what the sampler yielded; nothing was sent
+        except KeysRefused:  # nothing was sent
             self._outstanding[worker] -= len(tickets)
             for loan in loans:
                 of_worker.given_up(loan.number)

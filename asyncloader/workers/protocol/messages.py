@@ -118,13 +118,31 @@ def _travelling(keys: Any) -> Any:
     return keys.travelling()
 
 
+class KeysRefused(Exception):
+    """What the sampler yielded for some tickets cannot be pickled.
+
+    Args:
+        error: Why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 def pack_tickets(tickets: Sequence[tuple[int, Any]], loans: Sequence[Any]) -> tuple[bytes, bytes, bytes]:
     """Return the body of TICKETS, in parts. The keys are the user's: a pickle of their own, which may not come out.
 
     One for all of them: a pickle for each ticket would take a microsecond more on each side.
+
+    Raises:
+        KeysRefused: if the keys do not go in either.
     """
-    batches = [_travelling(keys) if type(keys) in _PACKED else keys for _, keys in tickets]
-    return *_numbered([seq for seq, _ in tickets], loans), pickle.dumps(batches, 5)
+    numbered = _numbered([seq for seq, _ in tickets], loans)
+    try:
+        return *numbered, pickle.dumps([_travelling(keys) if type(keys) in _PACKED else keys for _, keys in tickets], 5)
+    except Exception as error:
+        raise KeysRefused(error) from None
 
 
 def _numbered(seqs: list[int], loans: Sequence[Any]) -> tuple[bytes, bytes]:

@@ -1,0 +1,48 @@
+"""Tickets on their way to workers: what the user's keys refuse, and what fails in our own code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asyncloader.engine.outbox import Outbox
+from asyncloader.workers.protocol.messages import pack_tickets
+
+
+class Sends:
+    """A pool that pickles tickets, and keeps what it has sent."""
+
+    def __init__(self) -> None:
+        self.processes = {0: None}
+        self.sent: list[int] = []
+        self.is_broken = False
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
+        pack_tickets(tickets, ())
+        self.sent += [seq for seq, _ in tickets]
+        if self.is_broken:
+            raise ValueError("behind the first of them")
+
+
+def test_keys_that_cannot_be_pickled_are_refused_alone() -> None:
+    """The others are sent."""
+    pool, refused = Sends(), []
+    outbox = Outbox(pool)  # type: ignore[arg-type]
+    for seq, keys in enumerate([[0], [lambda: 0], [2]]):
+        outbox.put(0, seq, keys)
+    outbox.flush(lambda worker, seq, error: refused.append((worker, seq)))
+    assert (pool.sent, refused) == ([0, 2], [(0, 1)])
+
+
+def test_what_fails_after_that_is_nobodys_keys() -> None:
+    """Tickets may be on their way: they are neither refused nor sent again."""
+    pool, refused = Sends(), []
+    pool.is_broken = True
+    outbox = Outbox(pool)  # type: ignore[arg-type]
+    for seq in range(2):
+        outbox.put(0, seq, [seq])
+    with pytest.raises(ValueError, match="behind"):
+        outbox.flush(lambda worker, seq, error: refused.append((worker, seq)))
+    assert (pool.sent, refused) == ([0, 1], [])
