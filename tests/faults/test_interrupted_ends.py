@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.engine.portal import get_portal
+from asyncloader.workers.parent.launching import handlers_wait
 from tests.faults.test_interrupts_everywhere import CtrlC
 
 pytestmark = pytest.mark.skipif(
@@ -130,3 +132,49 @@ def test_a_task_is_woken_wherever_an_interrupt_hits(options: dict[str, Any]) -> 
                 loop.run_until_complete(take(iterator, seen))
             assert seen == [0, 1], moment
             iterator.close()
+
+
+def test_handlers_of_signals_are_there_again_wherever_an_interrupt_hits() -> None:
+    """They wait while a process is launched. One that raises when they are set again keeps none of the others out."""
+    numbers, came = (signal.SIGUSR1, signal.SIGUSR2), []
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
+    try:
+        moment = uninterrupted = 0
+        while uninterrupted < 3:
+            moment += 1
+            interrupt = CtrlC(moment)
+            with contextlib.suppress(KeyboardInterrupt), interrupt, handlers_wait():
+                pass
+            uninterrupted += interrupt.left > 0
+            came.clear()
+            for number in numbers:
+                signal.raise_signal(number)
+            assert came == [*numbers], moment
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_handler_that_raises_keeps_no_other_signal_out() -> None:
+    """Both have come while a process was launched; the first one's handler raises."""
+
+    class Preempted(Exception):
+        pass
+
+    def preempt(number: int, frame: object) -> None:
+        raise Preempted
+
+    came: list[int] = []
+    before = [
+        (signal.SIGUSR1, signal.signal(signal.SIGUSR1, preempt)),
+        (signal.SIGUSR2, signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))),
+    ]
+    try:
+        with pytest.raises(Preempted), handlers_wait():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
+        assert came == [signal.SIGUSR2]
+        assert signal.getsignal(signal.SIGUSR1) is preempt
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -117,22 +117,34 @@ def handlers_wait() -> Iterator[None]:
         yield
         return
     came: list[int] = []
+    is_over = False
+
+    def wait(number: int, frame: Any) -> None:
+        if is_over:  # another handler has raised before its own was set again
+            waiting[number](number, frame)
+        else:
+            came.append(number)
+
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     # The handler that asyncio and uvloop set does nothing; they hear of signals in another way.
-    waiting = {
+    waiting: dict[int, Any] = {
         number: handler
         for number, handler in handlers.items()
         if callable(handler) and not getattr(handler, "__name__", "").endswith("sighandler_noop")
     }
     try:
         for number in waiting:
-            signal.signal(number, lambda number, frame: came.append(number))
+            signal.signal(number, wait)
         yield
     finally:
-        for number, handler in waiting.items():
-            signal.signal(number, handler)
-        for came_number in came:
-            signal.raise_signal(came_number)
+        is_over = True
+        try:
+            with masked(signal.SIG_BLOCK, came):  # all at once: those behind one that raises come at the next look
+                for number in came:
+                    signal.raise_signal(number)
+        finally:
+            for number, handler in waiting.items():
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
