@@ -21,6 +21,6 @@ Nothing hangs in any of them, and no child, thread, descriptor, memfd, mapping o
 which something happens) are dimensions that several properties share. A dimension of one property is in its module.
 """
 
-from tests.faults.chaos.soak import OFF, PROPERTIES, draw, seed_of_the_clock, soak
+from tests.faults.chaos.soak import PROPERTIES, draw, seed_of_the_clock, soak
 
-__all__ = ["OFF", "PROPERTIES", "draw", "seed_of_the_clock", "soak"]
+__all__ = ["PROPERTIES", "draw", "seed_of_the_clock", "soak"]

@@ -43,15 +43,12 @@ PROPERTIES: dict[str, type[Any]] = {
     "mismatched": mismatched.Plan,
     "broken": broken.Plan,
 }
-OFF = frozenset({"interrupted"})
-"""Properties that are played only if they are named: they are known not to hold yet."""
 
 
 def draw(seed: int, place: str | None = None, name: str | None = None) -> tuple[str, Plan]:
     """Draw a run; its property as well, if that is not said."""
     if name is None:
-        on = [each for each in PROPERTIES if each not in OFF]
-        name = random.Random(f"{seed} property").choice(on)
+        name = random.Random(f"{seed} property").choice(list(PROPERTIES))
     return name, PROPERTIES[name].draw(seed, place)
 
 
