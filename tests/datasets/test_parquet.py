@@ -213,6 +213,7 @@ async def test_closing_ends_the_threads_that_wait(monkeypatch: pytest.MonkeyPatc
         client.ranges.read("0.parquet", 0, 1, Version(1, ""))
 
 
+@pytest.mark.forked("fsspec's files in memory are those of a process and of its copies")
 def test_through_fsspec(paths: list[Path]) -> None:
     """What only fsspec knows: files in memory, for example."""
     import fsspec
