@@ -16,7 +16,10 @@ from torch.utils.data import IterableDataset
 from asyncloader import BatchTimeoutError, DataLoader
 from tests.faults.datasets import Augmented, plain
 
-pytestmark = pytest.mark.usefixtures("patient_stacks")
+pytestmark = [
+    pytest.mark.usefixtures("patient_stacks"),
+    pytest.mark.forked("limits are short: a worker of the fork server imports this module in that time, and pytest"),
+]
 
 FACES = ["for", "async for"]
 TIMEOUT_S = 0.4

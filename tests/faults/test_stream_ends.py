@@ -275,7 +275,9 @@ def test_epochs_are_numbered_on(every: int, options: dict[str, Any], folder: Pat
 
 def lose(iterator: Any, worker: int) -> None:
     """Kill a worker, or abandon it as one that hangs, and wait until that is known."""
-    before = iterator._session.pool.processes[worker]
+    processes = iterator._session.pool.processes
+    wait_until(lambda: worker in processes)  # the last one's successor may be on its way
+    before = processes[worker]
     if not before.is_alive:  # it was lost after its last batch, and the epoch needs it no more
         return
     if before.pid == os.getpid():
