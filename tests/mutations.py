@@ -126,7 +126,7 @@ MUTATIONS = (
         "transport/loans.py",
         "return taken.loan.number, offset",
         "return taken.loan.number, 0",
-        "transport/test_codec.py transport/test_rows.py transport/test_slab.py",
+        "transport/test_slab.py",
     ),
     Mutation(
         "memory that was taken counts as free",
@@ -175,7 +175,7 @@ MUTATIONS = (
         "iteration/rng_snapshot.py",
         "_unpacked(words, np.uint32).tolist()), gauss",
         "_unpacked(words, np.uint32).tolist()), None",
-        "iteration/test_generators.py test_resume_generators.py",
+        "iteration/test_rng_snapshot.py iteration/test_generators.py test_resume_generators.py",
     ),
     Mutation(
         "the next epoch is guessed as before, whatever is set",

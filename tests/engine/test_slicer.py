@@ -82,3 +82,17 @@ def test_the_window_is_counted_in_batches_where_all_workers_share_one() -> None:
     assert Slicer.window(slices=16, tickets=8, prefetch_factor=2) == 2
     assert Slicer.window(slices=1, tickets=8, prefetch_factor=2) == 8
     assert Slicer.window(slices=3, tickets=16, prefetch_factor=2) == 6
+
+
+def test_samples_that_were_unlike_have_to_be_alike_for_long() -> None:
+    """The first slice decides; after a miss 64 slices in a row do."""
+    slicer = Slicer()
+    slicer.told("a row", missed=False)
+    assert slicer.layout == "a row"
+    slicer.told("another", missed=True)
+    seen = []
+    for _ in range(64):
+        seen.append(slicer.layout)
+        slicer.told("another", missed=False)
+    assert seen == [None] * 64
+    assert slicer.layout == "another"

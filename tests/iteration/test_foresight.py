@@ -27,7 +27,8 @@ from torch.utils.data import (
 )
 
 from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, WorkerDiedError, sample_rng
-from asyncloader.iteration.foresight import Foresight
+from asyncloader.epochs import Told
+from asyncloader.iteration.foresight import Foresight, Guess
 from asyncloader.samplers import ElasticSampler
 
 LENGTH = 23
@@ -644,3 +645,12 @@ def test_what_a_sampler_raises_stands_in_its_place() -> None:
         seen.append(log)
     assert seen[0] == seen[1]
     assert "not now" in seen[1]
+
+
+def test_the_next_epoch_is_guessed_by_the_latest_step() -> None:
+    """Whatever the steps before were."""
+    guess = Guess(DataLoader(range(4))._settings())
+    guess.learn([0], [Told(0, 1)], [1], [Told(1, 2)])
+    assert (guess.samplers([1]), guess.dataset([Told(1, 2)])) == ([2], (Told(2, 3),))
+    guess.learn([1], [Told(1, 2)], [6], [Told(6, 3)])
+    assert (guess.samplers([6]), guess.dataset([Told(6, 3)])) == ([11], (Told(11, 4),))

@@ -58,6 +58,10 @@ def array_in_slab(number: int) -> np.ndarray[Any, Any]:
     return collated(number).numpy()
 
 
+def end_of_an_array_in_slab(number: int) -> np.ndarray[Any, Any]:
+    return default_collate([torch.full((FLOATS // 4,), float(number + row)) for row in range(4)]).numpy()[2:]
+
+
 kept_in_worker: list[torch.Tensor] = []
 
 
@@ -289,6 +293,15 @@ def test_an_array_over_a_slab_is_not_copied(pool: SlabPool) -> None:
         assert is_in_arena(pool, torch.from_numpy(array))
         array += 1
         assert (array == 3).all()
+        del array
+
+
+def test_a_part_of_an_array_over_a_slab_begins_where_it_began(pool: SlabPool) -> None:
+    """What lies before it in the slab is not taken for it."""
+    with worker(pool, end_of_an_array_in_slab) as made:
+        array = made.get(5)
+        assert is_in_arena(pool, torch.from_numpy(array))
+        assert [set(row) for row in array.tolist()] == [{7.0}, {8.0}]
         del array
 
 

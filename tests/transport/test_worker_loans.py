@@ -68,6 +68,13 @@ def test_what_was_used_is_lent_again(loans: WorkerLoans) -> None:
         assert held(loans) == loans._num_held == Counter({128 * KiB: 8, 16 * KiB: 4})
 
 
+def test_what_a_worker_returns_is_no_longer_on_loan(loans: WorkerLoans) -> None:
+    """It asks for something else, and names what it has no use for."""
+    (useless,) = loans.grant([64 * KiB], [])
+    loans.grant([128 * KiB], [useless.number])
+    assert held(loans) == Counter({128 * KiB: 1})
+
+
 def test_sizes_that_change(loans: WorkerLoans) -> None:
     """The largest of the last few is likely, until so many were alike."""
     make(loans, 256 * KiB)

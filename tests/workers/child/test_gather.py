@@ -20,6 +20,7 @@ from asyncloader.datasets import ArrayDataset
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.whole import Rows, Whole
 from asyncloader.workers.child.fetch import make_fetcher
+from asyncloader.workers.child.gather import is_in_memory
 
 LENGTH = 20
 
@@ -426,3 +427,10 @@ def test_who_has_no_samples_is_not_asked_for_them(way: dict[str, Any]) -> None:
     assert next(iterator)["index"].tolist() == [0, 1, 2, 3]
     with pytest.raises(KeyError, match="in the batch"):
         next(iterator)
+
+
+def test_a_concatenation_is_in_memory_if_all_of_its_parts_are() -> None:
+    """Otherwise keys come as they are, one by one."""
+    rows = TensorDataset(torch.arange(3))
+    assert is_in_memory(ConcatDataset([rows, rows]))
+    assert not is_in_memory(ConcatDataset([rows, range(3)]))  # type: ignore[list-item]
