@@ -277,13 +277,13 @@ def test_a_system_that_has_room_for_few_threads(
     place: dict[str, Any], room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those that there are get all samples; where there is none, that is the error of each batch, and no wait."""
-    start, lanes = threads.start, []
+    start, started = threads.start, []
 
     def start_few(target: Callable[[], object], name: str) -> threading.Thread:
-        if "lane" in name:
-            if len(lanes) >= room * (place["num_workers"] if "worker_backend" in place else 1):
+        if "sample thread" in name:
+            if len(started) >= room * (place["num_workers"] if "worker_backend" in place else 1):
                 raise RuntimeError("can't start new thread")
-            lanes.append(name)
+            started.append(name)
         return start(target, name)
 
     monkeypatch.setattr(threads, "start", start_few)

@@ -156,7 +156,8 @@ class OverlapLoop:
         if spec.is_async:
             self._overlap = TaskFetcher(dataset, whole, *common)
         else:
-            self._overlap = ThreadFetcher(dataset, whole, spec.num_workers, spec.origin, *common)
+            origin = None if spec.num_workers else spec.origin  # a thread of a worker inherits that of the worker
+            self._overlap = ThreadFetcher(dataset, whole, origin, *common)
 
     # -------------------------------------------------------------------------------------------------- serving
 
