@@ -30,7 +30,7 @@ from typing import Self
 import psutil
 
 PATIENCE_S = 10.0  # for a busy machine: only what is left in the end costs so much
-COLLECT_AFTER_S = (0.1, 0.5, 1.0, 2.0, math.inf)
+COLLECT_AFTER_S = (0.1, 0.5, 1.0, 2.0, 4.0, 7.0, math.inf)  # timers of some seconds hold what is garbage then
 SHM = Path("/dev/shm")
 HEAP = "/pym-"
 
