@@ -93,7 +93,7 @@ class Program:
         return [batch.tolist() for batch in self.loader]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("sampler", "how", "way"), CASES)
 def test_a_run_is_resumed_at_every_batch(sampler: str, how: str, way: str) -> None:
     """The rest of the epoch, and the epoch after it, are those of the run that was not interrupted."""
