@@ -40,6 +40,8 @@ class Injected(RuntimeError):
 class LoopTracer:
     """Sees which functions of the engine the loop thread calls; one of them may raise at one of its calls.
 
+    Generator expressions are left out: one that is left early is closed by a call, and what that raises goes nowhere.
+
     Args:
         target: The function that raises, by its qualified name.
         call: At which of its calls, from 1.
@@ -60,8 +62,10 @@ class LoopTracer:
         get_portal().call(sys.settrace, None).result(HANG_S)
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> None:
-        if frame.f_code.co_filename.startswith(ROOMS) and frame.f_code.co_qualname not in TRUSTED:
-            name = qualified(frame.f_code)
+        code = frame.f_code
+        is_ours = code.co_filename.startswith(ROOMS) and code.co_qualname not in TRUSTED
+        if is_ours and code.co_name != "<genexpr>":
+            name = qualified(code)
             self.seen.add(name)
             if name == self._target and not self.has_raised:
                 self._left -= 1
