@@ -343,6 +343,7 @@ def test_a_copy_that_is_made_while_the_trainer_sets_an_epoch(first: int | None) 
     del dataset.loader
 
 
+@pytest.mark.forked("a copy that is pickled has heard what its dataset had when the first worker was started")
 @pytest.mark.parametrize("how", ["resize", "renew"])
 def test_each_copy_hears_what_those_that_stay_hear(how: str) -> None:
     """Not twice of one epoch, nor of one that is over, where it is made between two runs or in the run."""

@@ -106,6 +106,7 @@ class Leaking(Drawing):
         return super().__getitem__(index)
 
 
+@pytest.mark.forked("what is patched is patched in the workers")
 def test_a_worker_that_grows_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has much more than it may have; `stats()` says what each has."""
     monkeypatch.setattr(private, "_LOOK_S", 0.0)

@@ -340,6 +340,7 @@ def test_samplers_are_iterated_over_as_often_as_without_a_state(num_workers: int
     assert again.begun == fresh.begun
 
 
+@pytest.mark.forked("events of multiprocessing are not sent")
 def test_out_of_order_with_a_sampler_that_has_a_state() -> None:
     """Batches that came early are not made again."""
 

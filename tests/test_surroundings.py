@@ -105,6 +105,7 @@ class Rows:
         return int(self.connection.execute(query, (index,)).fetchone()[0] + self.local.offset)
 
 
+@pytest.mark.forked("that is what it is about")
 @pytest.mark.parametrize("is_main", [True, False], ids=["main thread", "another thread"])
 def test_forked_workers_are_copies_of_the_thread_that_iterates(is_main: bool, tmp_path: Path) -> None:
     """What belongs to it works there: a connection to SQLite, which looks at the thread's identity, a thread-local."""

@@ -213,6 +213,7 @@ def collate_money(batch: list[Money], *, collate_fn_map: Any = None) -> Tensor:
     return torch.tensor([money.cents for money in batch])
 
 
+@pytest.mark.forked("the map of collate functions is changed in this process")
 @ANY_WORKERS
 def test_default_collate_extended(take: Take, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A type of one's own is collated by a function of one's own, or by an entry in torch's map of functions."""

@@ -134,8 +134,8 @@ def test_what_belongs_together_is_read_together() -> None:
     long = "folder/" + "long" * 60 + ".txt"
     archive = (
         member("all", record(b"path=no.txt"), tarfile.XGLTYPE)
-        + pax(record(b"path=" + long.encode()), record(b"size=3"))
         + member("link", b"somewhere\0", tarfile.GNUTYPE_LONGLINK)
+        + pax(record(b"path=" + long.encode()), record(b"size=3"))
         + header("short.txt", 5)
         + b"one" + bytes(509)
         + member("name", b"two.txt\0 what is behind it", tarfile.GNUTYPE_LONGNAME)

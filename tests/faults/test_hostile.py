@@ -73,7 +73,8 @@ def test_what_a_dataset_does_to_its_own_process_costs_no_batch(run: Run, harm: s
     main = f"""
 import warnings
 kept = []
-warnings.simplefilter("ignore", ResourceWarning)  # of the user's own
+for category in (ResourceWarning, DeprecationWarning):  # of the user's own
+    warnings.simplefilter("ignore", category)
 class Harmful(Numbers):
     def __getitem__(self, index):
         if index % 10 == 0:

@@ -89,8 +89,8 @@ def test_too_few_descriptors_for_the_first_loader(run: Run, limit: int) -> None:
 import resource
 import asyncloader
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, hard))
 loader = DataLoader(Numbers(), batch_size=4, num_workers=2)
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, hard))
 try:
     list(loader)
 except asyncloader.WorkerStartError as error:

@@ -152,7 +152,8 @@ def _reduce(obj: Any, is_launching: bool) -> Any:
     if is_launching:
         return NotImplemented
     if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
-        if obj.is_shared():
+        untyped = obj._untyped_storage if isinstance(obj, torch.TypedStorage) else obj  # the typed one's method warns
+        if untyped.is_shared():
             raise _AtLaunchError
     elif type(obj) in _registered() and not isinstance(obj, _ANY_TIME):
         raise _AtLaunchError
