@@ -645,7 +645,7 @@ async def test_keys_that_cannot_be_sent(face: str) -> None:
     assert [result for result in results if isinstance(result, list)] == [[0], [2], [4]]
     assert str(results[1]) == "this key stays here"
     assert any("Unfriendly whose repr raised RuntimeError" in note for note in results[1].__notes__)
-    assert "lambda" in results[3].__notes__[0]
+    assert any("lambda" in note for note in results[3].__notes__)
 
 
 class Undescribed(Numbers):
