@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from asyncloader import DataLoader
+from tests import generators
 
 LENGTH = 18
 BATCH = 4
@@ -73,21 +74,10 @@ class Program:
     """A program with its generators and a loader."""
 
     def __init__(self, sampler: str, seed: int, options: dict[str, Any]) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
+        generators.seed_all(seed)
         self.own = torch.Generator().manual_seed(seed)
         made = SAMPLERS[sampler](self.own)
         self.loader = DataLoader(range(1000), BATCH, sampler=made, generator=self.own, **options)  # type: ignore[arg-type]
-
-    def save(self) -> Any:
-        return random.getstate(), np.random.get_state(), torch.get_rng_state(), self.own.get_state()
-
-    def restore(self, saved: Any) -> None:
-        random.setstate(saved[0])
-        np.random.set_state(saved[1])
-        torch.set_rng_state(saved[2])
-        self.own.set_state(saved[3])
 
     def epoch(self) -> list[Any]:
         return [batch.tolist() for batch in self.loader]
@@ -110,13 +100,13 @@ def test_a_run_is_resumed_at_every_batch(sampler: str, how: str, way: str) -> No
         iterator = iter(program.loader)
         for _ in range(done):
             next(iterator)
-        state, saved = json.loads(json.dumps(program.loader.state_dict())), program.save()
+        state, saved = json.loads(json.dumps(program.loader.state_dict())), generators.save(program.own)
         if how != "in place":
             iterator.close()  # type: ignore[attr-defined]
             program.loader.close()
             program = Program(sampler, 2, now)
         if how == "restored":
-            program.restore(saved)
+            generators.restore(saved, program.own)
         program.loader.load_state_dict(state)
         assert program.epoch() == epochs[1][done:], f"after {done} batches"
         assert program.epoch() == epochs[2], f"after {done} batches"

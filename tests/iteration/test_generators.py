@@ -31,6 +31,7 @@ from asyncloader.iteration.runs import Runs
 from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
 from asyncloader.seeding import turns
 from asyncloader.settings import Settings
+from tests import generators
 from tests.iteration.giving import give
 
 LENGTH = 11
@@ -146,22 +147,10 @@ class Trainer:
     """A program with its generators, of which the loader's own is one; as fresh as a new process."""
 
     def __init__(self, sampler: str, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
+        generators.seed_all(seed)
         self.own = torch.Generator().manual_seed(seed)
         self.options = {"batch_size": BATCH, **SAMPLERS[sampler](self.own)}
         self.runs = Runs()
-
-    def save(self) -> Any:
-        """Return what resume.md tells a trainer to save beside the loader's state."""
-        return random.getstate(), np.random.get_state(), torch.get_rng_state(), self.own.get_state()
-
-    def restore(self, saved: Any) -> None:
-        random.setstate(saved[0])
-        np.random.set_state(saved[1])
-        torch.set_rng_state(saved[2])
-        self.own.set_state(saved[3])
 
     def settings(self) -> Settings:
         return DataLoader(range(100), **self.options)._settings()
@@ -244,11 +233,11 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str
         for done in range(len(keys) + 1):
             for ahead in {done % 2, len(keys) - done + 1}:  # the end of the sampler is one more answer
                 trainer, state = stopped(sampler, done, ahead, inline=was_inline)
-                saved = trainer.save()
+                saved = generators.save(trainer.own)
                 if how != "in place":
                     trainer = Trainer(sampler, 2)
                 if how == "restored":
-                    trainer.restore(saved)
+                    generators.restore(saved, trainer.own)
                 elif how == "in part":
                     torch.set_rng_state(saved[2])
                 where = f"{done} done, {ahead} ahead, inline {was_inline} -> {is_inline}"
@@ -268,9 +257,9 @@ def test_what_the_trainer_draws_beside_the_loader_is_accounted_for(sampler: str)
         for done in range(1, len(keys) + 1):
             for ahead in {0, len(keys) - done + 1}:
                 trainer, state = stopped(sampler, done, ahead, inline=was_inline, draws=True)
-                saved = trainer.save()
+                saved = generators.save(trainer.own)
                 trainer = Trainer(sampler, 2)
-                trainer.restore(saved)
+                generators.restore(saved, trainer.own)
                 where = f"{done} done, {ahead} ahead, inline {was_inline} -> {is_inline}"
                 assert trainer.epoch(state, inline=is_inline, draws=True) == (seeds, keys[done:]), where
                 assert trainer.epoch(inline=is_inline, draws=True) == following, where
@@ -290,7 +279,7 @@ def test_a_state_that_is_taken_while_the_sampler_draws() -> None:
         def interrupted(index: int) -> int:
             drawn = drawing(index)  # noqa: B023
             if index == number:  # noqa: B023
-                taken.append((start.checkpointer.state_dict(), trainer.save()))  # noqa: B023
+                taken.append((start.checkpointer.state_dict(), generators.save(trainer.own)))  # noqa: B023
             return drawn
 
         lazily.draw = interrupted
@@ -301,7 +290,7 @@ def test_a_state_that_is_taken_while_the_sampler_draws() -> None:
         list(start.plan)
         ((state, saved),) = taken
         resumed = Trainer(sampler, 2)
-        resumed.restore(saved)
+        generators.restore(saved, resumed.own)
         assert resumed.epoch(state, inline=False) == (seeds, keys[state["position"] :])
 
 
@@ -314,7 +303,7 @@ def test_a_state_of_an_earlier_version_goes_on_with_the_same_samples(caplog: pyt
     del state["asked"]
     check(state, trainer.settings())
     resumed = Trainer("replacement", 2)
-    resumed.restore(trainer.save())
+    generators.restore(generators.save(trainer.own), resumed.own)
     assert resumed.epoch(state, inline=False) == (seeds, keys[1:])
     assert "The state is of an earlier version of asyncloader" in caplog.text
 

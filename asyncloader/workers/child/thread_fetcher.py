@@ -161,8 +161,8 @@ class ThreadFetcher(Base):
                 job.samples[position] = self._awaited(sample) if hasattr(type(sample), "__await__") else sample
         except BaseException as error:
             if position == sample_context.BATCH and self._may_go_on(error) and has_samples(self._dataset):
-                for single in range(job.count):
-                    self._get(job, single)
+                for single in range(job.count):  # to find out which are good
+                    self._samples.put((job, single))
                 return
             if position == sample_context.BATCH or not self._may_go_on(error):
                 self._tell(self._on_bad, job, position, error)

@@ -20,7 +20,7 @@ from typing import Any
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.portal import get_portal
-from tests.faults.chaos import generators
+from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing
 from tests.faults.chaos.left import nobody_left
 from tests.faults.chaos.resumed import Crew

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from asyncloader import DataLoader, LoaderClosedError
-from tests.faults.chaos import generators
+from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing
 from tests.faults.chaos.left import nothing_left
 from tests.faults.chaos.resumed import PLACES, Crew

@@ -31,7 +31,7 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     WeightedSampler,
 )
-from tests.faults.chaos import generators
+from tests import generators
 from tests.faults.chaos.chaotic import Drawing
 from tests.faults.chaos.left import nothing_left
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import random
@@ -22,8 +21,9 @@ import torch
 import torch.utils.data
 
 from asyncloader import DataLoader
-from tests.faults.chaos import generators
+from tests import generators
 from tests.faults.chaos.chaotic import AsyncDrawing, Drawing, DrawingStream
+from tests.faults.chaos.disturbed import difference
 from tests.faults.chaos.left import nothing_left
 from tests.faults.chaos.sampling import BY_NAME, SAMPLINGS, Sampling, Size
 from tests.faults.datasets import DEATHS
@@ -460,12 +460,3 @@ async def _next(iterator: Any) -> Any:
         return await anext(iterator)
     except StopAsyncIteration:
         raise _Over from None
-
-
-def difference(seen: list[list[Any]], expected: list[list[Any]]) -> str:
-    """Say where two runs differ first."""
-    for epoch, (got, wanted) in enumerate(zip(seen, expected, strict=True)):
-        for number, (a, b) in enumerate(itertools.zip_longest(got, wanted)):
-            if a != b:
-                return f"epoch {epoch}, batch {number}: {a}, not {b} ({len(got)} batches, not {len(wanted)})"
-    return "the same"
