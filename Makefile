@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.15 python3.14 python3.13 python3.12 p
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VERSIONS := 3.11 3.12 3.13 3.14 3.15
 MINUTES ?= 10
 # Tests run in this many processes, more than two cores, since tests wait for processes; what is about time has the
 # machine for itself (the marker `alone`). `make test JOBS=0` runs them in one.
@@ -40,10 +41,10 @@ test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) chromium ## all tes
 	$(BIN)/python -m pytest tests/frameworks
 	$(BIN)/python -m pytest tests/ray
 
-# Each has an environment of its own, in .venv-3.12 and so on.
-matrix: ## demo and quick tests on each Python from 3.11 on that is there, with the newest torch (TORCH===2.13.0: with that)
-	@failed=""; for version in 3.11 3.12 3.13 3.14 3.15; do \
-		command -v python$$version >/dev/null || { echo "== Python $$version: not found"; continue; }; \
+# Each has an environment of its own, in .venv-3.12 and so on. A name on PATH may be a shim without an interpreter.
+matrix: ## demo and quick tests on each of VERSIONS of Python that is there, with the newest torch (TORCH===2.13.0: with that)
+	@failed=""; for version in $(VERSIONS); do \
+		python$$version -c "" 2>/dev/null || { echo "== Python $$version: not found"; continue; }; \
 		own="VENV=.venv-$$version PYTHON=python$$version"; \
 		$(MAKE) $$own .venv-$$version/.ready && \
 		.venv-$$version/bin/pip install --quiet --upgrade 'torch$(TORCH)' && \

@@ -23,12 +23,13 @@ from asyncloader.iteration.in_step import enrol, in_step
 from asyncloader.iteration.plan import samplers_within
 from asyncloader.iteration.runs import Runs
 from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
-from asyncloader.keywords import Renamed, checked, name_options
+from asyncloader.keywords import checked, name_options
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, RemoteWorkers, accept_iterable
 from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
 from asyncloader.settings import (
+    ASKED,
     MAX_BUFFERED_BYTES,
     AutoWorkers,
     EqualSteps,
@@ -40,6 +41,7 @@ from asyncloader.settings import (
     Settings,
     WorkerBackend,
     first_workers,
+    implied_by,
 )
 
 if TYPE_CHECKING:
@@ -79,11 +81,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         scheduling: "static" gives batch i to worker i % num_workers, as torch; "dynamic" to the worker with the least
             to do; "split" divides each batch over the workers that are free, if its samples take long enough: the first
             batch comes sooner, ``prefetch_factor`` batches in all wait in memory, and a slow sample holds up nobody.
-            "split" is for map-style datasets whose samples are made one after the other, with ``seeding="sample"``.
+            "split" is for map-style datasets whose samples are made one after the other and collated by torch's
+            default; it comes with ``seeding="sample"``.
         seeding: "batch" seeds random, numpy and torch for each batch from (base seed, epoch, rank of the data, number
             of the batch), so that the number of workers, their timing and a crash change nothing; "sample" for each
             sample by its place in the epoch, so that the batch size changes nothing either; "worker" keeps torch's
-            streams.
+            streams. By default "batch", or "sample" with ``scheduling="split"``.
         seeding_rank: The rank of the data in these seeds and in `sample_rng`: which part of the data this process
             reads. By default that of the sampler, or of the stream, which divides the data, and 0 where nothing does.
             Ranks that share the work on the same samples have the same; with a `DeviceMesh` it is
@@ -135,7 +138,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     _is_accelerate_prepared = AskedByAccelerate()
     worker_init_fn: Any = ReadByRay()
-    run_ahead_bytes: Any = Renamed()
     _newest: Callable[[], Any]
 
     @checked
@@ -161,7 +163,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         concurrency: int | None = None,
         scheduling: Scheduling = "static",
-        seeding: Seeding = "batch",
+        seeding: Seeding | None = None,
         seeding_rank: int | None = None,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
         on_error: OnError = "raise",
@@ -194,7 +196,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
         self.on_timeout, self.on_crash, self.max_retries, self.trace = on_timeout, on_crash, max_retries, trace
-        self.scheduling, self.seeding, self.seeding_rank = scheduling, seeding, seeding_rank
+        self.scheduling, self.seeding, self.seeding_rank = scheduling, seeding or implied_by(scheduling), seeding_rank
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
         self._newest, self._runs = _nothing, enrol(Runs(), equal_steps)
@@ -212,44 +214,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _settings(self, last: Settings | None = None) -> Settings:
         """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
-        place, remote = elsewhere.places(self.worker_backend)
-        options: dict[str, Any] = {
-            "dataset": self.dataset,
-            "sampler": self.sampler,
-            "batch_sampler": self.batch_sampler,
-            "index_sampler": self._index_sampler,
-            "batch_size": self.batch_size,
-            "auto_collation": self._auto_collation,
-            "num_workers": self.num_workers,
-            "collate_fn": self.collate_fn,
-            "drop_last": self.drop_last,
-            "timeout": self.timeout,
-            "worker_init_fn": self.worker_init_fn,
-            "multiprocessing_context": self.multiprocessing_context,
-            "generator": self.generator,
-            "prefetch_factor": self.prefetch_factor,
-            "persistent_workers": self.persistent_workers,
-            "in_order": self.in_order,
-            "concurrency": self.concurrency,
-            "scheduling": self.scheduling,
-            "seeding": self.seeding,
-            "seeding_rank": self.seeding_rank,
-            "max_buffered_bytes": self.max_buffered_bytes,
-            "on_error": self.on_error,
-            "max_errors": self.max_errors,
-            "on_timeout": self.on_timeout,
-            "on_crash": self.on_crash,
-            "max_retries": self.max_retries,
-            "worker_backend": place,
-            "remote": remote,
-            "trace": self.trace,
-            "snapshot_every_n_steps": self.snapshot_every_n_steps,
-            "equal_steps": self.equal_steps,
-            "prefetch_epochs": self.prefetch_epochs,
-            "max_workers": self.max_workers,
-            "max_tasks_per_child": self.max_tasks_per_child,
-            "max_worker_memory": self.max_worker_memory,
-        }
+        options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED if name != "remote"}
+        options["worker_backend"], options["remote"] = elsewhere.places(self.worker_backend)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
             return last
         return elsewhere.checked(Settings(**options))
@@ -442,6 +408,9 @@ def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[
 
     return InlineIterator, WorkerIterator
 
+
+_PRIVATE = {"index_sampler": "_index_sampler", "auto_collation": "_auto_collation"}
+"""What torch keeps under another name."""
 
 OPTIONS = {
     name: parameter

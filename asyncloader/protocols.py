@@ -13,12 +13,13 @@ And what workers may be: threads in place of processes (`makes_processes`), on o
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
@@ -74,6 +75,28 @@ class AsyncResource(Protocol):
 def is_resource(thing: Any) -> bool:
     """Whether it is an `AsyncResource`, by its class: `isinstance` would ask a ``__getattr__`` as well."""
     return hasattr(type(thing), "__aenter__") and hasattr(type(thing), "__aexit__")
+
+
+class OpensDataset:
+    """Opens what is to be opened of the async dataset that a wrapper has, in `dataset`, and closes it."""
+
+    dataset: Any
+
+    def _resources(self) -> list[Any]:
+        return list(filter(is_resource, members(self.dataset)))
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in self._resources():
+                await resource.__aenter__()
+                entered.push_async_exit(resource.__aexit__)
+            entered.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        async with contextlib.AsyncExitStack() as entered:
+            for resource in self._resources():
+                entered.push_async_exit(resource.__aexit__)
 
 
 def probe(thing: Any, name: str) -> Any:

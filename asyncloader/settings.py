@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.context import BaseContext
 from os import PathLike
 from typing import Any, Literal
@@ -71,6 +71,11 @@ def first_workers(num_workers: Any, max_workers: int | None) -> Any:
         return num_workers
     count = FIRST_WORKERS if num_workers == "auto" else int(num_workers)
     return AutoWorkers(count if max_workers is None else min(count, max_workers))
+
+
+def implied_by(scheduling: Scheduling) -> Seeding:
+    """Return the seeding of a loader that was given none."""
+    return "sample" if scheduling == "split" else "batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,33 +327,21 @@ class Settings:
         return self.knows_places and not (is_thread or self.overlaps)
 
     @property
+    def seeds_here(self) -> bool:
+        """Whether samples may seed the global generators of this process, in blocks or one after the other."""
+        return self.knows_places and self.is_in_process
+
+    @property
     def start_context(self) -> BaseContext:
         """What worker processes are started by. To ask for it settles the program's default start method."""
         return self.multiprocessing_context or multiprocessing.get_context()
 
     def with_workers_of(self, first: Settings) -> Settings:
         """Return the same for workers that are there already, which keep what they were started with."""
-        return replace(
-            self,
-            num_workers=first.num_workers,
-            max_workers=first.max_workers,
-            max_tasks_per_child=first.max_tasks_per_child,
-            max_worker_memory=first.max_worker_memory,
-            collate_fn=first.collate_fn,
-            worker_init_fn=first.worker_init_fn,
-            multiprocessing_context=first.multiprocessing_context,
-            concurrency=first.concurrency,
-            seeding=first.seeding,
-            scheduling=first.scheduling if "split" in (first.scheduling, self.scheduling) else self.scheduling,
-            on_error=first.on_error,
-            max_errors=None if first.on_error == "raise" else self.max_errors,
-            on_timeout=first.on_timeout,
-            on_crash=first.on_crash,
-            worker_backend=first.worker_backend,
-            remote=first.remote,
-            snapshot_every_n_steps=first.snapshot_every_n_steps,
-            prefetch_epochs=first.prefetch_epochs,
-        )
+        kept = {name: getattr(first, name) for name in _OF_WORKERS}
+        if "split" not in (first.scheduling, self.scheduling):
+            kept["scheduling"] = self.scheduling
+        return replace(self, max_errors=None if first.on_error == "raise" else self.max_errors, **kept)
 
     def num_samples(self) -> int | None:
         """Return how many samples a run has, if that can be known."""
@@ -450,3 +443,28 @@ class Settings:
             )
         if limit is not None and self.on_error == "raise":
             raise ConfigurationError('max_errors is for on_error="skip" and "replace"; with "raise" it has no effect')
+
+
+ASKED = tuple(each.name for each in fields(Settings) if each.init)
+"""What is asked for; the other fields follow from it."""
+
+_OF_WORKERS = (
+    "num_workers",
+    "max_workers",
+    "max_tasks_per_child",
+    "max_worker_memory",
+    "collate_fn",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "concurrency",
+    "seeding",
+    "scheduling",
+    "on_error",
+    "on_timeout",
+    "on_crash",
+    "worker_backend",
+    "remote",
+    "snapshot_every_n_steps",
+    "prefetch_epochs",
+)
+"""What workers keep that were started with it."""

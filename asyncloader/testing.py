@@ -86,7 +86,7 @@ def assert_reproducible(
         batch_sizes: Of loaders. Give one where the dataset makes something of whole batches.
         concurrency: Samples that one worker fetches at once.
         worker_backends: "process", "thread".
-        scheduling: How batches are divided among workers; "split" too, for datasets that it is for.
+        scheduling: Which worker makes which batch. "split" divides none here, for samples are not collated.
         epochs: How many of each loader are compared.
         seed: What torch is seeded with before each loader.
         options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``. What is about workers only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import sys
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.utils.data
 
-from tests import covering, deadlines, small_forks
+from tests import covering, deadlines, effort, small_forks
 from tests.beside import Room
 from tests.leftovers import Holdings
 from tests.nursery import Nursery, Program
@@ -58,9 +59,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaks(reason): what this test leaves behind is not counted, for this reason")
     config.addinivalue_line("markers", "forked(reason): workers are forked, whatever this platform does by default")
     config.pluginmanager.register(deadlines)
+    effort.is_quick = "slow" in config.option.markexpr
     config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("room"))
     if not faulthandler.is_enabled():
         faulthandler.enable()
+    # Three times a test, pytest attaches its handlers to each logger that does not propagate: torch has 40 of those.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     # Workers of the forkserver then start as fast as forked ones; what is tested is not the import of torch.
     multiprocessing.set_forkserver_preload(["__main__", "numpy", "torch", "torch.utils.data"])
 
@@ -162,9 +168,12 @@ def workers_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     multiprocessing.set_start_method(default, force=True)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=START_METHODS)
+@pytest.fixture(params=["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def start_method(request: pytest.FixtureRequest) -> str:
-    """Each way of starting a worker process that this platform has."""
+    """Each way of starting a worker process that this platform has.
+
+    A spawned worker imports torch, which takes 2 s of CPU time; what it is given is pickled as for the fork server.
+    """
     if request.param not in multiprocessing.get_all_start_methods():
         pytest.skip(f"{sys.platform} does not have {request.param}")
     return request.param

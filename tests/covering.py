@@ -27,6 +27,7 @@ def cover(combinations: Sequence[Mapping[str, Hashable]], strength: int) -> list
     Returns:
         The places of those that are chosen. Of equal ones it is the one whose values have been chosen least often.
     """
+    assert all(strength <= len(values) for values in combinations), "there are no such combinations"
     parts = [frozenset(itertools.combinations(sorted(values.items()), strength)) for values in combinations]
     missing = set().union(*parts)
     used: Counter[Any] = Counter()

@@ -1,19 +1,23 @@
-"""A program, run once per rank: DistributedSampler and DistributedDataParallel over a gloo process group.
+"""A program, run once per rank: DistributedSampler and gradients that are averaged over a gloo process group.
 
-python tests/ddp_ranks.py
+python tests/ddp_ranks.py               # averaged by DistributedDataParallel and torch.optim, which import for 2 s
+python tests/ddp_ranks.py by-hand       # by all_reduce
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 from asyncloader import DataLoader
 from tests.ranks import tell
 
+RATE = 0.1
 LENGTH = 45  # the last batches are short, and the sampler has to fill up
 
 
@@ -28,12 +32,39 @@ class Noisy(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
         return index, x, 3 * x + 1, torch.rand(())
 
 
+def by_hand(model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
+    """Return the model, and a function that takes a step with it."""
+
+    def step() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+                parameter -= RATE * parameter.grad / dist.get_world_size()
+                parameter.grad = None
+
+    return model, step
+
+
+def by_torch(model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
+    """Return the same as torch does it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), RATE)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return parallel, step
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(7)  # the same on both: what differs between ranks has to come from the loader
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, step = (by_hand if "by-hand" in sys.argv else by_torch)(nn.Linear(1, 1))
     dataset = Noisy()
     sampler: DistributedSampler[object] = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2, persistent_workers=True)
@@ -43,9 +74,8 @@ def main() -> None:
         epochs.append([])
         for index, x, y, noise in loader:
             loss = nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
+            step()
             epochs[-1] += index.tolist()
             drawn += noise.tolist()
             losses.append(loss.item())

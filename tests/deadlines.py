@@ -28,6 +28,7 @@ LEFT_OUT = ("slow", "gpu", "benchmark", "services", "browser", "ray", "framework
 """Markers of tests that `make test` leaves out: they may take longer."""
 LIMIT_S = pytest.StashKey[float]()
 STDERR = pytest.StashKey[int]()
+FAILED = pytest.StashKey[bool]()
 PID = os.getpid()
 
 
@@ -69,8 +70,9 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Start it again for the ends of fixtures: after a failure pytest has stopped all clocks."""
-    start_clock(item)
+    """Start it again for the ends of fixtures where the test has failed: then pytest has stopped all clocks."""
+    if item.stash.get(FAILED, False):
+        start_clock(item)
     return (yield)
 
 
@@ -90,8 +92,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
-    """End a forked copy that has come out of its test."""
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Note failures; end a forked copy that has come out of its test."""
+    if call.excinfo is not None:
+        item.stash[FAILED] = True
     if os.getpid() != PID:
         traceback.print_exception(call.excinfo.value if call.excinfo else None)
         sys.stderr.flush()

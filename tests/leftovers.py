@@ -32,6 +32,7 @@ import psutil
 PATIENCE_S = 10.0  # for a busy machine: only what is left in the end costs so much
 COLLECT_AFTER_S = (0.1, 0.5, 1.0, 2.0, 4.0, 7.0, math.inf)  # timers of some seconds hold what is garbage then
 SHM = Path("/dev/shm")
+FDS = "/proc/self/fd"
 HEAP = "/pym-"
 
 
@@ -97,20 +98,19 @@ def descendants(pid: int) -> set[int]:
     found: set[int] = set()
     with contextlib.suppress(OSError):  # the process is gone
         for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # the thread is gone
-                found |= {int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()}
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as children:
+                found |= {int(child) for child in children.read().split()}  # unless the thread is gone
     return found.union(*map(descendants, found))
 
 
 def descriptors() -> dict[int, str]:
     """Map this process's open descriptors to what they lead to."""
-    folder = Path("/proc/self/fd")
-    if not folder.is_dir():
+    if not os.path.isdir(FDS):
         return {fd: _inode(fd) for fd in range(256) if _inode(fd)}
     found: dict[int, str] = {}
-    for name in os.listdir(folder):
+    for name in os.listdir(FDS):
         with contextlib.suppress(OSError):  # the descriptor that listed the folder
-            found[int(name)] = os.readlink(folder / name)
+            found[int(name)] = os.readlink(f"{FDS}/{name}")
     return found
 
 

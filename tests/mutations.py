@@ -199,11 +199,11 @@ MUTATIONS = (
         "workers/child/test_gather.py",
     ),
     Mutation(
-        "samples that were unlike are taken for alike at once",
-        "engine/slicer.py",
-        "            self._least_alike = _ALIKE_AFTER_MISS\n",
-        "            pass\n",
-        "engine/test_slicer.py engine/test_split.py test_split.py",
+        "slices are joined though their first samples are of unlike types",
+        "transport/join.py",
+        "    if kinds is None or any(other.kinds != kinds for other in slices):\n",
+        "    if kinds is None:\n",
+        "transport/test_join.py",
     ),
 )
 

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.nursery import Nursery
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120
 
@@ -21,7 +23,7 @@ NOT_HANDED_ON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT
 
 def run_ranks(program: Path, found: Path, *arguments: str, ranks: int = 2) -> list[Any]:
     """Start a program once per rank, and return what each rank told with `tell`, or fail with what it printed."""
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    group = _group(ranks)
     started: list[subprocess.Popen[str]] = []
     with contextlib.ExitStack() as running:
         for rank in range(ranks):
@@ -31,6 +33,19 @@ def run_ranks(program: Path, found: Path, *arguments: str, ranks: int = 2) -> li
             running.callback(_kill, process)  # the others, if one of them has failed
         for process in started:
             _expect_success(process)
+    return told(found, ranks)
+
+
+def fork_ranks(nursery: Nursery, program: Path, found: Path, *arguments: str, ranks: int = 2) -> list[Any]:
+    """Do the same with forked programs, which need not import torch."""
+    given = {**_group(ranks), "TOLD_IN": str(found)}
+    with contextlib.ExitStack() as running:
+        started = []
+        for rank in range(ranks):
+            started.append(nursery.start(program, *arguments, **given, RANK=str(rank), LOCAL_RANK=str(rank)))
+            running.callback(started[-1].close)
+        for each in started:
+            assert each.wait(TIMEOUT_S) == 0, each.explain("it failed")
     return told(found, ranks)
 
 
@@ -82,6 +97,10 @@ def _environment(found: Path, **more: str) -> dict[str, str]:
 def _expect_success(process: subprocess.Popen[str]) -> None:
     printed, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, printed
+
+
+def _group(ranks: int) -> dict[str, str]:
+    return {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
 
 
 def _free_port() -> int:

@@ -140,6 +140,7 @@ def gate(tmp_path: Path) -> Gate:
 SQUARES = [i * i for i in range(20)]
 
 
+@pytest.mark.covering(1)
 @places
 @pytest.mark.parametrize("concurrency", [None, 1, 3])
 def test_samples_come_in_order(place: dict[str, Any], concurrency: int | None) -> None:
@@ -480,7 +481,7 @@ def test_what_blocks_the_loop_for_all_is_named(gate: Gate, monkeypatch: pytest.M
     release.set()
     del caught
     assert flat(patiently(iterator)) == SQUARES
-    with pytest.raises(AssertionError, match="timeout == 0"):
+    with pytest.raises(AssertionError):  # torch's own, in 2.6 without a text
         iter(DataLoader(range(4), timeout=1))  # type: ignore[arg-type]
 
 

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.nursery import Nursery
+from tests.ranks import fork_ranks, run_ranks
 
 PROGRAM = Path(__file__).with_name("ddp_ranks.py")
 ELASTIC = Path(__file__).with_name("elastic_ranks.py")
 MESH = Path(__file__).with_name("mesh_ranks.py")
 
 
-def test_two_ranks_train_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("averaged", ["by hand", pytest.param("by DistributedDataParallel", marks=pytest.mark.slow)])
+def test_two_ranks_train_together(nursery: Nursery, tmp_path: Path, averaged: str) -> None:
     """Each epoch the ranks share the dataset, shuffled anew; gradients agree; each draws augmentations of its own."""
-    first, second = run_ranks(PROGRAM, tmp_path)
+    by_hand = averaged == "by hand"
+    first, second = fork_ranks(nursery, PROGRAM, tmp_path, "by-hand") if by_hand else run_ranks(PROGRAM, tmp_path)
     for ours, theirs in zip(first["epochs"], second["epochs"], strict=True):
         assert len(ours) == len(theirs) == 23
         assert set(ours + theirs) == set(range(45))

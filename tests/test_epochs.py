@@ -100,7 +100,7 @@ def test_every_copy_hears_of_it(kind: type[Any], num_workers: int, persistent: b
         assert samples(loader) == in_epoch(epoch)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_that_are_not_forked(method: str) -> None:
     """Their copy is older than the call."""
     loader = DataLoader(Hidden(), batch_size=2, num_workers=1, persistent_workers=True, multiprocessing_context=method)
@@ -190,7 +190,7 @@ class Fatal(Hidden):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_who_takes_the_place_of_a_dead_worker_hears_of_it(method: str, tmp_path: Path) -> None:
     """Its copy is that of the first run, where it is not forked."""
     loader = DataLoader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import threading
@@ -95,6 +96,7 @@ def take(iterator: Any, is_async: bool, then: Callable[[int], object] = lambda _
     return batches
 
 
+@functools.cache
 def of_fixed_number(kind: Any, first: int | None, **options: Any) -> list[Any]:
     """Return the bits of two epochs of one worker that stays: of the one that is set first, if it is, and of 1."""
     torch.manual_seed(3)
@@ -395,10 +397,9 @@ def grow(loader: Any, count: int) -> None:
     wait_until(lambda: loader.stats().num_workers == count)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_run_that_begins_while_workers_are_started(method: str) -> None:
+def test_a_run_that_begins_while_workers_are_started(start_method: str) -> None:
     """They are of the new one."""
-    loader: Any = DataLoader(Sampled(), persistent_workers=True, multiprocessing_context=method, **PLAIN)
+    loader: Any = DataLoader(Sampled(), persistent_workers=True, multiprocessing_context=start_method, **PLAIN)
 
     async def begin_twice() -> list[int]:
         loader.set_epoch(0)

@@ -198,8 +198,7 @@ def test_while_workers_come_and_go() -> None:
 
 def held(loader: Any) -> set[int]:
     """Workers that finish what they have, while their successors are ready."""
-    turnover = loader._newest()._session.staff.turnover
-    return set(turnover.held)
+    return set(loader._newest()._session.supervisor.held)
 
 
 class Renewed:
@@ -389,7 +388,7 @@ def test_a_successor_that_cannot_come_is_tried_again(tmp_path: Path, caplog: Any
     options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "worker_init_fn": failing}
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
     iterator: Any = iter(loader)
-    renewal = iterator._session.staff.turnover._renewal
+    renewal = iterator._session.supervisor.renewal
     seen = [bits(next(iterator)) for _ in range(2)]
     failing.path.touch()
     with caplog.at_level(logging.WARNING, "asyncloader"):
@@ -428,8 +427,8 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
 def test_a_machine_that_runs_out_of_memory_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """In the log, once; no option is needed for it."""
     watch = MemoryWatch(lambda: [Room("the machine", 0, 1 << 34)])
-    monkeypatch.setattr("asyncloader.engine.staff.LOOK_S", 0.0)
-    monkeypatch.setattr("asyncloader.engine.staff.MemoryWatch", lambda: watch)
+    monkeypatch.setattr("asyncloader.engine.supervisor.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncloader.engine.supervisor.MemoryWatch", lambda: watch)
     for _ in DataLoader(Drawing(), 2, num_workers=1):
         pass
     assert caplog.text.count("Memory runs out: the machine has 0 kB left of 17.2 GB.") == 1

@@ -176,8 +176,23 @@ CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "every third batch": (OfDataset, [2], {"snapshot_every_n_steps": 3, "batch_size": 1, "length": 15}),
     "async": (Asynchronous, [0, 2], {}),
     "async, no state": (Forgetful, [2], {"concurrency": 5}),
-    "on threads": (OfDataset, [2], {"worker_backend": "thread"}),
 }
+
+ON_PROCESSES = ("no state, random", "of the dataset, persistent workers", "of iterators")
+"""The others run on threads, and on processes each night. Threads share the generators that are drawn from."""
+
+
+def placed_cases() -> list[Any]:
+    """Return the cases, each with its number of workers and where they run."""
+    found: list[Any] = []
+    for name, (_, workers, _) in CASES.items():
+        if 0 in workers:
+            found.append((name, 0, "process"))
+        rest = [count for count in workers if count]
+        slow = [] if name in ON_PROCESSES else [pytest.mark.slow]
+        found += [pytest.param(name, count, "process", marks=slow) for count in rest]
+        found += [(name, count, "thread") for count in rest if name not in ON_PROCESSES]
+    return found
 
 
 def maker(dataset: Callable[[], Any], num_workers: int, **options: Any) -> Callable[[], DataLoader[Any]]:
@@ -193,12 +208,13 @@ def maker(dataset: Callable[[], Any], num_workers: int, **options: Any) -> Calla
     return make
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_stream_goes_on_from_every_batch(case: str) -> None:
+@pytest.mark.parametrize(("case", "num_workers", "backend"), placed_cases())
+def test_a_stream_goes_on_from_every_batch(case: str, num_workers: int, backend: str) -> None:
     """The rest of the epoch and the next one are the same, whoever tells the state, or nobody."""
-    dataset, workers, options = CASES[case]
-    for num_workers in workers:
-        assert_resumable(maker(dataset, num_workers, **options), restore_generators=num_workers == 0)
+    dataset, _, options = CASES[case]
+    if backend == "thread":
+        options = {**options, "worker_backend": backend}
+    assert_resumable(maker(dataset, num_workers, **options), restore_generators=num_workers == 0)
 
 
 @pytest.mark.parametrize(("dataset", "num_workers"), [(OfIterator, 0), (Noisy, 2)])

@@ -303,7 +303,9 @@ def test_a_state_between_epochs_fits_another_number_of_workers(caplog: pytest.Lo
 # ----------------------------------------------------------------------------------------------------------- samplers
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "backend"), [(0, "process"), (2, "thread"), pytest.param(2, "process", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -315,9 +317,9 @@ def test_a_state_between_epochs_fits_another_number_of_workers(caplog: pytest.Lo
         {"batch_sampler": lambda: InThrees(Epochs()), "batch_size": 1},
     ],
 )
-def test_epochs_that_a_sampler_counts(options: dict[str, Any], num_workers: int) -> None:
+def test_epochs_that_a_sampler_counts(options: dict[str, Any], num_workers: int, backend: str) -> None:
     """Go on after the end of an epoch, and after an epoch that was resumed."""
-    assert_resumable(maker(lambda: range(LENGTH), num_workers, **options))
+    assert_resumable(maker(lambda: range(LENGTH), num_workers, worker_backend=backend, **options))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

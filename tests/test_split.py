@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError
 from asyncloader.engine import slicer
+from asyncloader.transport.batch_slabs import BatchSlabs
 from tests.faults.datasets import DEATHS, Augmented, Deadly, plain
 from tests.sameness import same
 
@@ -29,7 +30,6 @@ Point = namedtuple("Point", ["x", "label"])
 def cheap_samples_are_divided_too(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Otherwise only samples that take long are, and tests would."""
     monkeypatch.setattr(slicer, "_LEAST_SLICE_S", 0.0001)
-    monkeypatch.setattr(slicer, "_MOST_CARRYING", float("inf"))
 
 
 def epoch(dataset: Any, batch_size: int = 8, **options: Any) -> list[Any]:
@@ -448,13 +448,18 @@ class Cheap(Dataset[Any]):
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_cheap_samples_are_not_divided_once_that_is_known(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of the batches that were read before is made in one piece each."""
+    """The first batch is divided, and no later one."""
     monkeypatch.setattr(slicer, "_LEAST_SLICE_S", 60.0)  # whatever else the machine does
-    loader = DataLoader(Cheap(), 64, num_workers=num_workers, **OPTIONS)
-    assert same(list(loader), epoch(Cheap(), batch_size=64, scheduling="static"))
+    static = epoch(Cheap(), batch_size=32, scheduling="static")
+    slices = divided(monkeypatch)
+    loader = DataLoader(Cheap(), 32, num_workers=num_workers, **OPTIONS)
+    assert same(list(loader), static)
+    guess, *found = slices  # the first one is of the size of a batch, for the window
+    assert found[0] == guess > 1
+    assert set(found[1:]) == {1}
     stats = loader.stats()
-    assert (stats.batches, stats.samples) == (4, 256)
-    assert sum(worker.batches for worker in stats.workers) <= num_workers + 6
+    assert (stats.batches, stats.samples) == (8, 256)
+    assert sum(worker.batches for worker in stats.workers) == sum(found)
 
 
 def test_out_of_order_batches_are_whole() -> None:
@@ -473,20 +478,25 @@ async def test_async_for() -> None:
 class Batches:
     """A batch sampler of the user's, with batches of all sizes, lists and tuples."""
 
+    def __init__(self, *empty: Any) -> None:
+        self.batches = [[0, 1, 2, 3, 4], (5, 6, 7), *empty, [8], list(range(9, 24))]
+
     def __iter__(self) -> Iterator[Any]:
-        yield from ([0, 1, 2, 3, 4], (5, 6, 7), [], [8], list(range(9, 24)))
+        yield from self.batches
 
     def __len__(self) -> int:
-        return 5
+        return len(self.batches)
 
 
-def test_batch_samplers_of_the_users() -> None:
-    """Batches of any size are divided as far as that goes."""
+@pytest.mark.parametrize("collate_fn", [None, list])
+def test_batch_samplers_of_the_users(collate_fn: Any) -> None:
+    """Batches of any size are divided as far as that goes; empty ones are for a `collate_fn` of the user's."""
 
     def run(scheduling: Any) -> list[Any]:
         torch.manual_seed(0)
-        options = {"scheduling": scheduling, "seeding": "sample", "collate_fn": list}
-        return list(DataLoader(Slow(24), batch_sampler=Batches(), num_workers=3, **options))
+        batches = Batches(*[[]] * (collate_fn is list))
+        options = {"scheduling": scheduling, "seeding": "sample", "collate_fn": collate_fn}
+        return list(DataLoader(Slow(24), batch_sampler=batches, num_workers=3, **options))
 
     assert same(run("split"), run("static"))
 
@@ -501,6 +511,56 @@ def test_statistics_count_batches_and_the_work_of_all_who_made_them(monkeypatch:
     assert (stats.batches, stats.samples, stats.work.count) == (count, 32, count)
     assert stats.work.mean_s > 8 * 0.001
     assert sum(worker.busy_s for worker in stats.workers) == pytest.approx(stats.work.total_s)
+
+
+def test_the_option_alone_implies_its_seeding() -> None:
+    """The batches are those of static scheduling with it."""
+    assert DataLoader(Slow(8), scheduling="split").seeding == "sample"
+    assert DataLoader(Slow(8)).seeding == "batch"
+    torch.manual_seed(0)
+    found = list(DataLoader(Slow(24), 8, num_workers=2, scheduling="split"))
+    assert same(found, epoch(Slow(24), scheduling="static"))
+
+
+class Unlike(Dataset[Any]):
+    """Samples that agree with each other, but for one of each batch: the last in its middle."""
+
+    def __init__(self, *, only_once: bool) -> None:
+        self.only_once = only_once
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        is_odd = index == 5 if self.only_once else index % 8 == 5
+        return {"number": index / 2 if is_odd else index, "image": torch.full((200, 200), float(index))}
+
+
+@pytest.mark.parametrize("only_once", [True, False])
+def test_slices_that_differ_are_made_again_whole(only_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch collates all samples at once; and where that happens often nothing is divided any more."""
+    slices = divided(monkeypatch)
+    loader = DataLoader(Unlike(only_once=only_once), 8, num_workers=2, **OPTIONS)
+    assert same(list(loader), epoch(Unlike(only_once=only_once), scheduling="static"))
+    assert loader.stats().samples == 96
+    assert (slices[-1] > 1) is only_once
+
+
+def test_later_batches_are_made_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are not copied again once a batch has shown what they are like."""
+    in_place: list[bool] = []
+    whole = BatchSlabs.whole
+
+    def note(self: BatchSlabs, parts: Any) -> Any:
+        found = whole(self, parts)
+        in_place.append(found is not None)
+        return found
+
+    monkeypatch.setattr(BatchSlabs, "whole", note)
+    loader = DataLoader(Images(), 4, num_workers=2, **OPTIONS)
+    assert same(list(loader), epoch(Images(), batch_size=4, scheduling="static"))
+    assert len(in_place) >= 2
+    assert all(in_place)
 
 
 @pytest.mark.parametrize(

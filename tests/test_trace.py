@@ -7,18 +7,19 @@ import itertools
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncloader import DataLoader, tracing
-from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.finisher import Finisher
 from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.observe.trace import Trace, to_html
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from tests.loads import Load
-from tests.programs import run_python
+from tests.nursery import Program
 
 
 def read(path: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
@@ -166,8 +167,8 @@ def test_workers_of_another_machine_have_a_process_of_their_own(tmp_path: Path) 
 class Pinning(WorkerIterator[Any]):
     """Batches that are copied as pinning does."""
 
-    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
-        return Pinner(loop, "cuda", copy=lambda batch: batch.clone())
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher:
+        return Finisher(loop, "cuda", copy=lambda batch: batch.clone())
 
 
 def test_the_pin_thread_has_a_track(tmp_path: Path) -> None:
@@ -193,12 +194,12 @@ print(len(json.loads(Path(sys.argv[1]).read_text())) > 500)
 """
 
 
-def test_a_file_that_cannot_grow_does_not_stop_training(tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_does_not_stop_training(run: Callable[..., Program], tmp_path: Path) -> None:
     """All batches come; one warning says where the timeline ends; what was written before is whole."""
-    done = run_python("-c", f"import sys; sys.path.insert(0, {str(Path.cwd())!r}){FULL}", tmp_path / "run.json")
-    assert done.stdout == "4000\nTrue\n", done.stderr
-    assert done.stderr.count("ends here, the training goes on: [Errno 27]") == 1
-    assert len(done.stderr.splitlines()) == 1
+    done = run(FULL, tmp_path / "run.json")
+    assert done.out == "4000\nTrue\n", done.explain("")
+    assert done.err.count("ends here, the training goes on: [Errno 27]") == 1
+    assert len(done.err.splitlines()) == 1
 
 
 def test_a_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.finisher import Finisher
 from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.workers.child.guarded_loop import GuardedLoop
@@ -200,12 +200,12 @@ class SlowlyPinned(WorkerIterator[Any]):
 
     seconds: float
 
-    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher:
         def copy(batch: Any) -> Any:
             time.sleep(self.seconds)
             return batch
 
-        return Pinner(loop, "cuda", copy=copy)
+        return Finisher(loop, "cuda", copy=copy)
 
 
 @pytest.mark.parametrize("seed", SLOW_SEEDS)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncloader.datasets.rows import encode
+from asyncloader.datasets.records import pack
 from asyncloader.datasets.shared_dict import canonical
 
 _LEAST_BYTES = 10 << 20
@@ -143,18 +143,10 @@ def _weigh(thing: Any, seen: set[int]) -> tuple[int, int]:
 
 def _shared_bytes(sample: Sequence[Any]) -> int | None:
     """Return how many bytes rows take in a SharedList; None if they cannot be in one."""
-    size = 0
-
-    def put(data: Any) -> int:
-        nonlocal size
-        size += memoryview(data).nbytes
-        return 0
-
     try:
-        encode(sample, put)
+        return sum(len(piece) for item in sample for piece in pack(item))
     except Exception:  # of the pickling of something of the user's
         return None
-    return size
 
 
 def _mb(size: float) -> str:

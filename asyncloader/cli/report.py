@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, plain text where it goes into a file, JSON for programs."""
+"""What the commands print: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 
 class Report:
@@ -22,7 +21,6 @@ class Report:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._console = Console(highlight=False, soft_wrap=True)
         self._found: dict[str, Any] = {}
 
     def table(self, name: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -32,20 +30,10 @@ class Report:
             return
         cells = [[show(value) for value in row.values()] for row in rows]
         right = [not isinstance(value, str) for value in rows[-1].values()]
-        if not self._console.is_terminal:
-            self._plain(title, list(rows[0]), cells, right)
-            return
-        table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-        for column, to_the_right in zip(rows[0], right, strict=True):
-            table.add_column(column, justify="right" if to_the_right else "left")
-        for row in cells:
-            table.add_row(*row)
-        self._console.print(table)
-
-    def _plain(self, title: str, head: list[str], cells: list[list[str]], right: list[bool]) -> None:
-        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+        heads = list(rows[0])
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
         print(title)
-        for row in [head, *cells]:
+        for row in [heads, *cells]:
             padded = (
                 cell.rjust(width) if to_the_right else cell.ljust(width)
                 for cell, width, to_the_right in zip(row, widths, right, strict=True)
@@ -56,7 +44,7 @@ class Report:
         """Print a sentence. In JSON it is the text, or the value behind it."""
         self._found[name] = text if value is None else value
         if not self._as_json:
-            self._console.print(text, markup=False)
+            print(text)
 
     def end(self) -> None:
         """Print what was found, if JSON is wanted."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.utils.data
 
@@ -35,7 +36,10 @@ def first_loader(script: Path, arguments: Sequence[str]) -> torch.utils.data.Dat
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(script.parent.resolve())]
     try:
-        with _replaced(stop), contextlib.redirect_stdout(sys.stderr):
+        with contextlib.ExitStack() as replaced, contextlib.redirect_stdout(sys.stderr):
+            torchs = torch.utils.data.DataLoader
+            for kind, name in ((torchs, "__iter__"), (DataLoader, "__iter__"), (DataLoader, "__aiter__")):
+                replaced.enter_context(mock.patch.object(kind, name, stop))
             runpy.run_path(str(script), run_name="__main__")
     except _Found as found:
         return found.loader
@@ -44,20 +48,3 @@ def first_loader(script: Path, arguments: Sequence[str]) -> torch.utils.data.Dat
     finally:
         sys.argv, sys.path[:] = argv, path
     return None
-
-
-@contextlib.contextmanager
-def _replaced(stop: Any) -> Iterator[None]:
-    """Have both loaders' classes stop where a run over the data begins."""
-    kinds = [(torch.utils.data.DataLoader, "__iter__"), (DataLoader, "__iter__"), (DataLoader, "__aiter__")]
-    before = [(kind, name, vars(kind).get(name)) for kind, name in kinds]
-    for kind, name in kinds:
-        setattr(kind, name, stop)
-    try:
-        yield
-    finally:
-        for kind, name, method in before:
-            if method is None:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, method)

@@ -1,6 +1,6 @@
 """Ask servers before there is a loop, and so that this process can still be forked.
 
-parent:  run_apart(function, urls) ── pickle ──> child: asyncio.run(function(urls)) ── pickle ──> result or error
+parent:  run_apart(function, urls) ── pickle ──> child: awaits function of each url ── pickle ──> results or error
 
 For what a dataset has to know when it is made: how long its files are. Only obstore needs a child, which takes as long
 as importing torch does; where all urls are of other kinds it is a thread. (:mod:`asyncloader.datasets.listing`, for one
@@ -15,14 +15,15 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import cloudpickle
 
 from asyncloader.datasets.retry import FetchError
-from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of
+from asyncloader.datasets.source import Version, kind_of, path_of
+from asyncloader.datasets.sources import Access, Sources
 
 T = TypeVar("T")
 
@@ -35,21 +36,27 @@ serve()
 _AT_ONCE = 32
 
 
-def run_apart(function: Callable[..., Coroutine[Any, Any, T]], urls: Sequence[str], *args: Any) -> T:
-    """Return what a coroutine function returns, run where it does this process no harm; raise what it raises.
+def run_apart(
+    function: Callable[..., Coroutine[Any, Any, T]], urls: Sequence[str], access: Access, *more: Sequence[Any]
+) -> list[T]:
+    """Return what a coroutine function returns for each url, run where it does this process no harm.
+
+    The first error ends it all, and is raised.
 
     Args:
-        function: One of the package's, importable by its name.
-        urls: What it asks for, its first argument.
-        args: The others; can be pickled.
+        function: A function of this package. It is called with Sources, a url, and the url's item of each of `more`.
+        urls: The files to ask for.
+        access: How the files are reached.
+        more: Further arguments, a row each with one item for each url; can be pickled.
 
     Raises:
         FetchError: A process ended before it had an answer.
     """
+    calls = list(zip(urls, *more, strict=True))
     if all(kind_of(url) != "store" for url in urls):
         with ThreadPoolExecutor(1) as thread:  # the calling one may have a loop that runs
-            return thread.submit(lambda: asyncio.run(function(urls, *args))).result()
-    request = pickle.dumps(sys.path) + cloudpickle.dumps((function, (urls, *args)))
+            return thread.submit(lambda: asyncio.run(_for_each(function, access, calls))).result()
+    request = pickle.dumps(sys.path) + cloudpickle.dumps((function, access, calls))
     done = subprocess.run([sys.executable, "-c", _CHILD], input=request, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode()[-2000:]
@@ -65,10 +72,10 @@ def serve() -> None:
 
     An interpreter that ends as ever, while threads of obstore's are at work, is aborted now and then.
     """
-    function, args = pickle.load(sys.stdin.buffer)
+    call = pickle.load(sys.stdin.buffer)
     answer: tuple[Any, BaseException | None]
     try:
-        answer = asyncio.run(function(*args)), None
+        answer = asyncio.run(_for_each(*call)), None
     except Exception as error:
         answer = None, _bare(error)
     pickle.dump(answer, sys.stdout.buffer)
@@ -80,44 +87,32 @@ def versions_of(urls: Sequence[str], access: Access) -> list[Version]:
     """Return the versions that files have now, wherever they lie.
 
     Raises:
-        FileNotFoundError: One is not there.
-        FetchError: It cannot be found out.
+        FileNotFoundError: A file is not there.
+        FetchError: A server does not tell the version.
     """
     versions = {url: Version.of_file(path_of(url)) for url in urls if kind_of(url) == "file"}
     if away := [url for url in urls if url not in versions]:
-        versions.update(zip(away, run_apart(_versions, away, access), strict=True))
+        versions.update(zip(away, run_apart(Sources.version, away, access), strict=True))
     return [versions[url] for url in urls]
 
 
-@contextlib.asynccontextmanager
-async def opened(access: Access) -> AsyncGenerator[Sources, None]:
-    """Open clients for a while."""
-    sources = Sources(access)
-    try:
-        yield sources
-    finally:
-        await sources.close()
-
-
-async def for_each(function: Callable[[Any], Coroutine[Any, Any, T]], items: Sequence[Any]) -> list[T]:
-    """Await a function of each item, a bounded number at once; the first error ends all."""
+async def _for_each(
+    function: Callable[..., Coroutine[Any, Any, T]], access: Access, calls: Sequence[tuple[Any, ...]]
+) -> list[T]:
+    """Await a function of each url, a bounded number at once."""
     turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(item: Any) -> T:
+    async def one(call: tuple[Any, ...]) -> T:
         async with turns:
-            return await function(item)
+            return await function(sources, *call)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item)) for item in items]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    async with contextlib.aclosing(Sources(access)) as sources:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(call)) for call in calls]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def _versions(urls: Sequence[str], access: Access) -> list[Version]:
-    async with opened(access) as sources:
-        return await for_each(sources.version, urls)
 
 
 def _bare(error: Exception) -> Exception:

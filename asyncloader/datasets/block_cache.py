@@ -36,7 +36,7 @@ class BlockCache(Generic[V]):
             task.add_done_callback(_seen)
         return await asyncio.shield(task)  # others may wait for it
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Let go of all blocks, and end what is being read."""
         reading = list(self._reading.values())
         for task in reading:

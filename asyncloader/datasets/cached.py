@@ -10,24 +10,24 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
+from asyncloader.checks import at_least
 from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.epochs import listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import available_bytes
 from asyncloader.protocols import (
+    OpensDataset,
     has_samples,
     is_async,
     is_async_iterable,
     is_collated,
-    is_resource,
-    members,
     probe,
 )
 
@@ -173,7 +173,7 @@ class CachedDataset(Dataset[T_co]):
         return self._transformed(sample)
 
 
-class _AsyncCachedDataset(CachedDataset[T_co]):
+class _AsyncCachedDataset(OpensDataset, CachedDataset[T_co]):
     """The same for an async dataset. What may have to wait for a disk is done on a thread."""
 
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
@@ -211,21 +211,8 @@ class _AsyncCachedDataset(CachedDataset[T_co]):
                 samples[at] = sample
         return [await _value(self._transformed(sample)) for sample in samples]
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as entered:
-            for resource in self._resources():
-                await resource.__aenter__()
-                entered.push_async_exit(resource.__aexit__)
-            entered.pop_all()
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        async with contextlib.AsyncExitStack() as entered:
-            for resource in self._resources():
-                entered.push_async_exit(resource.__aexit__)
-
     def _resources(self) -> list[Any]:
-        return [*filter(is_resource, members(self.dataset)), *[self._threads] * self._store.is_on_disk]
+        return [*super()._resources(), *[self._threads] * self._store.is_on_disk]
 
     async def _kept(self, key: Any) -> Any:
         try:
@@ -253,11 +240,10 @@ class _Threads(Openable[Threads]):
         opened = self._opened.get(asyncio.get_running_loop())
         return function(*args) if opened is None or opened.client is None else await opened.client.run(function, *args)
 
-    async def _open(self) -> Threads:
-        return Threads(1, "cache")
-
-    async def _close(self, client: Threads) -> None:
-        client.close()
+    @contextlib.asynccontextmanager
+    async def _opens(self) -> AsyncGenerator[Threads, None]:
+        with contextlib.closing(Threads(1, "cache")) as threads:
+            yield threads
 
 
 async def _value(sample: Any) -> Any:
@@ -278,8 +264,8 @@ def _check(dataset: Any, where: Any, transform: Any, max_bytes: Any, fingerprint
         raise ConfigurationError(f'samples are kept in "ram" or in a folder, which is no {where!r}')
     if transform is not None and not callable(transform):
         raise ConfigurationError(f"transform is called with each sample, which {transform!r} cannot be")
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0):
-        raise ConfigurationError(f"max_bytes must be a whole number above 0, but got {max_bytes!r}")
+    if max_bytes is not None:
+        at_least("max_bytes", max_bytes, least=1)
     if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
         raise ConfigurationError(f"fingerprint is a text, but got {fingerprint!r}")
     if fingerprint is None and where != "ram":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -107,11 +108,10 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
                 samples.append(self.load(index))
         return samples
 
-    async def _open(self) -> Threads:
-        return Threads(self.threads, "files")
-
-    async def _close(self, client: Threads) -> None:
-        client.close()
+    @contextlib.asynccontextmanager
+    async def _opens(self) -> AsyncGenerator[Threads, None]:
+        with contextlib.closing(Threads(self.threads, "files")) as threads:
+            yield threads
 
 
 class ImageFolder(FileDataset[tuple[Any, int]]):

@@ -7,15 +7,15 @@ import errno
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.http_client import PASSING
+from asyncloader.datasets.http_source import PASSING
 from asyncloader.datasets.limits import MAX_BYTES, too_large
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
-from asyncloader.datasets.streams import Version
+from asyncloader.datasets.source import Version
 from asyncloader.errors import ConfigurationError, as_cause, chain_of, redacted
 
 T_co = TypeVar("T_co", covariant=True)
@@ -41,7 +41,17 @@ _PASSING_ERRORS = {
 }
 
 
-class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
+class _System(NamedTuple):
+    """A file system, and the threads that call it."""
+
+    system: Any
+    threads: Threads
+
+    async def aclose(self) -> None:
+        self.threads.close()
+
+
+class FsspecDataset(RemoteDataset[_System, T_co]):
     """Serve what lies in a file system of fsspec: for what :class:`ObjectStoreDataset` does not reach.
 
     Each fetch is a call on a thread: that works with every file system, and is slower than what the other datasets do
@@ -98,7 +108,7 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
                 raise FileNotFoundError(errno.ENOENT, f"no file that ends with {suffix!r} is there", redacted(url))
         super().__init__(keys, decode, retries or Retries(), decode_threads, max_bytes)
 
-    async def _fetch(self, client: tuple[Any, Threads], key: Key) -> bytes:
+    async def _fetch(self, client: _System, key: Key) -> bytes:
         system, threads = client
         name, start, stop = (key, None, None) if isinstance(key, str) else (key.key, key.start, key.stop)
         path = f"{self.root.rstrip('/')}/{name}" if self.root else name
@@ -131,7 +141,7 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
                 left -= len(part)
         return b"".join(parts)
 
-    async def _connect(self) -> tuple[Any, Threads]:
+    async def _connect(self) -> _System:
         from fsspec.archive import AbstractArchiveFileSystem
 
         system, threads = open_system(self.url, self.storage_options)[0], self.threads
@@ -140,10 +150,7 @@ class FsspecDataset(RemoteDataset[tuple[Any, Threads], T_co]):
             # (3.12, 3.13): what another thread reads meanwhile would come in place of what was asked for.
             options = {**system.storage_options, "skip_instance_cache": True}  # others may read theirs at the same time
             system, threads = type(system)(*system.storage_args, **options), 1
-        return system, Threads(threads, "fsspec")
-
-    async def _disconnect(self, client: tuple[Any, Threads]) -> None:
-        client[1].close()
+        return _System(system, Threads(threads, "fsspec"))
 
 
 def open_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

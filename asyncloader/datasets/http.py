@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.http_client import Client, check, failures_told_apart, range_header, read_range, read_whole
+from asyncloader.datasets.http_source import HTTPSource
 from asyncloader.datasets.limits import MAX_BYTES
 from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import Retries
@@ -14,7 +14,7 @@ from asyncloader.datasets.retry import Retries
 T_co = TypeVar("T_co", covariant=True)
 
 
-class HTTPDataset(RemoteDataset[Client, T_co]):
+class HTTPDataset(RemoteDataset[HTTPSource, T_co]):
     """Serve what lies behind urls, or byte ranges of it.
 
     Each worker has one session, whose connections are kept and used again. How many there are follows from how many
@@ -72,20 +72,10 @@ class HTTPDataset(RemoteDataset[Client, T_co]):
         self.max_connections = max_connections
         self.session_options = dict(session_options or {})
 
-    async def _fetch(self, client: Client, key: Key) -> bytes:
-        url, start, stop = (key, None, None) if isinstance(key, str) else key
-        headers = {} if start is None else range_header(start, stop)
-        with failures_told_apart():
-            async with client.get(url, headers) as answer:
-                check(answer, url, start, stop)
-                if start is None or stop is None:
-                    return await read_whole(answer, url, self.max_bytes)
-                return await read_range(answer, url, stop - start)
+    async def _fetch(self, client: HTTPSource, key: Key) -> bytes:
+        return await (client.read_whole(key, self.max_bytes) if isinstance(key, str) else client.read(*key))
 
-    async def _connect(self) -> Client:
-        return Client(
+    async def _connect(self) -> HTTPSource:
+        return HTTPSource(
             self.headers, self.connect_timeout_s, self.read_timeout_s, self.max_connections, self.session_options
         )
-
-    async def _disconnect(self, client: Client) -> None:
-        await client.close()

@@ -6,8 +6,9 @@ numbers ──> Spans: which shard, which bytes ──> ranges, or whole blocks 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -15,14 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from asyncloader.checks import at_least
 from asyncloader.datasets.apart import versions_of
 from asyncloader.datasets.block_cache import BlockCache
-from asyncloader.datasets.limits import MAX_BYTES, check_max_bytes, too_large
+from asyncloader.datasets.limits import MAX_BYTES, too_large
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.ranges import Place, read_places
 from asyncloader.datasets.retry import FetchError, Retries
-from asyncloader.datasets.streams import Access, Sources, path_of
+from asyncloader.datasets.source import path_of
+from asyncloader.datasets.sources import Access, Sources
 from asyncloader.datasets.tar import RawSample, read_samples
 from asyncloader.datasets.tar_index import spans_of
 from asyncloader.errors import ConfigurationError
@@ -35,7 +38,7 @@ _END = bytes(1024)  # of an archive
 class _Open(NamedTuple):
     sources: Sources
     threads: Threads
-    cache: BlockCache[memoryview] | None
+    cache: BlockCache[memoryview]
 
 
 class IndexedTarShards(Openable[_Open], Dataset[T_co]):
@@ -155,10 +158,10 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
         numbers = counted(indices, len(self), "sample")
         opened = self._client
         places = self._places(numbers, numbers)
-        if opened.cache is None:
-            contents = await read_places(opened.sources, self.shards, self._versions, places)
-        else:
+        if self.cache_bytes:
             contents = await self._out_of_blocks(opened.cache, numbers, places)
+        else:
+            contents = await read_places(opened.sources, self.shards, self._versions, places)
         samples = [
             await self._taken_apart(data, place, number)
             for data, place, number in zip(contents, places, numbers.tolist(), strict=True)
@@ -203,25 +206,21 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
             raise FetchError(f"{url}: {len(found)} samples where its index has one, number {number}, at byte {start}")
         return found[0]
 
-    async def _open(self) -> _Open:
-        cache = BlockCache[memoryview](self.cache_bytes, len) if self.cache_bytes else None
-        return _Open(Sources(self.access), Threads(self.decode_threads if self.decode else 0, "decode"), cache)
-
-    async def _close(self, client: _Open) -> None:
-        client.threads.close()
-        if client.cache is not None:
-            await client.cache.close()
-        await client.sources.close()
+    @contextlib.asynccontextmanager
+    async def _opens(self) -> AsyncGenerator[_Open, None]:
+        async with (
+            contextlib.aclosing(Sources(self.access)) as sources,
+            contextlib.aclosing(BlockCache[memoryview](self.cache_bytes, len)) as cache,
+        ):
+            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "decode")) as threads:
+                yield _Open(sources, threads, cache)
 
 
 def _check(dataset: IndexedTarShards[Any]) -> None:
-    check_max_bytes(dataset.max_bytes)
     if not dataset.shards:
         raise ConfigurationError("there are no shards")
     for shard in dataset.shards:
         if path_of(shard).endswith((".gz", ".tgz")):
             raise ConfigurationError(f"{shard}: is compressed, and can be read from its beginning only: use TarShards")
-    for name, least in (("cache_bytes", 0), ("block_bytes", 512), ("decode_threads", 0)):
-        value = getattr(dataset, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name} must be a whole number from {least} on, but got {value!r}")
+    for name, least in (("max_bytes", 1), ("cache_bytes", 0), ("block_bytes", 512), ("decode_threads", 0)):
+        at_least(name, getattr(dataset, name), least=least)

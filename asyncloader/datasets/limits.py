@@ -10,20 +10,9 @@ from collections.abc import AsyncIterable
 from io import FileIO
 
 from asyncloader.datasets.retry import FetchError, TransientError
-from asyncloader.errors import ConfigurationError
 
 MAX_BYTES = 1 << 30
 """The most that a sample has, unless a dataset is told otherwise."""
-
-
-def check_max_bytes(max_bytes: object) -> None:
-    """Check the argument of a dataset.
-
-    Raises:
-        ConfigurationError: It is no number of bytes.
-    """
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-        raise ConfigurationError(f"max_bytes must be a whole number from 1 on, but got {max_bytes!r}")
 
 
 def too_large(what: str, max_bytes: int) -> FetchError:

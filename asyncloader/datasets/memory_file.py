@@ -35,7 +35,7 @@ HEAD = 64
 _KIND = slice(0, 8)
 _TOKEN = slice(8, 24)
 _HAS_PROC = sys.platform == "linux"
-_SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+_SEALS = sum(getattr(fcntl, f"F_SEAL_{change}", 0) for change in ("SEAL", "SHRINK", "GROW", "WRITE"))
 
 
 class MemoryFile:
@@ -107,7 +107,7 @@ class MemoryFile:
     def seal(self) -> None:
         """Have the kernel refuse every change from now on, where it can."""
         with contextlib.suppress(OSError):  # a file that is no memfd
-            fcntl.fcntl(self.fd, getattr(fcntl, "F_ADD_SEALS", 0), _all_seals())
+            fcntl.fcntl(self.fd, getattr(fcntl, "F_ADD_SEALS", 0), _SEALS)
 
     def map(self) -> memoryview:
         """Return all of it, for reading. It stays mapped as long as something refers to it."""
@@ -196,10 +196,6 @@ def _memory_fd() -> int:
             return os.memfd_create("asyncloader-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _all_seals() -> int:
-    return sum(getattr(fcntl, name, 0) for name in _SEALS)
 
 
 def _after_fork() -> None:

@@ -7,17 +7,20 @@ ends with the listing (:mod:`asyncloader.datasets.listing`), and a forked worker
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncloader.datasets.extras import require
 from asyncloader.datasets.limits import MAX_BYTES, collect_range, too_large
 from asyncloader.datasets.listing import list_apart
-from asyncloader.datasets.remote import ByteRange, Key, RemoteDataset
+from asyncloader.datasets.local import CHUNK_BYTES
+from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
+from asyncloader.datasets.source import Known, Version, raise_changed
 from asyncloader.errors import as_cause, redacted
 
 if TYPE_CHECKING:
@@ -29,28 +32,82 @@ _FAILED_STATUS = re.compile(r"status: (\d{3})|status code: (\d{3})")
 _used_in: int | None = None  # the process that has started tokio's threads
 
 
-class OpenStore:
-    """A store until it is closed. Belongs to one loop.
+class StoreSource:
+    """Objects of stores. Belongs to one loop.
 
     A store has no `close`: its connections end with the last reference to it. Frames have references, tracebacks have
-    frames, and obstore itself keeps the error of a request until it is used again. So frames are given this instead.
+    frames, and obstore itself keeps the error of a request until it is used again. So no frame is to keep a store.
+
+    Args:
+        options: Options of the stores, as obstore takes them.
+        root: The url that all objects begin with; without one, each folder has a store of its own.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store: ObjectStore | None = store
+    def __init__(self, options: Mapping[str, Any], root: str | None = None) -> None:
+        self._options = options
+        self._root = root
+        self._stores: dict[str, ObjectStore] | None = {} if root is None else {root: _open_store(root, options)}
 
-    def get(self) -> ObjectStore:
-        """Return the store, for an argument of a call."""
-        if self._store is None:
+    def _place(self, url: str) -> tuple[ObjectStore, str]:
+        """Return the store that an object is in, and its name there: the arguments of a call."""
+        if self._stores is None:
             raise RuntimeError("the dataset was closed while a sample of it was fetched")
-        return self._store
+        folder = url.rpartition("/")[0] if self._root is None else self._root
+        if folder not in self._stores:  # what means something in a url means nothing in the name of an object
+            quoted = folder.replace("#", "%23").replace("?", "%3F")
+            self._stores[folder] = _open_store(quoted + "/", self._options)
+        return self._stores[folder], url[len(folder) + 1 :]
 
-    def close(self) -> None:
+    async def version(self, url: str) -> Version:
+        """Return which version of an object is there."""
+        import obstore
+
+        with _failures_told_apart(url):
+            meta = await obstore.head_async(*self._place(url))
+            return Version(meta["size"], meta["e_tag"] or "")
+
+    async def read(self, url: str, start: int, stop: int, version: Version | None = None) -> bytes:
+        """Return some bytes of an object, of this version if one is given."""
+        import obstore
+
+        with _failures_told_apart(url):
+            answer = await obstore.get_async(*self._place(url), options={"range": (start, stop)})
+            if version and (answer.meta["size"], answer.meta["e_tag"] or "") != version:
+                raise_changed(url)
+            return await collect_range(answer.stream(), stop - start, url)
+
+    async def read_whole(self, url: str, max_bytes: int) -> bytes:
+        """Return all of an object."""
+        import obstore
+
+        with _failures_told_apart(url):
+            answer = await obstore.get_async(*self._place(url))
+            if answer.meta["size"] > max_bytes:
+                raise too_large(url, max_bytes)
+            return await collect_range(answer.stream(), answer.meta["size"], url)
+
+    async def stream(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
+        """Read from an offset on."""
+        import obstore
+
+        options: Any = {"range": {"offset": offset}} if offset else {}
+        if known.tag is not None:
+            options["if_match"] = known.tag
+        with _failures_told_apart(url):
+            answer = await obstore.get_async(*self._place(url), options=options)
+            known = known.confirmed(Known(answer.meta["e_tag"], answer.meta["size"]), url)
+            async for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
+                offset += len(chunk)
+                yield bytes(chunk), known
+                if offset == known.size:  # what happens to the connection now does not matter; the rest would be a 416
+                    return
+
+    async def aclose(self) -> None:
         """Let the connections end."""
-        self._store = None
+        self._stores = None
 
 
-class ObjectStoreDataset(RemoteDataset[OpenStore, T_co]):
+class ObjectStoreDataset(RemoteDataset[StoreSource, T_co]):
     """Serve objects of a bucket, or ranges of them.
 
     Tried again are connections that fail or break off, time-outs, and all statuses from 500 on, 408 and 429.
@@ -118,22 +175,10 @@ class ObjectStoreDataset(RemoteDataset[OpenStore, T_co]):
                 raise FileNotFoundError(errno.ENOENT, f"{wanted} is there", redacted(url))
         super().__init__(keys, decode, retries, decode_threads, max_bytes)
 
-    async def _fetch(self, client: OpenStore, key: Key) -> bytes:
-        import obstore
-
-        name = key if isinstance(key, str) else key.key
-        what = f"{self.url}/{name}"
-        try:
-            options: Any = {"range": (key.start, key.stop)} if isinstance(key, ByteRange) else {}
-            answer = await obstore.get_async(client.get(), name, options=options)
-            size = key.stop - key.start if isinstance(key, ByteRange) else answer.meta["size"]
-            if not isinstance(key, ByteRange) and size > self.max_bytes:
-                raise too_large(what, self.max_bytes)
-            return await collect_range(answer.stream(), size, what)
-        except (FetchError, TransientError):
-            raise
-        except Exception as error:
-            raise_told_apart(error, what)
+    async def _fetch(self, client: StoreSource, key: Key) -> bytes:
+        if isinstance(key, str):
+            return await client.read_whole(f"{self.url}/{key}", self.max_bytes)
+        return await client.read(f"{self.url}/{key.key}", key.start, key.stop)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -142,14 +187,11 @@ class ObjectStoreDataset(RemoteDataset[OpenStore, T_co]):
             "credential_provider": self.credential_provider,
         }
 
-    async def _connect(self) -> OpenStore:
-        return OpenStore(open_store(self.url, self._options()))
-
-    async def _disconnect(self, client: OpenStore) -> None:
-        client.close()
+    async def _connect(self) -> StoreSource:
+        return StoreSource(self._options(), self.url)
 
 
-def open_store(url: str, options: Mapping[str, Any]) -> ObjectStore:
+def _open_store(url: str, options: Mapping[str, Any]) -> ObjectStore:
     """Make a store for use in this process, without retries of its own: those here know a bound for all together.
 
     Raises:
@@ -167,18 +209,24 @@ def open_store(url: str, options: Mapping[str, Any]) -> ObjectStore:
     return obstore.store.from_url(url, retry_config={"max_retries": 0}, **options)
 
 
-def raise_told_apart(error: Exception, what: str) -> NoReturn:
+@contextlib.contextmanager
+def _failures_told_apart(what: str) -> Iterator[None]:
     """Raise what an error of obstore means: not there, not allowed, may pass, will not pass."""
     from obstore import exceptions
 
-    said = redacted(str(error).partition("\n")[0])  # what follows is a dump of Rust structures
-    if isinstance(error, (FileNotFoundError, exceptions.NotFoundError)):
-        raise FileNotFoundError(errno.ENOENT, said, redacted(what)) from as_cause(error)
-    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        raise PermissionError(errno.EACCES, said, redacted(what)) from as_cause(error)
-    if not isinstance(error, exceptions.GenericError):
-        raise FetchError(f"{what}: {type(error).__name__}: {said}") from as_cause(error)
-    status = next((int(one or other) for one, other in _FAILED_STATUS.findall(str(error))), 500)
-    if status < 500 and status not in (408, 429):
-        raise FetchError(f"{what}: {said}") from as_cause(error)
-    raise TransientError(said) from as_cause(error)
+    try:
+        yield
+    except (FetchError, TransientError):
+        raise
+    except Exception as error:
+        said = redacted(str(error).partition("\n")[0])  # what follows is a dump of Rust structures
+        if isinstance(error, (FileNotFoundError, exceptions.NotFoundError)):
+            raise FileNotFoundError(errno.ENOENT, said, redacted(what)) from as_cause(error)
+        if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+            raise PermissionError(errno.EACCES, said, redacted(what)) from as_cause(error)
+        if not isinstance(error, exceptions.GenericError):
+            raise FetchError(f"{what}: {type(error).__name__}: {said}") from as_cause(error)
+        status = next((int(one or other) for one, other in _FAILED_STATUS.findall(str(error))), 500)
+        if status < 500 and status not in (408, 429):
+            raise FetchError(f"{what}: {said}") from as_cause(error)
+        raise TransientError(said) from as_cause(error)

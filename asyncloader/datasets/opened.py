@@ -1,9 +1,10 @@
-"""What a dataset holds open while it is in use: a client that belongs to an event loop, threads for decoding."""
+"""Resources that a dataset holds open while it is in use: a client that belongs to an event loop, threads."""
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import contextvars
 import dataclasses
 import os
@@ -21,10 +22,11 @@ ClientT = TypeVar("ClientT")
 
 @dataclasses.dataclass
 class _Opened(Generic[ClientT]):
-    """What is open on one loop, for as many as have entered there."""
+    """The client of one loop, and how many users have entered the dataset there."""
 
     users: int = 0
     turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    context: contextlib.AbstractAsyncContextManager[ClientT] | None = None
     client: ClientT | None = None
 
 
@@ -39,12 +41,8 @@ class Openable(abc.ABC, Generic[ClientT]):
         self._opened: dict[asyncio.AbstractEventLoop, _Opened[ClientT]] = {}
 
     @abc.abstractmethod
-    async def _open(self) -> ClientT:
-        """Make a client that belongs to the running loop."""
-
-    @abc.abstractmethod
-    async def _close(self, client: ClientT) -> None:
-        """Close a client, on its loop."""
+    def _opens(self) -> contextlib.AbstractAsyncContextManager[ClientT]:
+        """Return what makes a client that belongs to the running loop, and closes it there."""
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -53,7 +51,8 @@ class Openable(abc.ABC, Generic[ClientT]):
         try:
             async with opened.turn:
                 if opened.client is None:
-                    opened.client = await self._open()
+                    opened.context = self._opens()
+                    opened.client = await opened.context.__aenter__()
         except BaseException:
             self._leave(loop, opened)
             raise
@@ -64,8 +63,8 @@ class Openable(abc.ABC, Generic[ClientT]):
         opened = self._opened[loop]
         self._leave(loop, opened)
         # From here on nobody finds it any more: who enters now gets a client of its own.
-        if opened.users == 0 and opened.client is not None:
-            await self._close(opened.client)
+        if opened.users == 0 and opened.context is not None:
+            await opened.context.__aexit__(None, None, None)
 
     def _leave(self, loop: asyncio.AbstractEventLoop, opened: _Opened[ClientT]) -> None:
         opened.users -= 1
@@ -86,7 +85,7 @@ class Openable(abc.ABC, Generic[ClientT]):
 
 
 def decoded(decode: Callable[..., T], *args: Any) -> T:
-    """Decode the sample at hand. What is random in that is its own: see :class:`asyncloader.sample_seed`."""
+    """Decode the sample at hand. The sample has random numbers of its own: see :class:`asyncloader.sample_seed`."""
     with sample_seed():
         return decode(*args)
 

@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
+from asyncloader.checks import at_least
+from asyncloader.datasets.apart import run_apart, versions_of
 from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.datasets.extras import require
 from asyncloader.datasets.filesystems import open_system, secrets_kept, version_in
@@ -27,7 +28,8 @@ from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable, Threads, all_decoded
 from asyncloader.datasets.retry import Retries
-from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
+from asyncloader.datasets.source import Version, kind_of, path_of, raise_changed
+from asyncloader.datasets.sources import Access, Sources
 from asyncloader.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ _SERVED = frozenset({"file", "http", "https", "s3", "s3a", "gs", "az", "adl", "a
 
 
 class _Open(NamedTuple):
-    sources: Sources
     ranges: _Ranges
     threads: Threads
     cache: BlockCache[Any]
@@ -230,7 +231,7 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
         }
         if away := [path for path in self.paths if path not in found]:
             versions = [self._versions[path] for path in away]
-            found.update(zip(away, run_apart(_read_footers, away, versions, self.access), strict=True))
+            found.update(zip(away, run_apart(_read_footer_away, away, self.access, versions), strict=True))
         return [found[path] for path in self.paths]
 
     def _named_columns(self, footers: Sequence[Footer]) -> list[str]:
@@ -252,16 +253,17 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
                 )
         return list(dict.fromkeys(name if name in first else name.split(".")[0] for name in wanted))
 
-    async def _open(self) -> _Open:
-        cache = BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)
-        sources = Sources(self.access)
-        return _Open(sources, _Ranges(sources), Threads(self.threads, "parquet"), cache)
-
-    async def _close(self, client: _Open) -> None:
-        client.ranges.close()
-        client.threads.close()
-        await client.cache.close()
-        await client.sources.close()
+    @contextlib.asynccontextmanager
+    async def _opens(self) -> AsyncGenerator[_Open, None]:
+        async with (
+            contextlib.aclosing(Sources(self.access)) as sources,
+            contextlib.aclosing(BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)) as cache,
+        ):
+            with (
+                contextlib.closing(Threads(self.threads, "parquet")) as threads,
+                contextlib.closing(_Ranges(sources)) as ranges,
+            ):
+                yield _Open(ranges, threads, cache)
 
 
 class _Ranges:
@@ -340,16 +342,10 @@ class _RangeFile(io.RawIOBase):
         return True
 
 
-async def _read_footers(paths: Sequence[str], versions: Sequence[Version], access: Access) -> list[Footer]:
-    async with opened(access) as sources:
-        ranges = _Ranges(sources)
-
-        async def one(at: int) -> Footer:
-            file = _RangeFile(ranges, paths[at], versions[at])
-            return await asyncio.to_thread(_read_footer, paths[at], lambda: contextlib.nullcontext(file))
-
-        with contextlib.closing(ranges):
-            return await for_each(one, range(len(paths)))
+async def _read_footer_away(sources: Sources, path: str, version: Version) -> Footer:
+    with contextlib.closing(_Ranges(sources)) as ranges:
+        file = _RangeFile(ranges, path, version)
+        return await asyncio.to_thread(_read_footer, path, lambda: contextlib.nullcontext(file))
 
 
 def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManager[Any]]) -> Footer:
@@ -420,6 +416,4 @@ def _check(dataset: ParquetDataset[Any]) -> None:
     if dataset.columns is not None and not dataset.columns:
         raise ConfigurationError("columns names no column; None reads all of them")
     for name, least in (("cache_bytes", 0), ("threads", 1)):
-        value = getattr(dataset, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name} must be a whole number from {least} on, but got {value!r}")
+        at_least(name, getattr(dataset, name), least=least)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from asyncloader.datasets.streams import Sources, Version
+from asyncloader.datasets.source import Version
+from asyncloader.datasets.sources import Sources
 
 Place: TypeAlias = tuple[int, int, int]
 """Number of the file, first byte, and the one behind the last."""

@@ -12,7 +12,6 @@ import contextlib
 import io
 import pickle
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def pack(sample: Any) -> list[Any]:
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(sample)
+    Pickler(file, protocol=5, buffer_callback=buffers.append).dump(sample)
     raw = [buffer.raw() for buffer in buffers]
     data = file.getbuffer()
     lengths = struct.pack(f"<{len(raw)}Q", *map(len, raw))
@@ -50,21 +49,6 @@ def unpack(memory: memoryview) -> Any:
     return pickle.loads(memory[begin : begin + length], buffers=buffers)
 
 
-def dumper() -> Callable[[Any], bytes]:
-    """Return what pickles one value after the other, each in one piece for `pickle.loads`; it is for one thread."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, protocol=5)  # one for all: to make one takes longer than to pickle a small value
-
-    def dumps(value: Any) -> bytes:
-        file.seek(0)
-        file.truncate()
-        pickler.clear_memo()
-        pickler.dump(value)
-        return file.getvalue()
-
-    return dumps
-
-
 def tensor_of(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
     """Make a tensor of its bytes, which stay its memory. Pickles name this function: it stays where it is."""
     return torch.from_numpy(data).view(dtype).reshape(shape).requires_grad_(requires_grad)
@@ -80,13 +64,17 @@ def empty(size: int) -> Any:
     return np.empty(size, np.uint8)
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
+    """Pickles of tensors what they show."""
+
     def reducer_override(self, obj: Any) -> Any:
         """Pickle plain tensors as arrays: a view then is no more than it shows, and its memory goes out of band."""
         if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.is_quantized or obj.__dict__:
             return NotImplemented
         try:
             shown = obj.detach().resolve_conj().resolve_neg().contiguous()
+            if shown._is_zerotensor():  # zeros without memory
+                shown = shown.clone()
             if not obj.requires_grad:
                 with contextlib.suppress(TypeError):  # a dtype that numpy does not have
                     return torch.from_numpy, (shown.numpy(),)

@@ -1,21 +1,22 @@
-"""What datasets of remote objects share: keys, byte ranges, retries, decoding off the loop."""
+"""The base of datasets of remote objects: keys, byte ranges, retries, decoding off the loop."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset
 
-from asyncloader.datasets.limits import check_max_bytes
+from asyncloader.checks import at_least
 from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.retry import Retries, TransientError
 from asyncloader.errors import ConfigurationError
 
 T_co = TypeVar("T_co", covariant=True)
-ClientT = TypeVar("ClientT")
+ClientT = TypeVar("ClientT", bound="Connection")
 
 
 class ByteRange(NamedTuple):
@@ -33,6 +34,13 @@ class ByteRange(NamedTuple):
 
 
 Key: TypeAlias = str | ByteRange
+
+
+class Connection(Protocol):
+    """A client that a dataset fetches its objects with."""
+
+    async def aclose(self) -> None:
+        """Let go of connections and threads."""
 
 
 class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, Generic[ClientT, T_co]):
@@ -55,7 +63,7 @@ class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, G
         max_bytes: int,
     ) -> None:
         super().__init__()
-        check_max_bytes(max_bytes)
+        at_least("max_bytes", max_bytes, least=1)
         self.keys: Sequence[Key] = list(keys)
         self.decode = decode
         self.retries = retries
@@ -90,17 +98,11 @@ class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, G
     async def _connect(self) -> ClientT:
         """Make a client that belongs to the running loop."""
 
-    @abc.abstractmethod
-    async def _disconnect(self, client: ClientT) -> None:
-        """Close it."""
-
-    async def _open(self) -> tuple[ClientT, Threads]:
-        return await self._connect(), Threads(self.decode_threads if self.decode else 0, "decode")
-
-    async def _close(self, client: tuple[ClientT, Threads]) -> None:
-        connection, threads = client
-        threads.close()
-        await self._disconnect(connection)
+    @contextlib.asynccontextmanager
+    async def _opens(self) -> AsyncGenerator[tuple[ClientT, Threads], None]:
+        async with contextlib.aclosing(await self._connect()) as connection:
+            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "decode")) as threads:
+                yield connection, threads
 
 
 def _name(key: Key) -> str:

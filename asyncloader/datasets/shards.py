@@ -19,10 +19,11 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from asyncloader import identity
-from asyncloader.datasets.limits import MAX_BYTES, check_max_bytes
+from asyncloader.checks import at_least
+from asyncloader.datasets.limits import MAX_BYTES
 from asyncloader.datasets.opened import Openable, Threads
 from asyncloader.datasets.retry import FetchError, Retries
-from asyncloader.datasets.streams import Access, Sources
+from asyncloader.datasets.sources import Access, Sources
 from asyncloader.datasets.tar import RawSample, read_samples
 from asyncloader.errors import ConfigurationError, StateMismatchError
 
@@ -118,7 +119,7 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         decode_threads: int = 1,
     ) -> None:
         super().__init__()
-        check_max_bytes(max_bytes)
+        at_least("max_bytes", max_bytes, least=1)
         self.shards = [os.fspath(shard) for shard in shards]
         if not self.shards:
             raise ConfigurationError("there are no shards")
@@ -142,8 +143,8 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         self._part = None if rank is None or world_size is None else (rank, world_size)
         self.max_bytes = max_bytes
         self.decode_threads = decode_threads
-        self._next = _Place(0)
-        self._place: _Place | None = None  # of the newest iterator
+        self._next = _Progress(0)
+        self._progress: _Progress | None = None  # of the newest iterator
 
     @property
     def rank(self) -> int:
@@ -157,39 +158,41 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
-        self._next = _Place(epoch)
+        self._next = _Progress(epoch)
 
     def __aiter__(self) -> AsyncGenerator[T_co, None]:
         # Set the state eagerly: a finished epoch yields no sample, so a lazy body would never run.
-        place, worker = self._next, _worker()
-        if place.is_within:
-            identity.check(place.worker, worker, advice=_ADVICE)
-        self._place = place = dataclasses.replace(place, worker=worker)
-        self._next = _Place(place.epoch + (place.ended or bool(get_worker_info())))  # a worker has a copy of its own
-        return self._read(self._reader(), place)
+        progress, worker = self._next, _worker()
+        if progress.is_within:
+            identity.check(progress.worker, worker, advice=_ADVICE)
+        self._progress = progress = dataclasses.replace(progress, worker=worker)
+        self._next = _Progress(
+            progress.epoch + (progress.ended or bool(get_worker_info()))
+        )  # a worker has a copy of its own
+        return self._read(self._reader(), progress)
 
-    async def _read(self, reader: _Reader, place: _Place) -> AsyncGenerator[T_co, None]:
-        if place.ended:  # an epoch that is over is not read: this is the one after it
-            place.epoch, place.samples, place.ended = self._next.epoch, 0, False
-            self._next = _Place(place.epoch + bool(get_worker_info()))
+    async def _read(self, reader: _Reader, progress: _Progress) -> AsyncGenerator[T_co, None]:
+        if progress.ended:  # an epoch that is over is not read: this is the one after it
+            progress.epoch, progress.samples, progress.ended = self._next.epoch, 0, False
+            self._next = _Progress(progress.epoch + bool(get_worker_info()))
         sources, threads = self._client
         number = 0
-        async with contextlib.aclosing(self._shuffled(sources, reader, place.epoch)) as samples:
+        async with contextlib.aclosing(self._shuffled(sources, reader, progress.epoch)) as samples:
             async for sample in samples:
                 number += 1
-                if number <= place.samples:
+                if number <= progress.samples:
                     continue
-                place.samples = number
+                progress.samples = number
                 yield sample if self.decode is None else await threads.run(self.decode, sample)  # type: ignore[misc]
-        place.ended = True
-        if self._place is place and not get_worker_info():
-            self._place = None  # without workers the next state is one between two epochs
+        progress.ended = True
+        if self._progress is progress and not get_worker_info():
+            self._progress = None  # without workers the next state is one between two epochs
 
     def state_dict(self) -> dict[str, Any]:
         """Tell how far this worker's share of the epoch has been read, and what the share depends on."""
-        place = self._place or self._next
-        count = {"epoch": place.epoch, "samples": place.samples, "ended": place.ended}
-        return {"version": _STATE_VERSION, **count, **(place.worker or _worker()), **identity.of(self)}
+        progress = self._progress or self._next
+        count = {"epoch": progress.epoch, "samples": progress.samples, "ended": progress.ended}
+        return {"version": _STATE_VERSION, **count, **(progress.worker or _worker()), **identity.of(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next epoch of this worker be the one that was saved, without the samples that had been taken.
@@ -202,14 +205,14 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
                 workers, raises it when the epoch begins.
         """
         worker = {name: state[name] for name in _worker() if name in state}
-        place = _Place(state["epoch"], state["samples"], state.get("ended", False), worker)
-        if "version" not in state and place.is_within:
-            anew = {"epoch": place.epoch, "samples": 0}
+        progress = _Progress(state["epoch"], state["samples"], state.get("ended", False), worker)
+        if "version" not in state and progress.is_within:
+            anew = {"epoch": progress.epoch, "samples": 0}
             advice = f"It does not say whose share of which shards was read. The state {anew} begins the epoch anew."
             raise StateMismatchError("version", None, _STATE_VERSION, advice)
         identity.check({"version": _STATE_VERSION, **state}, {"version": _STATE_VERSION})
-        identity.check(state, identity.of(self), free=() if place.is_within else identity.RANKS, advice=_ADVICE)
-        self._next, self._place = place, None
+        identity.check(state, identity.of(self), free=() if progress.is_within else identity.RANKS, advice=_ADVICE)
+        self._next, self._progress = progress, None
 
     def _state_identity(self) -> dict[str, Any]:
         return {
@@ -262,13 +265,11 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
                             yield sample
                         number += 1
 
-    async def _open(self) -> tuple[Sources, Threads]:
-        return Sources(self.access), Threads(self.decode_threads if self.decode else 0, "decode")
-
-    async def _close(self, client: tuple[Sources, Threads]) -> None:
-        sources, threads = client
-        threads.close()
-        await sources.close()
+    @contextlib.asynccontextmanager
+    async def _opens(self) -> AsyncGenerator[tuple[Sources, Threads], None]:
+        async with contextlib.aclosing(Sources(self.access)) as sources:
+            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "decode")) as threads:
+                yield sources, threads
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -278,7 +279,7 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
 
 
 @dataclasses.dataclass
-class _Place:
+class _Progress:
     """How far a worker is in its share of an epoch, or begins in the next one.
 
     Attributes:
@@ -325,8 +326,10 @@ def _names(shards: list[str]) -> list[str]:
     """
     plain = [urlsplit(shard)._replace(query="", fragment="").geturl() if "://" in shard else shard for shard in shards]
     names = plain if len(set(plain)) == len(set(shards)) else shards
-    common = os.path.commonprefix([min(names), max(names)])  # noqa: RUF071  # cut to a folder below
-    return [name[common.rfind("/") + 1 :] for name in names]
+    first, last = min(names), max(names)
+    pairs = zip(first, last, strict=False)
+    alike = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
+    return [name[first.rfind("/", 0, alike) + 1 :] for name in names]
 
 
 def _is_distributed() -> bool:

@@ -1,4 +1,4 @@
-"""A list whose rows are in memory once, however many processes read it."""
+"""A list whose rows are in memory once, however many processes read it; and what it shares with a dict of that kind."""
 
 from __future__ import annotations
 
@@ -10,19 +10,58 @@ from typing import Any, Self, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncloader.datasets.blocks import KIND, RowReader, RowWriter, save
 from asyncloader.datasets.memory_file import MemoryFile
+from asyncloader.datasets.rows import KIND, RowReader, save, write
 from asyncloader.errors import ConfigurationError
 
 T_co = TypeVar("T_co", covariant=True)
 
-CHANGES = frozenset(
+_CHANGES = frozenset(
     ("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update")
 )
 _SHORT = 32  # an index array up to so long travels in the pickle
 
 
-class SharedList(Sequence[T_co]):
+class ReadOnly:
+    """Rows in memory that processes share. Trying to change them is an error that says what to do."""
+
+    __slots__ = ("__weakref__", "_file", "_read")
+
+    def __init__(self, file: MemoryFile) -> None:
+        self._file = file
+        self._read = RowReader(file)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that the rows are in; a slice tells those of the list that it was cut from."""
+        return len(self._read.memory)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __setitem__(self, index: Any, row: Any) -> None:
+        raise TypeError(self._refusal("an item cannot be set"))
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError(self._refusal("an item cannot be deleted"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _CHANGES:
+            raise AttributeError(self._refusal(f"it has no {name!r}"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _refusal(self, what: str) -> str:
+        name = type(self).__name__
+        return (
+            f"{what}: a {name} is read-only, since the processes that share its memory would not see each other's "
+            f"changes; make a new {name}, or change the rows that it gives, which are copies"
+        )
+
+
+class SharedList(ReadOnly, Sequence[T_co]):
     """Keep rows in memory once for all processes that read them: a list of a dataset that workers do not copy.
 
     A worker that only reads a Python list writes to it all the same: Python counts references inside the objects, and a
@@ -36,22 +75,20 @@ class SharedList(Sequence[T_co]):
     list; so ranks of one machine can share what one of them has read (``torch.distributed.broadcast_object_list``).
     Memory is freed with the last process that has the list, however that ends, and has no name to be left behind.
 
-    Rows may be anything that can be pickled. Rows of one form (dicts with the same keys, tuples, lists, texts, bytes,
-    numbers, arrays, CPU tensors, None among them) are stored as columns, which take less room than pickles, and much
-    less than objects. Each access makes a new row, equal to what was stored, which may be changed without changing the
-    list. The list itself cannot be changed.
+    Rows may be anything that can be pickled, and take as much memory as their pickles. Each access makes a new row,
+    equal to what was stored, which may be changed without changing the list. The list itself cannot be changed.
 
     Slices, and index arrays as in numpy, are further lists over the same memory.
 
     Args:
-        rows: The rows; a generator is read block by block, so that what it yields never is in memory as a whole.
-        consume: Empty the list ``rows`` as it is read, so that rows are in memory twice for one block only. What else
-            refers to them keeps them alive. If a row cannot be pickled, those before it are gone.
+        rows: The rows; what a generator yields never is in memory as a whole.
+        consume: Empty the list ``rows`` as it is read, so that few of its rows are in memory twice. Rows that something
+            else refers to stay alive. If a row cannot be pickled, those before it are gone.
 
     Raises:
         ConfigurationError: ``consume`` is asked for, and ``rows`` is no list.
-        OSError: There is no memory for them.
-        Exception: What pickling a row raises, with a note that says which.
+        OSError: There is no memory for the rows.
+        Exception: A row cannot be pickled; a note says which.
 
     Example:
         >>> rows = SharedList({"path": f"{number}.jpg", "label": number % 3} for number in range(1000))
@@ -61,31 +98,24 @@ class SharedList(Sequence[T_co]):
         (500, '5.jpg')
     """
 
-    __slots__ = ("__weakref__", "_file", "_order", "_order_file", "_read")
+    __slots__ = ("_order", "_order_file")
 
     seeds_samples = True
 
     def __init__(self, rows: Iterable[T_co], *, consume: bool = False) -> None:
         if consume and type(rows) is not list:
             raise ConfigurationError(f"consume=True empties a list, but got {type(rows).__name__}")
-        writer = RowWriter(rows, rows if consume else None)  # type: ignore[arg-type]
-        file = writer.finish()
-        if consume:
-            rows.clear()  # type: ignore[attr-defined]
-        self._settle(file, range(writer.count))
+        super().__init__(write(_emptied(rows) if consume else rows))  # type: ignore[arg-type]
+        self._over(range(self._read.count))
 
-    def _settle(self, file: MemoryFile, order: range | NDArray[np.int64], read: RowReader | None = None) -> None:
-        self._file = file
+    def _over(self, order: range | NDArray[np.int64], order_file: MemoryFile | None = None) -> Self:
         self._order = order
-        self._order_file: MemoryFile | None = None
-        self._read = RowReader(file) if read is None else read
+        self._order_file = order_file
+        return self
 
     @classmethod
     def from_iterable(cls, rows: Iterable[T_co]) -> Self:
-        """Make one of what an iterable yields, in a bounded amount of memory beside that of the list itself.
-
-        At most 65,536 rows are held at once, fewer if they are large: by what the rows before them took, some 8 MB.
-        """
+        """Make one of the rows that an iterable yields, of which about 1 MB is in memory beside the list at a time."""
         return cls(rows)
 
     @classmethod
@@ -96,13 +126,11 @@ class SharedList(Sequence[T_co]):
 
         Raises:
             ValueError: The file is something else.
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         file = MemoryFile.open(os.path.abspath(path), KIND)
-        made = cls.__new__(cls)
-        read = RowReader(file)
-        made._settle(file, range(read.count), read)
-        return made
+        opened: Self = _restore(cls, file, None)
+        return opened
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the list to a file, for `open`: by ranks in separate containers, or the next run.
@@ -110,17 +138,12 @@ class SharedList(Sequence[T_co]):
         The file appears under its name when it is complete.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if self._order != range(self._read.count):
             return SharedList(self).save(path)
         save(self._file, os.path.abspath(path))
         return None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that the rows are in; a slice tells those of the list that it was cut from."""
-        return len(self._read.memory)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -138,9 +161,9 @@ class SharedList(Sequence[T_co]):
         """
         if type(index) is not int:
             if isinstance(index, slice):
-                return self._over(self._order[index])
+                return self._part(self._order[index])
             if getattr(index, "ndim", 0) or isinstance(index, (list, tuple, range)):
-                return self._over(self._picked(index))
+                return self._part(self._picked(index))
             try:
                 index = operator.index(index)
             except TypeError:
@@ -172,26 +195,9 @@ class SharedList(Sequence[T_co]):
         order: Any = self._order
         if not isinstance(order, range) and len(order) > _SHORT:
             if self._order_file is None:
-                self._order_file = _stored(order)
+                self._order_file = write([order])
             order = self._order_file
         return _restore, (type(self), self._file, order)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __setitem__(self, index: Any, row: Any) -> None:
-        raise TypeError(read_only(self, "a row cannot be set"))
-
-    def __delitem__(self, index: Any) -> None:
-        raise TypeError(read_only(self, "a row cannot be deleted"))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in CHANGES:
-            raise AttributeError(read_only(self, f"it has no {name!r}"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _picked(self, index: Any) -> NDArray[np.int64]:
         wanted = np.asarray(index)
@@ -214,32 +220,23 @@ class SharedList(Sequence[T_co]):
             wanted = self._order[wanted]
         return wanted
 
-    def _over(self, order: range | NDArray[np.int64]) -> SharedList[T_co]:
+    def _part(self, order: range | NDArray[np.int64]) -> Self:
         made = type(self).__new__(type(self))
-        made._settle(self._file, order, self._read)
-        return made
+        made._file, made._read = self._file, self._read
+        return made._over(order)
 
 
-def _stored(order: NDArray[np.int64]) -> MemoryFile:
-    writer = RowWriter([order])
-    return writer.finish()
+def _emptied(rows: list[Any]) -> Iterator[Any]:
+    """Yield the rows of a list; none of them stays in it."""
+    for number, row in enumerate(rows):
+        rows[number] = None
+        yield row
+    rows.clear()
 
 
-def _restore(kind: type[SharedList[Any]], file: MemoryFile, order: Any) -> SharedList[Any]:
+def _restore(kind: type[SharedList[Any]], file: MemoryFile, order: Any) -> Any:
     made = kind.__new__(kind)
+    ReadOnly.__init__(made, file)
     if isinstance(order, MemoryFile):
-        of_file = order
-        made._settle(file, RowReader(of_file)(0))
-        made._order_file = of_file
-    else:
-        made._settle(file, order)
-    return made
-
-
-def read_only(thing: Any, what: str) -> str:
-    """Say why something that is shared cannot be changed, and what to do."""
-    name = type(thing).__name__
-    return (
-        f"{what}: a {name} is read-only, since the processes that share its memory would not see each other's changes; "
-        f"make a new {name}, or change the rows that it gives, which are copies"
-    )
+        return made._over(RowReader(order)(0), order)
+    return made._over(range(made._read.count) if order is None else order)

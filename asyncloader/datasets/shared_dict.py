@@ -1,6 +1,8 @@
 """A dict whose items are in memory once, however many processes read it.
 
-    key ── crc32 of its canonical bytes ──> bucket ──> rows of that bucket ──> the one whose key is equal ──> its value
+    key ── crc32 of its canonical bytes ──> items of that hash, in a sorted table ──> the one whose key is equal
+
+Rows are its keys and values in turns: row 2 n is the key of item n, and row 2 n + 1 its value.
 
 Python's own hash will not do: that of texts differs from process to process.
 """
@@ -11,35 +13,37 @@ import array
 import operator
 import struct
 import zlib
+from bisect import bisect_left
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from asyncloader.datasets.blocks import RowReader, RowWriter
 from asyncloader.datasets.memory_file import MemoryFile
-from asyncloader.datasets.shared import CHANGES, read_only
+from asyncloader.datasets.rows import write
+from asyncloader.datasets.shared import ReadOnly
 from asyncloader.errors import ConfigurationError
 
 K = TypeVar("K")
 V_co = TypeVar("V_co", covariant=True)
 
 
-class SharedDict(Mapping[K, V_co]):
+class SharedDict(ReadOnly, Mapping[K, V_co]):
     """Keep a mapping in memory once for all processes that read it; see :class:`SharedList`, whose sibling it is.
 
     Values may be anything that can be pickled, and each access makes a new one. Keys are texts, bytes, numbers, None
     and tuples of these; their order is kept.
 
     Args:
-        items: A mapping, or an iterable of pairs, which is read block by block.
+        items: A mapping, or an iterable of pairs.
         consume: Empty the dict ``items`` as it is read.
 
     Raises:
         ConfigurationError: A key is of another type, or comes twice; ``consume`` is asked for, and ``items`` is not a
             dict.
-        OSError: There is no memory for them.
-        Exception: What pickling a value raises, with a note that says which.
+        OSError: There is no memory for the items.
+        Exception: A value cannot be pickled; a note says which.
 
     Example:
         >>> captions = SharedDict({"a.jpg": ["a dog", "a hound"], "b.jpg": ["a cat"]})
@@ -47,39 +51,39 @@ class SharedDict(Mapping[K, V_co]):
         (['a cat'], False)
     """
 
-    __slots__ = ("__weakref__", "_buckets", "_file", "_key", "_members", "_read", "_value")
+    __slots__ = ("_hashes", "_numbers")
 
     def __init__(self, items: Mapping[K, V_co] | Iterable[tuple[K, V_co]] = (), *, consume: bool = False) -> None:
         if consume and type(items) is not dict:
             raise ConfigurationError(f"consume=True empties a dict, but got {type(items).__name__}")
         hashes = array.array("I")
-        writer = RowWriter(_pairs(items, hashes, consume))
-        table = _Table(hashes)
-        extra = [(put.dtype.str[1:], writer.put(put), len(put)) for put in (table.buckets, table.members)]
-        self._settle(writer.finish(extra))
-        self._refuse_doubles(table.doubles)
+        rows = _keys_and_values(items, hashes, consume)
+        self._settle(write(rows, per_item=2, tables=lambda: _sorted(hashes)))
+        self._refuse_doubles()
 
-    def _settle(self, file: MemoryFile) -> None:
-        self._file = file
-        self._read = RowReader(file)
-        self._key, self._value = self._read.column(0), self._read.column(1)
-        self._buckets, self._members = (
-            np.frombuffer(self._read.memory, dtype, count, at).data for dtype, at, count in self._read.extra
-        )
+    def _settle(self, file: MemoryFile) -> Self:
+        ReadOnly.__init__(self, file)
+        self._hashes, self._numbers = self._read.tables
+        return self
 
-    def _refuse_doubles(self, doubles: Iterable[tuple[int, int]]) -> None:
-        for first, second in doubles:
-            one, other = self._key(first), self._key(second)
-            if canonical(one) == canonical(other) and one == other:
-                raise ConfigurationError(f"the key {one!r} comes twice, as items {first} and {second}")
+    def _refuse_doubles(self) -> None:
+        first: dict[Any, int] = {}
+        hashes = np.asarray(self._hashes)
+        for at in np.flatnonzero(hashes[1:] == hashes[:-1]).tolist():
+            for number in self._numbers[at : at + 2]:
+                key = self._key(number)
+                if first.setdefault((canonical(key), key), number) != number:
+                    before = first[canonical(key), key]
+                    raise ConfigurationError(f"the key {key!r} comes twice, as items {before} and {number}")
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that the items are in."""
-        return len(self._read.memory)
+    def _key(self, number: int) -> Any:
+        return self._read(2 * number)
+
+    def _value(self, number: int) -> Any:
+        return self._read(2 * number + 1)
 
     def __len__(self) -> int:
-        return self._read.count
+        return len(self._numbers)
 
     def __getitem__(self, key: K) -> V_co:
         """Make the value of a key.
@@ -89,13 +93,14 @@ class SharedDict(Mapping[K, V_co]):
         """
         hash(key)  # a list is a TypeError, as in a dict
         if (data := canonical(key)) is not None:
-            bucket = zlib.crc32(data) & (len(self._buckets) - 2)
-            for at in range(self._buckets[bucket], self._buckets[bucket + 1]):
-                number = self._members[at]
-                stored = self._key(number)
+            wanted = zlib.crc32(data)
+            at = bisect_left(self._hashes, wanted)
+            while at < len(self) and self._hashes[at] == wanted:
+                stored = self._key(self._numbers[at])
                 # Bytes first: numpy's numbers compare with the items of a tuple, so that (1,) == np.int64(1) is true.
                 if canonical(stored) == data and stored == key:
-                    return cast(V_co, self._value(number))
+                    return cast(V_co, self._value(self._numbers[at]))
+                at += 1
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[K]:
@@ -115,28 +120,9 @@ class SharedDict(Mapping[K, V_co]):
     def __reduce__(self) -> Any:
         return _restore, (type(self), self._file)
 
-    def __copy__(self) -> SharedDict[K, V_co]:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedDict[K, V_co]:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        raise TypeError(read_only(self, "an item cannot be set"))
-
-    def __delitem__(self, key: Any) -> None:
-        raise TypeError(read_only(self, "an item cannot be deleted"))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in CHANGES:
-            raise AttributeError(read_only(self, f"it has no {name!r}"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
 
 def _restore(kind: type[SharedDict[Any, Any]], file: MemoryFile) -> SharedDict[Any, Any]:
-    made = kind.__new__(kind)
-    made._settle(file)
-    return made
+    return kind.__new__(kind)._settle(file)
 
 
 class _Values(ValuesView[V_co]):
@@ -150,40 +136,18 @@ class _Items(ItemsView[K, V_co]):
     _mapping: SharedDict[K, V_co]
 
     def __iter__(self) -> Iterator[tuple[K, V_co]]:
-        return map(self._mapping._read, range(len(self._mapping)))
+        return zip(self._mapping, self._mapping.values(), strict=True)
 
 
-class _Table:
-    """Rows by the lower bits of their hashes: `members[buckets[b]:buckets[b + 1]]` are those of bucket b."""
-
-    def __init__(self, hashes: array.array[int]) -> None:
-        all_hashes = np.array(hashes, np.uint32)
-        count = len(all_hashes)
-        size = 1 << max(0, count - 1).bit_length()
-        index = np.dtype(np.uint32 if count < 1 << 32 else np.uint64)
-        order = np.argsort(all_hashes, kind="stable")
-        same = np.flatnonzero(np.diff(all_hashes[order]) == 0)
-        self.doubles = _pairs_alike(order, same)
-        of_rows = all_hashes & np.uint32(size - 1)
-        self.members = np.argsort(of_rows, kind="stable").astype(index)
-        self.buckets = np.zeros(size + 1, index)
-        np.cumsum(np.bincount(of_rows, minlength=size), out=self.buckets[1:])
+def _sorted(hashes: array.array[int]) -> list[NDArray[Any]]:
+    """Return the hashes of items, sorted, and the number of the item that each of them is of."""
+    values = np.asarray(hashes, np.uint32)
+    order = np.argsort(values, kind="stable")
+    return [values[order], order.astype(np.uint32 if len(order) < 1 << 32 else np.uint64)]
 
 
-def _pairs_alike(order: Any, same: Any) -> list[tuple[int, int]]:
-    """Return all pairs of rows with the same hash."""
-    pairs: list[tuple[int, int]] = []
-    run: list[int] = []
-    for at in map(int, same):
-        row, after = int(order[at]), int(order[at + 1])
-        run = [*run, row] if run and run[-1] == row else [row]
-        pairs += [(earlier, after) for earlier in run]
-        run.append(after)
-    return pairs
-
-
-def _pairs(items: Any, hashes: array.array[int], consume: bool) -> Iterator[tuple[Any, Any]]:
-    """Yield the items, and note the hashes of their keys."""
+def _keys_and_values(items: Any, hashes: array.array[int], consume: bool) -> Iterator[Any]:
+    """Yield each key and its value, and note the hashes of the keys."""
     if consume:
         pairs: Iterable[Any] = ((key, items.pop(key)) for key in list(items))
     else:
@@ -195,7 +159,8 @@ def _pairs(items: Any, hashes: array.array[int], consume: bool) -> Iterator[tupl
                 f"keys of a SharedDict are str, bytes, numbers, None and tuples of these, but not {key!r}"
             )
         hashes.append(zlib.crc32(data))
-        yield key, value
+        yield key
+        yield value
 
 
 def canonical(key: Any) -> bytes | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -123,22 +123,22 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
         with _failures_told_apart():
             return await pool.fetch(self.query, keys, timeout=self.query_timeout_s)
 
-    async def _open(self) -> tuple[asyncpg.Pool[asyncpg.Record], Threads]:
+    @contextlib.asynccontextmanager
+    async def _opens(self) -> AsyncGenerator[tuple[asyncpg.Pool[asyncpg.Record], Threads], None]:
         import asyncpg
 
         # No connection yet: each is made when a query wants it, within that query's retries.
         options = {"min_size": 0, "max_size": self.max_connections, "timeout": 10.0, **self.connect_options}
         pool = await asyncpg.create_pool(self.dsn, **options)
-        return pool, Threads(self.decode_threads if self.decode else 0, "rows")
-
-    async def _close(self, client: tuple[asyncpg.Pool[asyncpg.Record], Threads]) -> None:
-        pool, threads = client
-        threads.close()
         try:
-            async with asyncio.timeout(_FAREWELL_S):
-                await pool.close()
-        except Exception:  # the server is gone, or does not answer
-            pool.terminate()
+            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "rows")) as threads:
+                yield pool, threads
+        finally:
+            try:
+                async with asyncio.timeout(_FAREWELL_S):
+                    await pool.close()
+            except Exception:  # the server is gone, or does not answer
+                pool.terminate()
 
     def _select_keys(self, query: str) -> list[Any]:
         """Run a query here and now: on a loop of its own in a thread, for there may be one running in this one."""

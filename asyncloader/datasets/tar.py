@@ -47,8 +47,8 @@ async def read_samples(
     """
     sample: RawSample = {}
     stream = Bytes(chunks, max_bytes)
-    with _damage_told(url, max_bytes):
-        async with contextlib.aclosing(_headers(stream)) as files:
+    with damage_told(url, max_bytes):
+        async with contextlib.aclosing(headers(stream)) as files:
             async for path, size, begin in files:
                 key, extension = key_and_extension(path)
                 if not key:
@@ -73,8 +73,8 @@ async def read_spans(stream: Bytes, url: str) -> AsyncGenerator[tuple[int, int],
         FetchError: As for `read_samples`.
     """
     last, extensions, begins, ends = "", set[str](), 0, 0
-    with _damage_told(url):
-        async with contextlib.aclosing(_headers(stream)) as files:
+    with damage_told(url):
+        async with contextlib.aclosing(headers(stream)) as files:
             async for path, size, begin in files:
                 await stream.skip(size, path)
                 key, extension = key_and_extension(path)
@@ -102,22 +102,9 @@ def key_and_extension(path: str) -> tuple[str, str]:
     return folder + slash + stem, extension.lower()
 
 
-async def read_members(chunks: AsyncIterator[bytes], url: str) -> AsyncGenerator[tuple[str, bytes], None]:
-    """Yield path and content of each regular file of a tar stream (ustar, GNU and pax headers).
-
-    Raises:
-        FetchError: The archive is damaged, or has sparse files in it, whose holes would be any amount of memory.
-    """
-    stream = Bytes(chunks)
-    with _damage_told(url):
-        async with contextlib.aclosing(_headers(stream)) as files:
-            async for path, size, begin in files:
-                stream.mark = begin
-                yield path, await stream.content(size, path)
-
-
 @contextlib.contextmanager
-def _damage_told(url: str, max_bytes: int = MAX_BYTES) -> Iterator[None]:
+def damage_told(url: str, max_bytes: int = MAX_BYTES) -> Iterator[None]:
+    """Raise a FetchError that names the shard for what is wrong with it."""
     try:
         yield
     except Damaged as damage:
@@ -177,7 +164,7 @@ class Bytes:
             left -= taken
 
 
-async def _headers(stream: Bytes) -> AsyncGenerator[tuple[str, int, int], None]:
+async def headers(stream: Bytes) -> AsyncGenerator[tuple[str, int, int], None]:
     """Yield path and size of each regular file, and where its first header begins; its content is to be taken then."""
     more: dict[str, str] = {}  # what headers before a file say about it
     begin = stream.at

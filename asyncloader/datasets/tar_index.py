@@ -23,9 +23,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncloader.datasets.apart import for_each, opened, run_apart
+from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.limits import open_regular
-from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of
+from asyncloader.datasets.source import Version, kind_of, path_of
+from asyncloader.datasets.sources import Access, Sources
 from asyncloader.datasets.tar import Bytes, Damaged, read_spans
 
 _log = logging.getLogger("asyncloader.datasets")
@@ -62,24 +63,18 @@ def spans_of(
                 found[at] = _load(places[at], versions[at])
             missing = [at for at, spans in found.items() if spans is None]
             urls = [shards[at] for at in missing]
-            made = run_apart(_make_all, urls, [versions[at] for at in missing], access) if missing else []
+            made = run_apart(_make, urls, access, [versions[at] for at in missing])
             for at, spans in zip(missing, made, strict=True):
                 found[at] = spans
                 _save(places[at], versions[at], spans)
     return [spans for spans in found.values() if spans is not None]
 
 
-async def _make_all(urls: Sequence[str], versions: Sequence[Version], access: Access) -> list[NDArray[np.int64]]:
-    async with opened(access) as sources:
-
-        async def make(at: int) -> NDArray[np.int64]:
-            stream = _Skipping(sources, urls[at], versions[at])
-            bounds = array("q")
-            async for span in read_spans(stream, urls[at]):
-                bounds.extend(span)
-            return np.array(bounds, np.int64).reshape(-1, 2)
-
-        return await for_each(make, range(len(urls)))
+async def _make(sources: Sources, url: str, version: Version) -> NDArray[np.int64]:
+    bounds = array("q")
+    async for span in read_spans(_Skipping(sources, url, version), url):
+        bounds.extend(span)
+    return np.array(bounds, np.int64).reshape(-1, 2)
 
 
 class _Skipping(Bytes):

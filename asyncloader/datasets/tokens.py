@@ -9,6 +9,7 @@ check beforehand prevents.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +20,16 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch.utils.data import Dataset
 
-from asyncloader.datasets.apart import for_each, opened, run_apart, versions_of
+from asyncloader.checks import at_least
+from asyncloader.datasets.apart import run_apart, versions_of
 from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.megatron import read_index
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable
 from asyncloader.datasets.ranges import read_places
 from asyncloader.datasets.retry import Retries
-from asyncloader.datasets.streams import Access, Sources, Version, kind_of, path_of, raise_changed
+from asyncloader.datasets.source import Version, kind_of, path_of, raise_changed
+from asyncloader.datasets.sources import Access, Sources
 from asyncloader.errors import ConfigurationError
 
 _MOST_INDEX_BYTES = 1 << 32  # of an .idx: 214 million sequences, all of which are in memory
@@ -252,11 +255,8 @@ class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
             part[:] = data
         return self._finished(memory)
 
-    async def _open(self) -> Sources:
-        return Sources(self.access)
-
-    async def _close(self, client: Sources) -> None:
-        await client.close()
+    def _opens(self) -> contextlib.AbstractAsyncContextManager[Sources]:
+        return contextlib.aclosing(Sources(self.access))
 
     def __getstate__(self) -> dict[str, Any]:
         return Openable.__getstate__(self)
@@ -334,43 +334,25 @@ def _listed(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) ->
 
 def _contents(names: Sequence[str], access: Access) -> list[bytes]:
     try:
-        found = {name: _read_index(path_of(name)) for name in names if kind_of(name) == "file"}
-        if away := [name for name in names if name not in found]:
-            found.update(zip(away, run_apart(_read_whole, away, access), strict=True))
+        return run_apart(_read_whole, names, access)
     except FileNotFoundError as error:
         raise ConfigurationError(f"{error.filename}: is not there; for flat files, without it, say dtype") from error
-    return [found[name] for name in names]
 
 
-def _read_index(path: str) -> bytes:
-    with open_regular(path) as file:
-        _check_index(path, os.fstat(file.fileno()).st_size)
-        return file.read()
-
-
-async def _read_whole(names: Sequence[str], access: Access) -> list[bytes]:
-    async with opened(access) as sources:
-
-        async def one(name: str) -> bytes:
-            version = await sources.version(name)
-            _check_index(name, version.size)
-            return await sources.read_range(name, 0, version.size, version)
-
-        return await for_each(one, names)
-
-
-def _check_index(name: str, size: int) -> None:
-    if size > _MOST_INDEX_BYTES:
-        raise ConfigurationError(f"{name}: {size:,} bytes are more than an index may have ({_MOST_INDEX_BYTES:,})")
+async def _read_whole(sources: Sources, name: str) -> bytes:
+    version = await sources.version(name)
+    if version.size > _MOST_INDEX_BYTES:
+        raise ConfigurationError(
+            f"{name}: {version.size:,} bytes are more than an index may have ({_MOST_INDEX_BYTES:,})"
+        )
+    return await sources.read_range(name, 0, version.size, version)
 
 
 def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
     if not dataset.paths:
         raise ConfigurationError("there are no files")
     for name, least in (("block_size", 1), ("stride", 1), ("header_bytes", 0)):
-        value = getattr(dataset, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{name} must be a whole number from {least} on, but got {value!r}")
+        at_least(name, getattr(dataset, name), least=least)
     if dtype is None:
         if dataset.header_bytes:
             raise ConfigurationError("header_bytes is for flat files, whose dtype is given")

@@ -1,4 +1,4 @@
-"""What scheduler, recovery and crew decide: tickets, and the actions that the session carries out. Plain values."""
+"""Tickets, and what scheduler, workforce, renewal and recovery decide, for the session to carry out. Plain values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 @dataclass(slots=True)
 class Ticket:
-    """A numbered batch to do: ``keys`` are the indices as the sampler gave them.
-
-    Where batches are made in slices ``part`` says what of which batch this is: see :mod:`asyncloader.engine.sliced`.
-    """
+    """A numbered batch to do: ``keys`` are the indices as the sampler gave them, or those of a slice of a batch."""
 
     seq: int
     keys: Any
@@ -20,7 +17,6 @@ class Ticket:
     tries: int = 0
     sent_at: float = 0.0  # the session's note; no decision depends on it
     is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
-    part: Any = None
 
 
 class Send(NamedTuple):
@@ -72,7 +68,7 @@ class Join(NamedTuple):
     worker: int
 
 
-class Part(NamedTuple):
+class Leave(NamedTuple):
     """Tell the scheduler that this worker is to leave."""
 
     worker: int
@@ -80,12 +76,6 @@ class Part(NamedTuple):
 
 class Renew(NamedTuple):
     """Start a successor of this worker: it takes its place when it is ready, and the worker has nothing in hand."""
-
-    worker: int
-
-
-class Hold(NamedTuple):
-    """Give this worker nothing more of what is for it: that is for its successor, which is ready."""
 
     worker: int
 
@@ -158,14 +148,16 @@ class GiveUp(NamedTuple):
     error: Exception
 
 
-class Assemble(NamedTuple):
-    """All rows of this batch are written: make it of them, and tell the scheduler that it is ready.
+class JoinSlices(NamedTuple):
+    """All slices of a batch are here: have them joined, and tell the splitter.
 
     Attributes:
-        batch: A :class:`asyncloader.engine.sliced.Sliced`.
+        batch: A :class:`asyncloader.engine.splitter.SplitBatch`.
+        slices: What workers have made of each; those without a good sample are left out.
     """
 
     batch: Any
+    slices: list[Any]
 
 
 class Finish(NamedTuple):
@@ -180,10 +172,9 @@ Action: TypeAlias = (
     | Window
     | Start
     | Join
-    | Part
+    | Leave
     | Dismiss
     | Renew
-    | Hold
     | Succeed
     | Abandon
     | Fail
@@ -191,7 +182,7 @@ Action: TypeAlias = (
     | Postpone
     | Discard
     | GiveUp
-    | Assemble
+    | JoinSlices
     | Finish
 )
 
@@ -200,4 +191,4 @@ VOID = object()
 As an outcome: the ticket makes no batch."""
 
 PART = object()
-"""The outcome of a ticket whose batch is that of a later one: its place in the order is passed over."""
+"""The outcome of a ticket of a slice: a later one stands for the batch, and this one's place is passed over."""

@@ -1,13 +1,13 @@
 """Decide which worker is renewed, and when: another process takes the place of one that has made enough, or has grown.
 
     made ─────────> ┌─────────┐ ──> Renew(worker)     start a successor, under the same id
-    ready, idle ──> │ Renewal │ ──> Hold(worker)      it finishes what it has in hand; what else is for it waits
-    failed, stop ─> └─────────┘ ──> Succeed(worker)   the successor is in its place, and gets what has waited
-                                ──> Abandon(worker)   the successor goes, and everything is as it was
+    ready, idle ──> │ Renewal │ ──> Succeed(worker)   the successor is in its place, and gets what has waited
+    failed, stop ─> └─────────┘ ──> Abandon(worker)   the successor goes, and everything is as it was
 
-No loop, no clock, no process is touched: events come in as method calls, decisions go out as actions, which `Turnover`
-carries out. The scheduler does not know of it: a worker id keeps its tickets, its turn and its place, and at each
-moment one process has all of the tickets that were sent to it. So one that dies meanwhile is like any other that dies.
+No loop, no clock, no process is touched: events come in as method calls, decisions go out as actions, which the
+supervisor carries out. The scheduler does not know of it: a worker id keeps its tickets, its turn and its place, and at
+each moment one process has all of the tickets that were sent to it. So one that dies meanwhile is like any other that
+dies.
 
 One at a time. With the same number of batches all would be due in the same round; so never more than one process is
 there beside the workers, and starting them does not take the cores from those who work. Who became due first is first.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from asyncloader.engine.actions import Abandon, Action, Hold, Renew, Succeed
+from asyncloader.engine.actions import Abandon, Action, Renew, Succeed
 from asyncloader.observe.memory_watch import show_bytes
 
 log = logging.getLogger("asyncloader")
@@ -120,12 +120,14 @@ class Renewal:
                 return [Renew(worker)]
         return []
 
-    def ready(self, worker: int) -> list[Action]:
-        """The worker's successor has opened the dataset."""
-        if worker != self.worker or self.is_holding:
-            return []
-        self.is_holding = True
-        return [Hold(worker)]
+    def ready(self, worker: int) -> bool:
+        """The worker's successor has opened the dataset; return whether what is for the worker is to wait from now on.
+
+        It finishes what it has in hand.
+        """
+        is_first = worker == self.worker and not self.is_holding
+        self.is_holding |= is_first
+        return is_first
 
     def idle(self) -> list[Action]:
         """Who is being renewed has nothing in hand."""

@@ -24,14 +24,14 @@ from asyncloader.engine.actions import Action, Fail, Ticket
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.sliced import Sliced, batches_of, contents
+from asyncloader.engine.splitter import Splitter
 from asyncloader.engine.taking import Item, Taking, failed
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import describe_keys
 from asyncloader.observe.meter import Meter
 from asyncloader.workers.protocol.failure import another
 from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut
+from asyncloader.workers.protocol.outcome import NO_RECORD, Failure, LeftOut
 from asyncloader.workers.protocol.snapshot import Frozen, Start
 
 log = logging.getLogger("asyncloader")
@@ -50,6 +50,7 @@ class Run:
         window: Batches in flight or waiting.
         is_stream: The dataset is iterable.
         overlaps: A worker has samples of several batches in work at once.
+        splitter: Divides batches into slices, or None.
 
     Attributes:
         taking: What consumers take by.
@@ -79,8 +80,10 @@ class Run:
         *,
         is_stream: bool = False,
         overlaps: bool = False,
+        splitter: Splitter | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.splitter = splitter
         self.meter = meter
         self.epoch = epoch
         self.progress = progress
@@ -312,36 +315,51 @@ class Run:
     def fail(self, action: Fail) -> list[Action]:
         """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
         assert action.cause is not None
-        batches = batches_of(action.tickets)
+        batches = self.batches_of(action.tickets)
         error = action.cause(batches)
         if action.at_once:
             self.handoff.ready.appendleft(failed(error, counts=False))
             self.handoff.wake()
-            return []
+            return [] if self.splitter is None else self.splitter.lost(action.tickets)
         (batch,) = batches
         item = failed(error, batch.seq)
         if action.leave_out:
             log.warning("The batch with the indices %s is left out: %s", describe_keys(batch.keys), error)
-            if not any(keys is batch.keys for keys in self.faults.left_out):  # another slice of it may have failed
+            if self.splitter is None:
                 self.faults.left_out.append(batch.keys)
             item = Item(LeftOut(NO_RECORD), batch.seq)
-        return self.scheduler.ready(action.tickets[0].seq, item)
+        return self.ready(action.tickets[0].seq, item)
 
-    def assemble(self, batch: Sliced) -> Item:
-        """Make a batch of the rows that workers have written."""
-        nbytes = batch.room.nbytes
-        times = self.meter.came_in_rows(batch.number, batch.times, nbytes)
-        data = batch.room.batch(batch.texts)
-        batch.let_go()
-        return Item(Batch(NO_RECORD._replace(seq=batch.last), data, nbytes), batch.number, times=times)
+    def planned(self, batches: Sequence[Any]) -> list[Action]:
+        """Return what follows from batches of keys that have come."""
+        return (self.splitter or self.scheduler).planned(batches)
+
+    def ready(self, seq: int, item: Any, nbytes: int = 0) -> list[Action]:
+        """Return what follows from the outcome of a ticket; see `Scheduler.ready`."""
+        return (self.splitter or self.scheduler).ready(seq, item, nbytes)
 
     def contents(self, ticket: Ticket) -> Any:
         """Return what a worker is to know of a ticket."""
-        return self.progress.placed(ticket.seq, ticket.keys) if ticket.part is None else contents(ticket, self.progress)
+        if self.splitter is not None:
+            return self.splitter.contents(ticket, self.progress)
+        return self.progress.placed(ticket.seq, ticket.keys)
+
+    def batch_of(self, ticket: Ticket) -> tuple[int, Any, bool]:
+        """Return number and keys of the batch that a ticket is of, and whether it is a slice of that."""
+        if self.splitter is None:
+            return ticket.seq, ticket.keys, False
+        batch = self.splitter.batch(ticket.seq)
+        return batch.number, batch.keys, not batch.is_whole
+
+    def batches_of(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        """Return the batches that tickets are of: each as one ticket, with its number in the plan."""
+        return tickets if self.splitter is None else self.splitter.batches_of(tickets)
 
     def let_read(self, until: int) -> None:
         """Let a consumer that waits read the sampler on."""
         self.void_count = self.scheduler.void_count
+        if self.splitter is not None:
+            until, self.void_count = self.splitter.read_until(until), self.splitter.num_void
         self.read_until = max(self.read_until, until)
         self.handoff.wake()
 

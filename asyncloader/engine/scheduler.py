@@ -177,6 +177,11 @@ class Scheduler:
             self._leave(parked[0], actions)
         return actions or self._maybe_run_ahead()
 
+    def again(self, seq: int, keys: Any) -> list[Action]:
+        """Have a returned ticket, whose outcome was not ready, done once more, with these keys."""
+        self._queue([Ticket(seq, keys)])
+        return self._assign()
+
     def exhausted(self, worker: int, seq: int) -> list[Action]:
         """The worker's iterable dataset ended before this ticket: it, and what the worker has behind it, is void."""
         self.resting.discard(worker)
@@ -344,10 +349,7 @@ class Scheduler:
         ahead = self.planned_count - self.gone_count
         rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
         self._read_until = self.planned_count + max(0, rounds) * self.num_workers
-        return [self._read()] if rounds > 0 else []
-
-    def _read(self) -> Read:
-        return Read(self._read_until)
+        return [Read(self._read_until)] if rounds > 0 else []
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -439,7 +441,7 @@ class Scheduler:
         self.gone_count += 1
         if outcome is VOID:
             self.void_count += 1
-            actions.append(self._read())  # a void ticket frees its place in the window
+            actions.append(Read(self._read_until))  # a void ticket frees its place in the window
         elif outcome is not PART:
             actions.append(Deliver(outcome))
         actions += self._maybe_finish()

@@ -27,39 +27,33 @@ from typing import Any, ClassVar
 
 from asyncloader.engine.actions import (
     Action,
-    Assemble,
     Deliver,
     Discard,
-    Dismiss,
     Fail,
     Finish,
     GiveUp,
-    Join,
-    Lose,
-    Part,
-    Postpone,
+    JoinSlices,
     Read,
-    Replace,
     Send,
-    Start,
     Ticket,
     Window,
 )
+from asyncloader.engine.finisher import Finisher, Slices
 from asyncloader.engine.outbox import Outbox
-from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue
 from asyncloader.engine.run import Run
-from asyncloader.engine.sliced import batch_of, batches_of, bytes_of, times_of
-from asyncloader.engine.staff import END_GRACE_S, Staff
+from asyncloader.engine.splitter import SplitBatch
+from asyncloader.engine.supervisor import END_GRACE_S, Supervisor
 from asyncloader.engine.taking import Item, failed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
 from asyncloader.observe.meter import BatchTimes
+from asyncloader.transport.join import CannotJoin
 from asyncloader.workers.backend import Backend, Worker
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.protocol.failure import another, with_notes
-from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused, Samples, Written
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.workers.protocol.snapshot import Frozen
 
 log = logging.getLogger("asyncloader")
@@ -88,15 +82,21 @@ class Session:
         loop: The portal's, for all that belongs to this session.
         pool: The workers, not started yet.
         run: The first run.
-        staff: Looks after the workers' places.
-        pinner: Copies batches into page-locked memory, or None.
+        supervisor: Looks after the workers.
+        finisher: Joins slices of batches, and copies batches into page-locked memory; None where neither is needed.
 
     Attributes:
         error: Why no more batches are made, if that is no consumer's wish; each consumer is told.
     """
 
     def __init__(
-        self, portal: Portal, loop: GuardedLoop, pool: Backend, run: Run, staff: Staff, pinner: Pinner | None = None
+        self,
+        portal: Portal,
+        loop: GuardedLoop,
+        pool: Backend,
+        run: Run,
+        supervisor: Supervisor,
+        finisher: Finisher | None = None,
     ) -> None:
         self.portal = portal
         self._loop = loop
@@ -105,17 +105,16 @@ class Session:
         self.pid = os.getpid()
         self.run = run
         self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
-        self._pinner = pinner
-        self._is_stream = staff.is_stream
-        self.staff = staff
+        self._finisher = finisher
+        self._is_stream = supervisor.is_stream
+        self.supervisor = supervisor
         self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
         self.error: BaseException | None = None
         self._num_errors = 0
         self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
-        self._outbox = Outbox(pool, frozenset() if staff.turnover is None else staff.turnover.held)
-        for worker in run.tracks:
-            self.staff.note_start(run, worker)
+        self._outbox = Outbox(pool, supervisor.held)
+        supervisor.attach(self)
 
     def __repr__(self) -> str:
         return f"<Session {self.state.name} {self.run.scheduler!r} {self.pool!r}>"
@@ -174,7 +173,7 @@ class Session:
         return (
             self._closed.wait(timeout_s)
             and self.pool.wait_dead(max(0.0, deadline - time.monotonic()))
-            and (self._pinner is None or self._pinner.join(max(0.0, deadline - time.monotonic())))
+            and (self._finisher is None or self._finisher.join(max(0.0, deadline - time.monotonic())))
         )
 
     # ----------------------------------------------------------------------------------------------- lifecycle
@@ -201,8 +200,8 @@ class Session:
                 raise exiting()
             if self.portal.has_ended:
                 raise LoaderClosedError("asyncloader.shutdown() was called")
-            self.portal.sessions.add(self)
             self.pool.listener = self
+            self.portal.sessions.add(self)  # until the pool tells of its end
             self._loop.on_error = self._on_error
             self._move(State.OPEN)
             self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
@@ -227,10 +226,10 @@ class Session:
         self._move(State.CLOSING)
         with contextlib.ExitStack() as steps:  # from the last one up, and each whatever others raise
             steps.callback(self.pool.end, grace_s)
-            if self._pinner is not None:
-                steps.callback(self._pinner.stop)
+            if self._finisher is not None:
+                steps.callback(self._finisher.stop)
             steps.callback(self.run.meter.write_trace)
-            steps.callback(self.staff.stop)
+            steps.callback(self.supervisor.stop)
             steps.callback(self._read_inbox)
             steps.callback(self.run.close)
             if self._last is not None:
@@ -291,7 +290,7 @@ class Session:
         if not self.takes_outcomes:
             return
         if batches:
-            self.apply(self.run.scheduler.planned(batches))
+            self.apply(self.run.planned(batches))
         if plan_ended:
             self.apply(self.run.scheduler.plan_ended())
 
@@ -304,7 +303,7 @@ class Session:
         if self.state is State.OPEN:
             self._carry_over(last)
             self.pool.begin_epoch(run.epoch)
-            self.staff.begin(self)
+            self.supervisor.begin()
             return
         if self.error is not None:
             run.stop(self.error)
@@ -313,65 +312,54 @@ class Session:
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
         if self._is_stream:
-            self.run.begin_after(self.staff.recovery.past(last.tracks, last.scheduler.active))
+            self.run.begin_after(self.supervisor.recovery.past(last.tracks, last.scheduler.active))
         else:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
 
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset."""
-        self.staff.ready(self, worker)
+        self.supervisor.ready(worker)
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """What has become of a ticket has come, and began to be read at this time."""
         if not self.takes_outcomes:
             return
         run, record, kind = self.run, outcome.record, type(outcome)
-        scheduler, staff = run.scheduler, self.staff
+        scheduler, supervisor = run.scheduler, self.supervisor
         if kind is Exhausted:
             if isinstance(outcome.snapshot, Frozen):
                 run.ends[worker] = outcome.snapshot
             self.apply(scheduler.exhausted(worker, record.seq))
             return
-        staff.recovery.reset()
+        supervisor.recovery.reset()
         if type(outcome) is Refused:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
             return
         ticket = scheduler.in_flight[worker][record.seq]
-        batch, all_keys = (record.seq, ticket.keys) if ticket.part is None else batch_of(ticket)
+        number, all_keys, is_slice = run.batch_of(ticket)
         times: Any = None
         nbytes = 0
         if type(outcome) is Batch:
             nbytes = outcome.nbytes
-            slices = None if ticket.part is None else times_of(ticket)
-            times = run.meter.came(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0), slices)
-        elif type(outcome) is Samples or type(outcome) is Written:
-            nbytes = bytes_of(outcome, ticket)
-            times = run.meter.slice_came(worker, record, ticket.sent_at, arrived_at, batch)
-        elif kind is LeftOut:
+            count = run.meter.slice_came if is_slice else run.meter.came
+            times = count(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0), number)
+        elif kind is LeftOut and run.splitter is None:
             run.faults.left_out.append(all_keys)
         elif type(outcome) is Failure and not isinstance(outcome.error, BaseException):
             keys = None if self._is_stream else all_keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        item = Item(outcome, batch, worker, times)
+        item = Item(outcome, number, worker, times)
         if run.tracks:
-            staff.moved(worker)
+            supervisor.moved(worker)
             item = run.answered(item, ticket)
-        if self._pinner is None or type(outcome) is not Batch:
-            actions += scheduler.ready(record.seq, item, nbytes)
+        if type(outcome) is Batch and not is_slice and self._finisher is not None and self._finisher.pins:
+            emptied = item._replace(outcome=outcome._replace(data=None))  # it does not refer to the batch
+            self._finisher.finish(outcome.data, partial(self._on_pinned, run, times, emptied))
         else:
-            self._pin(self._pinner, item, times)
+            actions += run.ready(record.seq, item, nbytes)
         self.apply(actions)
-        if staff.turnover is not None:
-            staff.turnover.made(self, worker, record.private_bytes, arrived_at)
-        if arrived_at >= staff.due:
-            staff.look(self, arrived_at)
-
-    def _pin(self, pinner: Pinner, item: Item, times: BatchTimes) -> None:
-        """Have the batch copied; what stands for it meanwhile does not refer to it."""
-        batch: Any = item.outcome
-        emptied = item._replace(outcome=batch._replace(data=None))
-        pinner.pin(batch.data, partial(self._on_pinned, self.run, times, emptied))
+        supervisor.answered(worker, record.private_bytes, arrived_at)
 
     def _on_pinned(
         self, run: Run, times: BatchTimes, item: Item, data: Any, error: BaseException | None, seconds: float
@@ -383,7 +371,26 @@ class Session:
         outcome = batch._replace(data=data)
         if error is not None:
             outcome = Failure(batch.record, error, batch.bad, batch.snapshot)
-        self.apply(run.scheduler.ready(batch.record.seq, item._replace(outcome=outcome), batch.nbytes))
+        self.apply(run.ready(batch.record.seq, item._replace(outcome=outcome), batch.nbytes))
+
+    def _join_slices(self, action: JoinSlices) -> None:
+        assert self._finisher is not None
+        slices = Slices(action.slices, action.batch.slabs)
+        self._finisher.finish(slices, partial(self._on_joined, self.run, action.batch))
+
+    def _on_joined(self, run: Run, batch: SplitBatch, data: Any, error: BaseException | None, seconds: float) -> None:
+        if run is not self.run or self.state is not State.OPEN:
+            return
+        assert run.splitter is not None
+        assert self._finisher is not None
+        if isinstance(error, CannotJoin):
+            self.apply(run.splitter.make_again(batch))
+            return
+        times = run.meter.slices_joined(batch.number, [item.times for item in batch.items if item.times is not None])
+        if self._finisher.pins:
+            run.meter.pinned(times, seconds)
+        outcome = Batch(NO_RECORD, data, 0, batch.bad()) if error is None else Failure(NO_RECORD, error, batch.bad())
+        self.apply(run.splitter.joined(batch, Item(outcome, batch.number, times=times)))
 
     def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
         """Return those of these tickets that the worker still has, with their keys."""
@@ -398,33 +405,24 @@ class Session:
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker's process ended on its own."""
         if self.takes_outcomes:
-            self.staff.died(self, worker, process)
+            self.supervisor.died(worker, process)
 
     def on_left(self, worker: int) -> None:
         """The worker wants to go."""
-        self.staff.left(self, worker)
+        self.supervisor.left(worker)
 
     def on_lost(self, worker: int) -> None:
         """The worker has gone, and nothing that it was at is to blame."""
-        self.staff.lost(self, worker)
+        self.supervisor.lost(worker)
 
     def on_successor(self, worker: int, successor: Worker) -> None:
         """Who is to take this worker's place has opened the dataset, or ended; or the worker has nothing in hand."""
-        if self.takes_outcomes and self.staff.turnover is not None:
-            self.staff.turnover.on_successor(self, worker, successor)
+        if self.takes_outcomes:
+            self.supervisor.on_successor(worker, successor)
 
     def on_failed(self, error: Exception) -> None:
         """No worker can be had any more."""
         self.apply([GiveUp(error)] if self.takes_outcomes else [])
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are to be. In any thread."""
-        return len(self.staff.crew.members)
-
-    def resize(self, num_workers: int) -> None:
-        """Have so many workers here from now on. Who comes joins when it is ready; who goes finishes what it has."""
-        self.staff.resize(self, num_workers)
 
     def report_overdue(self, timeout_s: float) -> Future[BatchTimeoutError | None]:
         """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says. In any thread.
@@ -459,7 +457,7 @@ class Session:
         has_ticket = self.run.scheduler.in_flight.get(worker, {}).get(ticket.seq) is ticket
         is_there, age_s = self.pool.processes.get(worker) is process, time.monotonic() - process.started_at
         found = Overdue(timeout_s, ticket, process, stack, age_s, has_ticket and is_there, self.takes_outcomes)
-        decided = self.staff.recovery.overdue(found, self.run.start_of(worker))
+        decided = self.supervisor.recovery.overdue(found, self.run.start_of(worker))
         if isinstance(decided, BatchTimeoutError):
             return decided
         self.apply(decided)
@@ -470,7 +468,10 @@ class Session:
     def apply(self, actions: Sequence[Action]) -> None:
         """Carry out what the scheduler decided, in order; tickets for one worker go in one message."""
         for action in actions:
-            self._do[type(action)](self, action)
+            if (do := self._do.get(type(action))) is not None:
+                do(self, action)
+            else:
+                self.supervisor.do(action)
         self.flush()
 
     def flush(self) -> None:
@@ -484,9 +485,9 @@ class Session:
     def _refuse(self, worker: int, seq: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
         scheduler = self.run.scheduler
-        (batch,) = batches_of([scheduler.in_flight[worker][seq]])
+        (batch,) = self.run.batches_of([scheduler.in_flight[worker][seq]])
         with_notes(error, [f"The sampler yielded {describe_keys(batch.keys)}, which {why} a worker process."])
-        self.apply(scheduler.returned(worker, seq) + scheduler.ready(seq, failed(error, batch.seq)))
+        self.apply(scheduler.returned(worker, seq) + self.run.ready(seq, failed(error, batch.seq)))
 
     def _send(self, action: Send) -> None:
         if self.error is not None:
@@ -496,27 +497,22 @@ class Session:
         self.run.given(action.worker, ticket)
         self._outbox.put(action.worker, ticket.seq, self.run.contents(ticket))
 
-    def _assemble(self, action: Assemble) -> None:
-        item: Any = self.run.assemble(action.batch)
-        if self._pinner is None:
-            self.apply(self.run.scheduler.ready(action.batch.last, item))
-        else:
-            self._pin(self._pinner, item, item.times)
-
     def _deliver(self, action: Deliver) -> None:
         if (times := action.outcome.times) is not None:
             times.ready_at = perf_counter()
         self.run.handoff.put(action.outcome)
 
     def _note_window(self, action: Window) -> None:
-        self.run.resize(action.size)
-        self.run.meter.resized(self.run.scheduler.num_workers, action.size)
+        splitter = self.run.splitter
+        window = action.size if splitter is None else splitter.count_window()
+        self.run.resize(window)
+        self.run.meter.resized(self.run.scheduler.num_workers, window)
 
     def _give_up(self, action: GiveUp) -> None:
         error = action.error
         self._read_inbox()
         if lost := self.run.scheduler.stopped():
-            batches = batches_of(lost)
+            batches = self.run.batches_of(lost)
             keys = describe_keys(batches[0].keys)
             error.add_note(f"{len(batches)} batches that were planned are lost; the first has the indices {keys}.")
         self._stop(error)
@@ -526,18 +522,11 @@ class Session:
         Send: _send,
         Deliver: _deliver,
         Read: lambda session, action: session.run.let_read(action.until),
-        Replace: lambda session, action: session.staff.replace(session, action),
         Fail: lambda session, action: session.apply(session.run.fail(action)),
-        Lose: lambda session, action: session.staff.lose(session, action),
-        Assemble: _assemble,
+        JoinSlices: _join_slices,
         Discard: lambda session, action: session.pool.discard(action.worker),
         GiveUp: _give_up,
         Finish: lambda session, action: session.run.finish(),
-        Start: lambda session, action: session.staff.start(session, action),
-        Join: lambda session, action: session.staff.join(session, action),
-        Postpone: lambda session, action: session.staff.postpone(session, action),
-        Part: lambda session, action: session.staff.part(session, action),
-        Dismiss: lambda session, action: session.staff.dismiss(session, action),
         Window: _note_window,
     }
 

@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -23,6 +24,7 @@ from asyncloader.errors import LoaderClosedError
 from asyncloader.iteration.checkpoint import Checkpointer, check
 from asyncloader.iteration.run_start import Drawn, RunStart, begin
 from asyncloader.iteration.runs import Runs
+from asyncloader.iteration.seeding_epochs import SeedingEpochs
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
@@ -91,6 +93,9 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         self._loader = weakref.ref(loader)
         self._settings = settings
         self._runs = runs
+        self._seeding = SeedingEpochs()
+        if settings.seeds_here:
+            self._seeding.end_with(self)
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
@@ -113,6 +118,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
         start = begin(self._settings, state, self._runs, draw, prepare=prepare, inline=inline, last=last)
         self._checkpointer = start.checkpointer
+        if self._settings.seeds_here:
+            self._seeding.begin(start.key)
         self._base_seed = start.checkpointer.base_seed
         self._shared_seed = start.checkpointer.shared_seed
         self._sampler_iter = start.plan
@@ -122,28 +129,16 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     def _worker_spec(self) -> WorkerSpec:
         """Return what batches are made with."""
         settings = self._settings
-        return WorkerSpec(
-            dataset=self._dataset,
-            is_iterable=settings.is_iterable,
-            auto_collation=settings.auto_collation,
-            collate_fn=settings.collate_fn,
-            drop_last=settings.drop_last,
-            worker_init_fn=self._init_fn(),
-            num_workers=settings.num_workers,
-            base_seed=int(self._base_seed),
-            seed_each_batch=settings.seeds_each_batch,
-            seed_each_sample=settings.seeds_each_sample,
-            by_sample=settings.knows_places,
-            splits=settings.splits,
-            on_error=settings.on_error,
-            concurrency=settings.samples_at_once,
-            is_async=settings.is_async,
-            snapshot_every=settings.snapshot_every,
-            outlasts_run=settings.keeps_dataset,
-            modes=self._modes(),
-            origin=Origin.of_this_thread() if settings.has_workers or settings.overlaps else None,
-            epochs=self._epochs(),
-        )
+        own: dict[str, Any] = {
+            "dataset": self._dataset,
+            "worker_init_fn": self._init_fn(),
+            "base_seed": int(self._base_seed),
+            "modes": self._modes(),
+            "origin": Origin.of_this_thread() if settings.has_workers or settings.overlaps else None,
+            "epochs": self._epochs(),
+        }
+        shared = {each.name: getattr(settings, each.name) for each in fields(WorkerSpec) if each.name not in own}
+        return WorkerSpec(**shared, **own)
 
     def _epochs(self) -> tuple[Told, ...]:
         """Return what the dataset was told by `set_epoch`, if workers have copies of it."""

@@ -61,7 +61,7 @@ class InlineHost:
         """Return what is raised at the consumer: the exception as it is, unless it would end the loop over batches."""
         return stand_in(error)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
         """Make a batch, in memory that is used again where torch's default does it."""
         return self._collate(samples)
 

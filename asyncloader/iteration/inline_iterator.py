@@ -120,7 +120,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if maker.failure is not None:
             raise maker.failure
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
-        aside = alone if settings.seeds_each_sample else contextlib.nullcontext
+        aside = partial(alone, start.key) if settings.seeds_each_sample else contextlib.nullcontext
         kind = {"is_stream": settings.is_iterable, "is_batched": settings.auto_collation}
         return InlineMaker(maker, self._meter, faults, pin, aside, **kind)
 
@@ -307,6 +307,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._fetching.stop()
         self._handoff.wake_all()
         self._fetching.join(3.0)
+        self._seeding.end()
 
     async def aclose(self) -> None:
         """End as `close` does, without blocking the loop."""

@@ -29,6 +29,7 @@ from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_s
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
 from asyncloader.protocols import is_stateful
+from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.turns import Drawing
 from asyncloader.settings import Settings
 from asyncloader.workers.child.gather import gathers
@@ -59,7 +60,7 @@ class RunStart(NamedTuple):
 
     plan: Plan
     checkpointer: Checkpointer
-    key: tuple[int, int, int]
+    key: EpochKey
     starts: dict[int, Start] | None
 
 
@@ -118,7 +119,7 @@ def begin(
         order = _as_drawn_before(order, settings, state, rng, loaded, inline=inline)
     drawn, begun, is_seed_first, samplers = order
     epoch = runs.begun if state is None else state["epoch"]
-    key = (drawn.base_seed, epoch, data_rank(settings))
+    key = EpochKey((drawn.base_seed, epoch, data_rank(settings)))
     starts = _starts(settings, None if is_dataset_loaded else state, news)
     progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
     plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)

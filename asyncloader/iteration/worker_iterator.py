@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.handoff import Handoff
-from asyncloader.engine.pinning import Pinner
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.session import Session, State
-from asyncloader.engine.staff import END_GRACE_S, Staff
+from asyncloader.engine.supervisor import END_GRACE_S, Supervisor
 from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
@@ -39,6 +39,7 @@ from asyncloader.iteration.foresight import make_foresight
 from asyncloader.iteration.run_start import RunStart
 from asyncloader.iteration.runs import Runs
 from asyncloader.observe.faults import Faults
+from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.settings import AutoWorkers, Settings
 from asyncloader.workers.child.bootstrap import refuse_in_main
 from asyncloader.workers.child.guarded_loop import GuardedLoop
@@ -130,7 +131,7 @@ class WorkerIterator(BaseIterator[T_co]):
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
         first = self._settings
         if first.is_auto:
-            first = replace(first, num_workers=AutoWorkers(len(self._session.staff.crew.here)))
+            first = replace(first, num_workers=AutoWorkers(len(self._session.supervisor.workforce.wanted)))
         if first is not self._settings or settings is not self.asked:
             self._settings, self.asked = settings.with_workers_of(first), settings
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
@@ -156,7 +157,9 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
         """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
-        key = (int(self._base_seed), self._runs.begun, self._run.epoch.key[2])
+        key = EpochKey((int(self._base_seed), self._runs.begun, self._run.epoch.key[2]))
+        if self._settings.seeds_here:
+            self._seeding.begin(key)
         spec = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
         run = self._make_run(spec, iter(keys), progress)
         self._session.push(run)
@@ -167,11 +170,13 @@ class WorkerIterator(BaseIterator[T_co]):
         """Have consumers take from a run that has begun."""
         self._run = run
         self._meter = self._runs.meter = run.meter
+        self._seeding.end_others(run.epoch.key)
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self._session.request_close()
+        self._seeding.end()
         if (settings := self._settings).is_auto:
-            number = auto_number.found(state, settings, len(self._session.staff.crew.here))
+            number = auto_number.found(state, settings, len(self._session.supervisor.workforce.wanted))
             self._settings = replace(settings, num_workers=number)
             auto_number.note(loader, number)
         try:
@@ -189,10 +194,11 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         settings = self._settings
         faults = Faults()
-        scheduler = workplace.make_scheduler(settings, progress, self._runs.slicer, faults)
-        window = scheduler.window or settings.window  # that of one worker, where all are yet to come
+        scheduler = workplace.make_scheduler(settings, progress)
+        splitter = workplace.make_splitter(settings, scheduler, progress, self._runs.slicer, faults)
+        window = (splitter or scheduler).window or settings.window  # that of one worker, where all are yet to come
         meter = workplace.make_meter(settings, self._runs, spec.key[1], window, faults)
-        kind = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps}
+        kind: Any = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps, "splitter": splitter}
         limit = ErrorLimit(settings, progress, faults)
         return Run(scheduler, spec, meter, plan, progress, limit, window, **kind)
 
@@ -204,11 +210,11 @@ class WorkerIterator(BaseIterator[T_co]):
         settings, runs = self._settings, self._runs
         original = workplace.make_original(self._dataset, runs)
         pool = workplace.make_pool(settings, self._worker_spec(), loop, runs.traffic, runs.elsewhere, original)
-        pinner = self._make_pinner(loop)
+        finisher = self._make_finisher(loop)
         auto = workplace.make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
-        turnover, first = workplace.make_turnover(settings, pool, loop), settings.first_elsewhere
-        staff = Staff(loop, pool, workplace.policy_of(settings), settings.num_places, auto, turnover, first)
-        return workplace.watched(Session(portal, loop, pool, run, staff, pinner), original)
+        policy, renewal = workplace.policy_of(settings), workplace.make_renewal(settings)
+        supervisor = Supervisor(loop, pool, policy, settings.num_places, auto, renewal)
+        return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), original)
 
     def note_number(self, num_workers: int, elsewhere: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
@@ -217,22 +223,24 @@ class WorkerIterator(BaseIterator[T_co]):
             self._checkpointer.progress.num_workers = num_workers
             auto_number.note(self._loader(), num_workers)
 
-    def _make_pinner(self, loop: GuardedLoop) -> Pinner | None:
-        return Pinner(loop, str(self._pin_memory_device)) if self._pin_memory else None
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
+        if not (self._pin_memory or self._settings.splits):
+            return None
+        return Finisher(loop, str(self._pin_memory_device) if self._pin_memory else None)
 
     @property
     def is_usable(self) -> bool:
         """Whether it can begin another run."""
         session = self._session
         is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
-        return is_there and session.error is None and not session.staff.recovery.has_lost
+        return is_there and session.error is None and not session.supervisor.recovery.has_lost
 
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""
         if self.is_usable:
             self._settings = replace(self._settings, num_workers=num_workers)
             self._num_workers = num_workers
-            resize = partial(self._session.post, self._session.resize, num_workers)
+            resize = partial(self._session.post, self._session.supervisor.resize, num_workers)
             if self._started is None:
                 resize()
             else:  # the workers of the beginning are being launched, elsewhere
@@ -342,8 +350,10 @@ class WorkerIterator(BaseIterator[T_co]):
         try:
             run.read_on()
         finally:
-            if run.exhausted and not self._persistent_workers:
-                self._session.request_close()  # the workers may go
+            if run.exhausted:
+                if not self._persistent_workers:
+                    self._session.request_close()  # the workers may go
+                self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
         return None
 
     def _check_usable(self) -> None:
@@ -376,13 +386,17 @@ class WorkerIterator(BaseIterator[T_co]):
         if self._session.pid == os.getpid():
             self._session.request_close()
             refuse_to_block_the_loop()
-            self._session.wait_closed(END_GRACE_S + 1.0)
+            self._wait_closed()
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""
         if self._session.pid == os.getpid():
             self._session.request_close()
-            await asyncio.to_thread(self._session.wait_closed, END_GRACE_S + 1.0)
+            await asyncio.to_thread(self._wait_closed)
+
+    def _wait_closed(self) -> None:
+        self._seeding.end()
+        self._session.wait_closed(END_GRACE_S + 1.0)
 
     def _shutdown_workers(self) -> None:
         """End the workers, under the name that torch's iterator has for it, which some programs use."""

@@ -16,9 +16,8 @@ from asyncloader.engine.renewal import Renewal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session
 from asyncloader.engine.slicer import Slicer
-from asyncloader.engine.split import SplitScheduler
-from asyncloader.engine.staff import END_GRACE_S, Auto
-from asyncloader.engine.turnover import Turnover
+from asyncloader.engine.splitter import Splitter
+from asyncloader.engine.supervisor import Auto
 from asyncloader.epochs import Told
 from asyncloader.iteration.plan import may_be_looked_at
 from asyncloader.iteration.runs import Runs
@@ -28,9 +27,9 @@ from asyncloader.observe.meter import Meter
 from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import has_samples, is_collated, is_stateful, probe
 from asyncloader.settings import Settings
-from asyncloader.transport.room import make_room
+from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.slab import slab_pool
-from asyncloader.workers.backend import Backend, Elastic, Renewable
+from asyncloader.workers.backend import Backend, Elastic
 from asyncloader.workers.child.gather import gathers
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.local.pool import LocalPool
@@ -105,39 +104,60 @@ def _is_over(session: weakref.ref[Session]) -> bool:
     return alive is not None and alive.run.ended
 
 
-def make_scheduler(settings: Settings, progress: Progress, slicer: Slicer, faults: Faults) -> Scheduler:
-    """Return what decides who makes which batch of a run, or which slice of it.
+def make_scheduler(settings: Settings, progress: Progress) -> Scheduler:
+    """Return what decides who does which ticket of a run.
 
     Args:
         settings: Of the run.
         progress: Where it begins.
-        slicer: Knows what samples cost. Batches of datasets that make whole ones stay whole.
-        faults: Of the run.
     """
-    options: dict[str, Any] = {
-        "num_workers": settings.num_places,
-        "num_expected": settings.num_expected,
-        "prefetch_factor": settings.prefetch,
-        "in_order": settings.in_order,
-        "max_buffered_bytes": 0 if may_be_looked_at(settings.index_sampler) else settings.max_buffered_bytes,
-        "on_crash": settings.on_crash,
-        "on_timeout": settings.on_timeout,
-        "max_retries": settings.max_retries,
-    }
-    if settings.splits:
-        dataset = settings.dataset
-        if is_collated(dataset) or not has_samples(dataset) or gathers(dataset, True, settings.collate_fn):
-            slicer.is_whole = True
-        sizes = {"first": progress.now.position, "batch_size": settings.samples_in_batch}
-        rooms = None if settings.is_in_process else partial(make_room, slab_pool())
-        return SplitScheduler(slicer, on_error=settings.on_error, faults=faults, make_room=rooms, **sizes, **options)
     return Scheduler(
-        scheduling="dynamic" if settings.scheduling == "dynamic" and not settings.is_iterable else "static",
+        num_workers=settings.num_places,
+        num_expected=settings.num_expected,
+        prefetch_factor=settings.prefetch,
+        scheduling="static" if settings.scheduling == "static" or settings.is_iterable else "dynamic",
+        in_order=settings.in_order,
+        max_buffered_bytes=0 if may_be_looked_at(settings.index_sampler) else settings.max_buffered_bytes,
+        on_crash=settings.on_crash,
+        on_timeout=settings.on_timeout,
+        max_retries=settings.max_retries,
         overlapping=settings.tickets_at_once,
         first=progress.now.position,
         next_worker=progress.now.next_worker,
-        **options,
     )
+
+
+def make_splitter(
+    settings: Settings, scheduler: Scheduler, progress: Progress, slicer: Slicer, faults: Faults
+) -> Splitter | None:
+    """Return what divides the batches of a run into slices; None where they stay whole.
+
+    Args:
+        settings: Of the run.
+        scheduler: Of the run.
+        progress: Where it begins.
+        slicer: Knows what samples cost.
+        faults: Of the run.
+    """
+    if not (settings.splits and _can_join(settings)):
+        return None
+    return Splitter(
+        scheduler,
+        slicer,
+        first=progress.now.position,
+        on_error=settings.on_error,
+        faults=faults,
+        prefetch_factor=settings.prefetch,
+        batch_size=settings.samples_in_batch,
+        obtain=None if settings.is_in_process else partial(batch_slabs.obtain, slab_pool()),
+    )
+
+
+def _can_join(settings: Settings) -> bool:
+    """Whether slices of batches can be joined: torch's default collates them, and not the dataset makes whole ones."""
+    dataset, collate_fn = settings.dataset, settings.collate_fn
+    makes_whole = is_collated(dataset) or not has_samples(dataset) or gathers(dataset, True, collate_fn)
+    return collate.copies_samples(collate_fn) and not makes_whole
 
 
 def make_meter(settings: Settings, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
@@ -159,7 +179,7 @@ def make_meter(settings: Settings, runs: Runs, epoch: int, window: int, faults: 
         runs.traffic,
         is_iterable=settings.is_iterable,
         scheduling=settings.scheduling,
-        could_split=settings.could_split,
+        could_split=settings.could_split and _can_join(settings),
         max_buffered_bytes=settings.max_buffered_bytes,
         persistent_workers=settings.persistent_workers,
         concurrency=settings.samples_at_once,
@@ -195,12 +215,9 @@ def make_auto(settings: Settings, pool: Backend, tell: Callable[[int, int], None
     return Auto(controller, tell, None if remote is None else elastic)
 
 
-def make_turnover(settings: Settings, pool: Backend, loop: GuardedLoop) -> Turnover | None:
-    """Return what renews workers, or None if nothing does."""
-    if not settings.renews:
-        return None
-    renewal = Renewal(settings.max_tasks_per_child, settings.max_worker_memory)
-    return Turnover(loop, cast(Renewable, pool), renewal, grace_s=END_GRACE_S)
+def make_renewal(settings: Settings) -> Renewal | None:
+    """Return what says which workers are renewed, or None if none is."""
+    return Renewal(settings.max_tasks_per_child, settings.max_worker_memory) if settings.renews else None
 
 
 def policy_of(settings: Settings) -> Policy:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from operator import itemgetter
 from time import perf_counter, process_time
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
@@ -36,15 +36,12 @@ Times: TypeAlias = tuple[float, float, float, float, float, float, float]
 """Of one ticket, the seconds of each of `_MADE`."""
 
 
-def _summed(last: Times, slices: Sequence[Times]) -> Times:
-    """Return the times of a batch in slices: the work of all workers, the first's wait for its ticket, the last's way.
+class SliceTimes(NamedTuple):
+    """What is counted of a slice when its batch is joined."""
 
-    Args:
-        last: Of what was made of the slices.
-        slices: Of these.
-    """
-    _, fetch, collate, encode, _, _, work = map(sum, zip(last, *slices, strict=True))
-    return ((slices or [last])[0][0], fetch, collate, encode, last[4], last[5], work)
+    samples: int
+    nbytes: int
+    times: Times
 
 
 class BatchTimes:
@@ -150,7 +147,7 @@ class Meter:
         sent_at: float,
         arrived_at: float,
         nbytes: int,
-        slices: tuple[int, Sequence[Times]] | None = None,
+        number: int,
     ) -> BatchTimes:
         """Count a batch that a worker made, and has just been read.
 
@@ -160,39 +157,35 @@ class Meter:
             sent_at: When its ticket was sent.
             arrived_at: When it began to be read.
             nbytes: Its size.
-            slices: Where batches are made in slices, its number in the plan, and what was noted of its slices.
+            number: Of the batch in the plan.
         """
-        number, times = (record.seq, ()) if slices is None else slices
         row, now = self._count(worker, record, sent_at, arrived_at, number)
-        self._made.add(_summed(row, times) if times else row)
+        self._made.add(row)
+        self._samples += record.samples
         self._bytes += nbytes
         if self._own[worker].node:
             self._received_bytes += nbytes
         return BatchTimes(number, now)
 
-    def came_in_rows(self, number: int, slices: Sequence[Times], nbytes: int) -> BatchTimes:
-        """Count a batch that is there with its last slice.
+    def slice_came(
+        self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int
+    ) -> SliceTimes:
+        """Count what a worker did for a slice of a batch, as `came` does; the rest is counted when that is joined."""
+        return SliceTimes(record.samples, nbytes, self._count(worker, record, sent_at, arrived_at, number)[0])
+
+    def slices_joined(self, number: int, slices: Sequence[SliceTimes]) -> BatchTimes:
+        """Count a batch of slices: the work of all of them, the first's wait for its ticket, the last's way.
 
         Args:
-            number: In the plan.
-            slices: What was noted of each.
-            nbytes: Its size.
-        """
-        self._made.add(_summed(slices[-1], slices[:-1]))
-        self._bytes += nbytes
-        return BatchTimes(number, perf_counter())
-
-    def slice_came(self, worker: int, record: Record, sent_at: float, arrived_at: float, number: int) -> Times:
-        """Count what a worker did for a slice of a batch; return it, to be counted with the batch.
-
-        Args:
-            worker: Who made it.
-            record: What the worker noted.
-            sent_at: When its ticket was sent.
-            arrived_at: When it began to be read.
             number: Of the batch in the plan.
+            slices: What was noted of each that has samples, in their order.
         """
-        return self._count(worker, record, sent_at, arrived_at, number)[0]
+        samples, sizes, times = zip(*slices, strict=True)
+        _, fetch, collate, encode, _, _, work = map(sum, zip(*times, strict=True))
+        self._made.add((times[0][0], fetch, collate, encode, times[-1][4], times[-1][5], work))
+        self._samples += sum(samples)
+        self._bytes += sum(sizes)
+        return BatchTimes(number, perf_counter())
 
     def _count(
         self, worker: int, record: Record, sent_at: float, arrived_at: float, number: int
@@ -216,7 +209,6 @@ class Meter:
         self._stalled_s += record.stalled_s
         if own.node:
             self._remote_cpu_s += record.cpu_s + record.stalled_s
-        self._samples += record.samples
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
             self._trace.batch(number, worker, sent_at, began, stages, arrived_at, own.node)

@@ -10,17 +10,18 @@ A position of the order is looked up, not drawn: position -> worker's stretch ->
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from asyncloader.checks import at_least
 from asyncloader.errors import ConfigurationError
 from asyncloader.identity import checksum
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.ordered import Order
-from asyncloader.samplers.shuffle import Shuffle
+from asyncloader.samplers.shuffle import Shuffle, by_group
 
 _WINDOWS_KEPT = 64
 _BLOCKS_IN_WINDOW = 4
@@ -68,13 +69,9 @@ class BlockShuffleSampler(ElasticSampler):
             raise ConfigurationError("block_sizes are the numbers of samples in blocks, at least one of them above 0")
         self.block_sizes = sizes.astype(np.int64)
         self.window = max(1, int(_BLOCKS_IN_WINDOW * sizes.sum() // len(sizes))) if window is None else window
-        for name, value, least in (
-            ("window", self.window, 1),
-            ("num_workers", num_workers, 0),
-            ("batch_size", batch_size, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{name} must be a whole number from {least} on, but got {value!r}")
+        at_least("window", self.window, least=1)
+        at_least("num_workers", num_workers, least=0)
+        at_least("batch_size", batch_size, least=1)
         super().__init__(int(sizes.sum()), num_replicas, rank, shuffle, seed, drop_last)
         self._own_lanes = self._lanes = Lanes(self.num_replicas, max(1, num_workers), batch_size)
 
@@ -82,7 +79,23 @@ class BlockShuffleSampler(ElasticSampler):
         """Return the order of the epoch that is set, which does not change afterwards."""
         if not self.shuffle:
             return super().order()
-        return _Order(self.block_sizes, self.window, self._lanes, self.seed, self.epoch)
+        sizes, window, lanes, key = self.block_sizes, self.window, self._lanes, (self.seed, self.epoch)
+        length = self.num_indices()
+        blocks = Shuffle(len(sizes), *key, 0)(np.arange(len(sizes)))
+        ends = np.cumsum(sizes[blocks])  # in the shuffled row
+        shifts = np.cumsum(sizes)[blocks] - ends  # from a place in that row to the index there
+
+        @lru_cache(_WINDOWS_KEPT)
+        def mixed(number: int) -> Shuffle:
+            return Shuffle(min(window, length - number * window), *key, number + 1)
+
+        def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            numbers, places = np.divmod(lanes.places(positions, length), window)
+            places = by_group(numbers, places, lambda number, own: mixed(number)(own) + number * window)
+            places += shifts[np.searchsorted(ends, places, side="right")]
+            return places
+
+        return Order(length, indices_at)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
@@ -136,36 +149,3 @@ class Lanes(NamedTuple):
         turn, worker = np.divmod(batch, workers)
         places = ((rank * workers + worker) * num_batches + turn) * batch_size + sample
         return np.where(positions < num_batches * ranks * workers * batch_size, places, positions)
-
-
-class _Order:
-    """The order of one epoch."""
-
-    def __init__(self, sizes: NDArray[np.int64], window: int, lanes: Lanes, *key: int) -> None:
-        self.length = int(sizes.sum())
-        self._window = window
-        self._lanes = lanes
-        self._key = key
-        blocks = Shuffle(len(sizes), *key, 0)(np.arange(len(sizes)))
-        ends = np.cumsum(sizes)
-        self._ends = np.cumsum(sizes[blocks])  # in the shuffled row
-        self._shifts = ends[blocks] - self._ends  # from a place in that row to the index there
-        self._windows: dict[int, Shuffle] = {}
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices at these positions."""
-        windows, places = np.divmod(self._lanes.places(positions, self.length), self._window)
-        named, which = np.unique(windows, return_inverse=True)
-        for at, number in enumerate(named.tolist()):
-            here = which == at
-            places[here] = self._shuffle(number)(places[here]) + number * self._window
-        places += self._shifts[np.searchsorted(self._ends, places, side="right")]
-        return places
-
-    def _shuffle(self, window: int) -> Shuffle:
-        if window not in self._windows:
-            if len(self._windows) >= _WINDOWS_KEPT:
-                self._windows.clear()
-            size = min(self._window, self.length - window * self._window)
-            self._windows[window] = Shuffle(size, *self._key, window + 1)
-        return self._windows[window]

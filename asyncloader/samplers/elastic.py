@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncloader.samplers.ordered import Order, OrderedSampler
 from asyncloader.samplers.shuffle import Shuffle
@@ -51,7 +50,7 @@ class ElasticSampler(OrderedSampler):
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
         length = self.num_indices()
-        return _Order(length, Shuffle(length, self.seed, self.epoch) if self.shuffle else None)
+        return Order(length, Shuffle(length, self.seed, self.epoch) if self.shuffle else np.asarray)
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
@@ -62,11 +61,3 @@ class ElasticSampler(OrderedSampler):
 
     def _state_identity(self) -> dict[str, Any]:
         return {**super()._state_identity(), "length": self.num_indices(), "shuffle": self.shuffle}
-
-
-class _Order(NamedTuple):
-    length: int
-    shuffle: Shuffle | None
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return positions if self.shuffle is None else self.shuffle(positions)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import HasOrder, Order
-from asyncloader.samplers.units import Units, shuffled
-from asyncloader.samplers.windows import WindowedBatchSampler, Windows, count_of
+from asyncloader.samplers.shuffle import Shuffle, by_group
+from asyncloader.samplers.windows import Units, WindowedBatchSampler, Windows, count_of
 
+TooLong = Literal["raise", "alone"]
 _WINDOW = 1 << 14
 _PROBES = 100_000
 _CANDIDATES = 256
@@ -60,7 +63,7 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         max_tokens: int,
         max_batch: int | None = None,
         buckets: int | Sequence[int] | None = None,
-        too_long: Literal["raise", "alone"] = "raise",
+        too_long: TooLong = "raise",
         sampler: HasOrder | None = None,
         num_samples: int | None = None,
         window: int = _WINDOW,
@@ -83,43 +86,47 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         )
         self.max_tokens = count_of("max_tokens", max_tokens)
         self.max_batch = None if max_batch is None else count_of("max_batch", max_batch)
-        if too_long not in ("raise", "alone"):
-            raise ConfigurationError(f'too_long should be "raise" or "alone", but got {too_long!r}')
+        one_of("too_long", too_long, TooLong)
         self.too_long = too_long
         self.buckets = self._find_buckets(buckets)
-        if (longest := self.lengths.longest()) is not None:
-            self._check_length(*longest)
-        self._tokens = self._padded = 0
+        self._check_longest()
 
     @property
     def padding_share(self) -> float:
         """Share of tokens, between 0 and 1, that are padding in what was planned so far; at first, one window is."""
-        if not self._padded:
-            self._plan_at(Windows(self._order(), self.window), 0)
-        return 1 - self._tokens / self._padded
+        return 1 - self._share_of_tokens()
 
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
-        return _Order(self)
+        windows, key = Windows(self._order(), self.window), (self.seed, self.epoch)
+
+        @lru_cache(1)
+        def planned(number: int) -> NDArray[np.int64]:
+            return np.array(self._plan(windows.indices(number), *key, number).all_keys)
+
+        def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            numbers = windows.number_of(positions)
+            return by_group(numbers, positions, lambda number, own: planned(number)[own - windows.begin(number)])
+
+        return Order(windows.length, indices_at)
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
         return self.lengths.count
 
     def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
-        lengths = self.lengths(indices)
-        longest = int(lengths.argmax())
-        self._check_length(int(indices[longest]), int(lengths[longest]))
+        lengths = self._lengths_of(indices)
         padded = self._padded_lengths(lengths)
         by_length = np.argsort(-padded, kind="stable")
         padded = padded[by_length]
         sizes = self._cut(padded)
         self._tokens += int(lengths.sum())
-        self._padded += int((padded[np.cumsum(sizes) - sizes] * sizes).sum())
+        self._space += int((padded[np.cumsum(sizes) - sizes] * sizes).sum())
         if self.shuffle:
-            places, sizes = shuffled(sizes, *key)
-            by_length = by_length[places]
-        return Units(indices[by_length], sizes)
+            order = Shuffle(len(sizes), *key)(np.arange(len(sizes)))
+            batches = np.split(by_length, np.cumsum(sizes)[:-1])
+            by_length, sizes = np.concatenate([batches[at] for at in order]), sizes[order]
+        return Units(indices[by_length].tolist(), sizes)
 
     def _cut(self, padded: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sizes of the batches that samples, the longest first, are cut into."""
@@ -196,30 +203,3 @@ def _bounds_that_pad_least(lengths: NDArray[np.int64], count: int) -> list[int]:
         bounds.append(int(before[bounds[-1]]))
     found: list[int] = candidates[bounds[::-1]].tolist()
     return found
-
-
-class _Order:
-    """Its samples, batch after batch of all ranks."""
-
-    def __init__(self, sampler: LengthBatchSampler) -> None:
-        self._sampler = sampler
-        self._key = (sampler.seed, sampler.epoch)
-        self._windows = Windows(sampler._order(), sampler.window)
-        self._latest: tuple[int, Units] | None = None
-
-    @property
-    def length(self) -> int | None:
-        return self._windows.length
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        numbers = self._windows.number_of(positions)
-        indices = np.empty_like(positions)
-        for number in np.unique(numbers).tolist():
-            here = numbers == number
-            indices[here] = self._units(number).indices[positions[here] - self._windows.begin(number)]
-        return indices
-
-    def _units(self, number: int) -> Units:
-        if self._latest is None or self._latest[0] != number:
-            self._latest = (number, self._sampler._plan(self._windows.indices(number), *self._key, number))
-        return self._latest[1]

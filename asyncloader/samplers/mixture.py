@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence, Sized
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,8 @@ from torch.utils.data import ConcatDataset
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import Order, OrderedSampler
-from asyncloader.samplers.shares import WINDOW, Schedule
-from asyncloader.samplers.shuffle import Reshuffled
+from asyncloader.samplers.shares import CYCLE, Schedule
+from asyncloader.samplers.shuffle import Reshuffled, by_group
 
 log = logging.getLogger("asyncloader")
 
@@ -80,7 +80,7 @@ class MixtureSampler(OrderedSampler):
     @property
     def weights(self) -> list[tuple[int, list[float]]]:
         """The weights, and from which sample on they hold."""
-        return [(stage.start * WINDOW, list(stage.weights)) for stage in self._schedule.stages]
+        return [(stage.start * CYCLE, list(stage.weights)) for stage in self._schedule.stages]
 
     def set_weights(self, weights: Sequence[float], at: int) -> None:
         """Let other weights hold from a sample on, which is recorded in states. All ranks have to say the same.
@@ -100,15 +100,15 @@ class MixtureSampler(OrderedSampler):
             raise ConfigurationError(
                 "weights can be set on the way where stop=None; otherwise name them all at construction"
             )
-        window = -(-at // WINDOW)
-        begun = max(self._schedule.stages[-1].start, -(-self._seen.position // WINDOW))
-        if window < begun:
+        cycle = -(-at // CYCLE)
+        begun = max(self._schedule.stages[-1].start, -(-self._seen.position // CYCLE))
+        if cycle < begun:
             raise ConfigurationError(
-                f"weights can be set from sample {begun * WINDOW} on, but not from {at}: the samples there were read "
+                f"weights can be set from sample {begun * CYCLE} on, but not from {at}: the samples there were read "
                 "already, or have got other weights"
             )
         self._check(weights)
-        self._schedule.add(window, weights)
+        self._schedule.add(cycle, weights)
 
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
@@ -117,7 +117,20 @@ class MixtureSampler(OrderedSampler):
             for number, length in enumerate(self.lengths)
         ]
         starts = np.cumsum([0, *self.lengths[:-1]])
-        return _Order(self._length, self._schedule, shuffles, starts, self._seen)
+        schedule, seen = self._schedule, self._seen
+
+        def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+            if not len(positions):
+                return positions
+            seen.position = max(seen.position, int(positions.max()) + 1)
+            cycles, row = np.unique(positions // CYCLE, return_inverse=True)
+            sources, draws = schedule.slots(cycles)
+            slots = positions % CYCLE
+            return by_group(
+                sources[row, slots], draws[row, slots], lambda number, own: starts[number] + shuffles[number](own)
+            )
+
+        return Order(self._length, indices_at)
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
@@ -152,7 +165,7 @@ class MixtureSampler(OrderedSampler):
         self._schedule = Schedule()
         for at, weights in stages:
             self._check(weights)
-            self._schedule.add(-(-at // WINDOW), weights)
+            self._schedule.add(-(-at // CYCLE), weights)
         self._length = self._find_end()
 
     def _check(self, weights: Sequence[float]) -> None:
@@ -212,26 +225,3 @@ class _Seen:
     """Up to which position an order was looked at."""
 
     position = 0
-
-
-class _Order(NamedTuple):
-    length: int | None
-    schedule: Schedule
-    shuffles: list[Reshuffled]
-    starts: NDArray[np.int64]
-    seen: _Seen
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        if not len(positions):
-            return positions
-        self.seen.position = max(self.seen.position, int(positions.max()) + 1)
-        windows, row = np.unique(positions // WINDOW, return_inverse=True)
-        sources, draws = self.schedule.slots(windows)
-        slots = positions % WINDOW
-        source, draw = sources[row, slots], draws[row, slots]
-        indices = np.empty_like(positions)
-        by_source = np.argsort(source, kind="stable")
-        for own in np.split(by_source, np.flatnonzero(np.diff(source[by_source])) + 1):
-            number = int(source[own[0]])
-            indices[own] = self.starts[number] + self.shuffles[number](draw[own])
-        return indices

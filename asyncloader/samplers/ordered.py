@@ -1,4 +1,4 @@
-"""What samplers have in common whose order can be looked at anywhere: dealing it out to ranks, states.
+"""Samplers whose order can be looked at anywhere: the order is dealt out to ranks, states say how far it was read.
 
     seed, epoch ──> Order: position ──> index      the same on all ranks, nothing stored
                                     └─ rank r of R takes the positions r, r + R, r + 2 R ...
@@ -9,8 +9,8 @@ How far an epoch is, is therefore one number, the global cursor, whichever rank 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from asyncloader import identity
 from asyncloader.errors import ConfigurationError, StateMismatchError
 
 STATE_VERSION = 1
+T_co = TypeVar("T_co", covariant=True)
+
 ENDLESS = 1 << 62
 """Stands for the length of an order without an end."""
 _MOST_AT_ONCE = 4096
@@ -29,15 +31,16 @@ _SPAN = 1 << 16
 """Positions of all ranks that they are spread over: a mixture looks at those between as well."""
 
 
-class Order(Protocol):
-    """The order of one epoch: a function from positions to indices, and how many positions there are."""
+class Order(NamedTuple):
+    """The order of one epoch: a function from positions to indices.
 
-    @property
-    def length(self) -> int | None:
-        """How many positions it has; None if it has no end."""
+    Attributes:
+        length: How many positions it has; None if it has no end.
+        indices_at: Returns the indices at some positions.
+    """
 
-    def __call__(self, positions: NDArray[np.int64], /) -> NDArray[np.int64]:
-        """Return the indices at these positions."""
+    length: int | None
+    indices_at: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 class HasOrder(ABC):
@@ -66,17 +69,14 @@ def place_in_group(num_replicas: int | None, rank: int | None) -> tuple[int, int
     return ranks, own
 
 
-class OrderedSampler(Sampler[int], HasOrder):
-    """Deals an order that can be looked at anywhere out to ranks, sample by sample; states for any number of ranks.
-
-    Called from the thread that reads it.
+class ResumableSampler(Sampler[T_co], ABC):
+    """Deals an epoch out to ranks; its states are for any number of ranks.
 
     Args:
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
         seed: The same on all ranks.
-        drop_last: Where the samples cannot be divided evenly, leave out the last ones; otherwise samples from the
-            beginning of the epoch's order are repeated at its end.
+        drop_last: Whether to leave out, at the end of an epoch, what cannot be divided evenly.
 
     Raises:
         ConfigurationError: if the rank is not one of the ranks.
@@ -87,8 +87,61 @@ class OrderedSampler(Sampler[int], HasOrder):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self._resume_at = 0  # the next iterator begins here
-        self._run = _Run(0)
+        self._begin_at(None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
+        if epoch != self.epoch:
+            self._begin_at(None)
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the newest iterator has been read.
+
+        A loader with workers reads ahead of what it yields. :class:`asyncloader.DataLoader` takes that into account;
+        for torch's use `state_after`.
+        """
+        return self._state_at(self._cursor())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator go on from a state, of whichever rank and number of ranks.
+
+        Raises:
+            StateMismatchError: if the state is of another sampler, data or order, or a later version.
+        """
+        check_state(state, self)
+        self.epoch = state["epoch"]
+        self._begin_at(state["cursor"])
+
+    @abstractmethod
+    def _begin_at(self, cursor: Any) -> None:
+        """Let the next iterator begin where a state's cursor is, or with None at the beginning of the epoch."""
+
+    @abstractmethod
+    def _cursor(self) -> Any:
+        """Return how far the newest iterator is, if all ranks have taken as much as this one."""
+
+    @abstractmethod
+    def _state_identity(self) -> dict[str, Any]:
+        """Return what must be the same for a state to mean the same samples; what others return is added to this."""
+        return {"seed": self.seed, "drop_last": self.drop_last}
+
+    def _state_at(self, cursor: Any) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "cursor": cursor,
+            "world": self.num_replicas,
+            **identity.of(self),
+        }
+
+
+class OrderedSampler(ResumableSampler[int], HasOrder):
+    """Deals an order that can be looked at anywhere out to ranks, sample by sample.
+
+    Where the samples cannot be divided evenly, those from the beginning of the epoch's order are repeated at its end,
+    unless they are to be dropped. Called from the thread that reads it.
+    """
 
     def __repr__(self) -> str:
         length = self._num_positions()
@@ -117,25 +170,10 @@ class OrderedSampler(Sampler[int], HasOrder):
         at_once = max(64, min(_MOST_AT_ONCE, _SPAN // self.num_replicas))
         for first in range(0, len(positions), at_once):
             piece = positions[first : first + at_once]
-            # What is beyond the end is repeated.
-            for index in order(np.arange(piece.start, piece.stop, piece.step) % length).tolist():
+            # Positions beyond the end begin anew.
+            for index in order.indices_at(np.arange(piece.start, piece.stop, piece.step) % length).tolist():
                 run.read += 1
                 yield index
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
-        if epoch != self.epoch:
-            self._resume_at = 0
-            self._run = _Run(0)
-        self.epoch = epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far the newest iterator has been read.
-
-        A loader with workers reads ahead of what it yields. :class:`asyncloader.DataLoader` takes that into account;
-        for torch's use `state_after`.
-        """
-        return self._state_at(self._cursor())
 
     def state_after(self, samples: int) -> dict[str, Any]:
         """Return the state after so many samples of the newest iterator, counted on this rank."""
@@ -151,37 +189,17 @@ class OrderedSampler(Sampler[int], HasOrder):
         cursor = state["cursor"] if next_epoch is None else 0
         return len(self._positions(cursor, self._num_positions() or ENDLESS))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iterator go on from a state, of whichever rank and number of ranks.
-
-        Raises:
-            StateMismatchError: if the state is of another sampler, dataset or order, or a later version.
-        """
-        check_state(state, self)
-        self.epoch = state["epoch"]
-        self._resume_at = state["cursor"]
-        self._run = _Run(state["cursor"])
-
-    @abstractmethod
-    def _state_identity(self) -> dict[str, Any]:
-        """Return what must be the same for a state to mean the same samples; what others return is added to this."""
-        return {"seed": self.seed, "drop_last": self.drop_last}
-
     @abstractmethod
     def _num_positions(self) -> int | None:
         """Return the length of the order, without making it."""
 
-    def _state_at(self, cursor: int) -> dict[str, Any]:
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "cursor": cursor,
-            "world": self.num_replicas,
-            **identity.of(self),
-        }
+    _resume_at: int
+
+    def _begin_at(self, cursor: int | None) -> None:
+        self._resume_at = cursor or 0
+        self._run = _Run(self._resume_at)
 
     def _cursor(self) -> int:
-        """Return how many samples all ranks together have taken, if all have taken as many as this one."""
         return self._run.start + self._run.read * self.num_replicas
 
     def _positions(self, start: int, length: int) -> range:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import HasOrder
 from asyncloader.samplers.pieces import Piece
 from asyncloader.samplers.shuffle import Shuffle
-from asyncloader.samplers.units import Units
-from asyncloader.samplers.windows import WindowedBatchSampler, Windows, count_of
+from asyncloader.samplers.windows import Units, WindowedBatchSampler, count_of
 
 TooLong = Literal["raise", "split", "cut"]
 _WINDOW = 1 << 13
@@ -83,24 +83,17 @@ class PackingBatchSampler(WindowedBatchSampler):
         )
         self.block_size = count_of("block_size", block_size)
         self.batch_size = self._units_per_batch = count_of("batch_size", batch_size)
-        if too_long not in get_args(TooLong):
-            raise ConfigurationError(f'too_long should be "raise", "split" or "cut", but got {too_long!r}')
+        one_of("too_long", too_long, TooLong)
         self.too_long = too_long
-        if (longest := self.lengths.longest()) is not None:
-            self._check_length(*longest)
-        self._tokens = self._blocks = 0
+        self._check_longest()
 
     @property
     def fill(self) -> float:
         """Share of blocks, between 0 and 1, that are tokens in what was planned so far; at first, one window is."""
-        if not self._blocks:
-            self._plan_at(Windows(self._order(), self.window), 0)
-        return self._tokens / (self._blocks * self.block_size)
+        return self._share_of_tokens()
 
     def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
-        lengths = self.lengths(indices)
-        longest = int(lengths.argmax())
-        self._check_length(int(indices[longest]), int(lengths[longest]))
+        lengths = self._lengths_of(indices)
         samples, starts = np.arange(len(lengths)), np.zeros_like(lengths)
         if self.too_long == "split":
             samples, starts = self._split(lengths)
@@ -117,11 +110,13 @@ class PackingBatchSampler(WindowedBatchSampler):
         in_blocks = np.argsort(blocks, kind="stable")  # within a block in the order of the window, not by length
         counts = np.bincount(blocks)
         self._tokens += int(sizes.sum())
-        self._blocks += len(counts)
+        self._space += len(counts) * self.block_size
         samples, starts, sizes = samples[in_blocks], starts[in_blocks], sizes[in_blocks]
-        if self.too_long != "split":
-            return Units(indices[samples], counts)
-        return _PiecedUnits(indices[samples], counts, starts, starts + sizes, sizes < lengths[samples])
+        keys = indices[samples].tolist()
+        if self.too_long == "split":
+            for at in np.flatnonzero(sizes < lengths[samples]).tolist():
+                keys[at] = Piece(keys[at], int(starts[at]), int(starts[at] + sizes[at]))
+        return Units(keys, counts)
 
     def _split(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return of each piece its sample, and where in it the piece begins; samples that fit are one piece."""
@@ -139,28 +134,3 @@ class PackingBatchSampler(WindowedBatchSampler):
 
     def _state_identity(self) -> dict[str, Any]:
         return {**super()._state_identity(), "block_size": self.block_size, "too_long": self.too_long}
-
-
-class _PiecedUnits(Units):
-    """Blocks some of whose samples are pieces."""
-
-    def __init__(
-        self,
-        indices: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        stops: NDArray[np.int64],
-        is_piece: NDArray[np.bool_],
-    ) -> None:
-        super().__init__(indices, sizes)
-        self._starts = starts
-        self._stops = stops
-        self._is_piece = is_piece
-
-    def keys(self, unit: int) -> list[Any]:
-        keys = super().keys(unit)
-        own = self.slice(unit)
-        for number in np.flatnonzero(self._is_piece[own]).tolist():
-            at = own.start + number
-            keys[number] = Piece(keys[number], int(self._starts[at]), int(self._stops[at]))
-        return keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, cast
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader.protocols import is_async, is_resource, members, probe
+from asyncloader.protocols import OpensDataset, is_async, probe
 
 
 class Piece(NamedTuple):
@@ -60,25 +59,12 @@ class Pieces(Dataset[Any]):
         return list(map(cut, self.dataset.__getitems__([*map(_index, keys)]), keys))
 
 
-class _AsyncPieces(Pieces):
+class _AsyncPieces(OpensDataset, Pieces):
     async def __getitem__(self, key: Any) -> Any:
         return cut(await self.dataset[_index(key)], key)
 
     async def _fetch(self, keys: list[Any]) -> Any:
         return list(map(cut, await self.dataset.__getitems__([*map(_index, keys)]), keys))
-
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as entered:
-            for resource in filter(is_resource, members(self.dataset)):
-                await resource.__aenter__()
-                entered.push_async_exit(resource.__aexit__)
-            entered.pop_all()
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        async with contextlib.AsyncExitStack() as entered:
-            for resource in filter(is_resource, members(self.dataset)):
-                entered.push_async_exit(resource.__aexit__)
 
 
 def cut(sample: Any, key: Any) -> Any:

@@ -1,15 +1,15 @@
-"""How a mixture is divided among its sources: which source each slot of a window has, and which of its draws that is.
+"""How a mixture is divided among its sources: which source each slot of a cycle has, and which of its draws that is.
 
-A window has 1,000 slots. Weights, put end to end, divide the interval from 0 to 1,000; each slot has a point in it, and
+A cycle has 1,000 slots. Weights, put end to end, divide the interval from 0 to 1,000; each slot has a point in it, and
 belongs to the source that its point falls on:
 
-    window m     |.   .   .   .   .   .   .   .   .   .|     points 1 apart, all moved by the same u(m) < 1
+    cycle m     |.   .   .   .   .   .   .   .   .   .|     points 1 apart, all moved by the same u(m) < 1
     sources      |----- a -----|-- b --|------ c ------|
 
-So each source has its share of every window, rounded up or down ("systematic sampling"). u(m) is the van der Corput
-sequence, m with its bits in reverse order behind the point: over windows what was rounded evens out, and how many
-draws of a source are before any window can be counted without looking at those windows. Slot s has the point
-619 s mod 1,000, which spreads each source over the window.
+So each source has its share of every cycle, rounded up or down ("systematic sampling"). u(m) is the van der Corput
+sequence, m with its bits in reverse order behind the point: over cycles what was rounded evens out, and how many
+draws of a source are before any cycle can be counted without looking at those cycles. Slot s has the point
+619 s mod 1,000, which spreads each source over the cycle.
 
 All of it is in integers, units of 2**-32 of a slot.
 """
@@ -23,19 +23,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 1000
+CYCLE = 1000
 _STEP = 619  # has no factor in common with 1,000, and is near its golden section
 _BITS = 32
 _UNIT = 1 << _BITS
 _DRIFT = 2 * _BITS + 2
 """By more than this what was drawn of a source is never off its share: less than 1 for each bit of two bounds."""
-_POINTS = (np.arange(WINDOW) * _STEP % WINDOW) * _UNIT
+_POINTS = (np.arange(CYCLE) * _STEP % CYCLE) * _UNIT
 
 Array = NDArray[np.int64]
 
 
 class Shares:
-    """Weights that stay the same: what each window has of each source.
+    """Weights that stay the same: what each cycle has of each source.
 
     Args:
         weights: One for each source, at least one of them above 0.
@@ -44,25 +44,25 @@ class Shares:
     def __init__(self, weights: Sequence[float]) -> None:
         ends = np.cumsum(np.asarray(weights, dtype=np.float64))
         self._bounds = np.zeros(len(weights) + 1, dtype=np.int64)
-        self._bounds[1:] = np.rint(ends / ends[-1] * (WINDOW * _UNIT))
+        self._bounds[1:] = np.rint(ends / ends[-1] * (CYCLE * _UNIT))
         self._intervals = [_intervals(int(bound) % _UNIT) for bound in self._bounds]
 
-    def sources(self, windows: Array) -> Array:
-        """Return the source of each slot: a row of 1,000 for each of these windows."""
-        points = _POINTS + _van_der_corput(windows)[:, None]
+    def sources(self, cycles: Array) -> Array:
+        """Return the source of each slot: a row of 1,000 for each of these cycles."""
+        points = _POINTS + _van_der_corput(cycles)[:, None]
         return np.searchsorted(self._bounds[1:], points, side="right")
 
-    def before(self, windows: Array) -> Array:
-        """Return how many draws of each source come before each of these windows, one row for each."""
-        below = np.empty((len(windows), len(self._bounds)), dtype=np.int64)
+    def before(self, cycles: Array) -> Array:
+        """Return how many draws of each source come before each of these cycles, one row for each."""
+        below = np.empty((len(cycles), len(self._bounds)), dtype=np.int64)
         for column, (bound, (bits, residues)) in enumerate(zip(self._bounds, self._intervals, strict=True)):
-            hits = (windows[:, None] - residues + (1 << bits) - 1) >> bits
-            below[:, column] = windows * (bound // _UNIT) + hits.sum(axis=1)
+            hits = (cycles[:, None] - residues + (1 << bits) - 1) >> bits
+            below[:, column] = cycles * (bound // _UNIT) + hits.sum(axis=1)
         return np.diff(below, axis=1)
 
 
 class Stage(NamedTuple):
-    """Weights that hold from a window on, until those of the next stage."""
+    """Weights that hold from a cycle on, until those of the next stage."""
 
     start: int
     weights: tuple[float, ...]
@@ -71,27 +71,27 @@ class Stage(NamedTuple):
 
 
 class Schedule:
-    """The stages of a mixture, in their order; the first one begins at window 0."""
+    """The stages of a mixture, in their order; the first one begins at cycle 0."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
 
     def add(self, start: int, weights: Sequence[float]) -> None:
-        """Let other weights hold from a window on, which is not before the last stage; there, they replace its own."""
+        """Let other weights hold from a cycle on, which is not before the last stage; there, they replace its own."""
         base = self.before(start)[0] if self.stages else np.zeros(len(weights), dtype=np.int64)
         if self.stages and self.stages[-1].start == start:
             del self.stages[-1]
         self.stages.append(Stage(start, tuple(map(float, weights)), Shares(weights), base))
 
-    def before(self, window: int, count: int = 1) -> Array:
-        """Return how many draws of each source come before a window; a row for each of so many windows from it on."""
-        windows = np.arange(window, window + count)
-        return np.concatenate([stage.base + stage.shares.before(own) for stage, own in self._divide(windows)])
+    def before(self, cycle: int, count: int = 1) -> Array:
+        """Return how many draws of each source come before a cycle; a row for each of so many cycles from it on."""
+        cycles = np.arange(cycle, cycle + count)
+        return np.concatenate([stage.base + stage.shares.before(own) for stage, own in self._divide(cycles)])
 
-    def slots(self, windows: Array) -> tuple[Array, Array]:
-        """Return of each slot its source, and which draw of it; a row for each of these windows, which ascend."""
+    def slots(self, cycles: Array) -> tuple[Array, Array]:
+        """Return of each slot its source, and which draw of it; a row for each of these cycles, which ascend."""
         sources, draws = [], []
-        for stage, own in self._divide(windows):
+        for stage, own in self._divide(cycles):
             chosen = stage.shares.sources(own)
             sources.append(chosen)
             draws.append(_rank_within_rows(chosen, stage.base + stage.shares.before(own)))
@@ -104,17 +104,17 @@ class Schedule:
         if not stage.weights[source]:
             return None
         left = draw - int(stage.base[source])
-        each = WINDOW * stage.weights[source] / sum(stage.weights)
+        each = CYCLE * stage.weights[source] / sum(stage.weights)
         near = range(max(0, int((left - _DRIFT) / each)), int((left + _DRIFT) / each) + 2)
         number = bisect.bisect_right(near, left, key=lambda own: stage.shares.before(np.array([own]))[0, source])
-        window = stage.start + near[number - 1]
-        sources, draws = self.slots(np.array([window]))
-        return window * WINDOW + int(np.flatnonzero((sources[0] == source) & (draws[0] == draw))[0])
+        cycle = stage.start + near[number - 1]
+        sources, draws = self.slots(np.array([cycle]))
+        return cycle * CYCLE + int(np.flatnonzero((sources[0] == source) & (draws[0] == draw))[0])
 
-    def _divide(self, windows: Array) -> list[tuple[Stage, Array]]:
-        """Return the stages that windows are in, with the numbers of those windows in the stage."""
-        cuts = np.searchsorted(windows, [stage.start for stage in self.stages[1:]])
-        parts = np.split(windows, cuts)
+    def _divide(self, cycles: Array) -> list[tuple[Stage, Array]]:
+        """Return the stages that cycles are in, with the numbers of those cycles in the stage."""
+        cuts = np.searchsorted(cycles, [stage.start for stage in self.stages[1:]])
+        parts = np.split(cycles, cuts)
         return [(stage, own - stage.start) for stage, own in zip(self.stages, parts, strict=True) if len(own)]
 
 

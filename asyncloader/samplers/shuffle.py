@@ -6,6 +6,8 @@ Reshuffled   the indices of a source over and over, each time in another order
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,29 +75,34 @@ class Reshuffled:
         self._length = length
         self._shuffle = shuffle
         self._key = key
-        self._latest: tuple[int, Shuffle] | None = None
+        self._order = lru_cache(1)(lambda epoch: Shuffle(length, *key, epoch))
 
     def __call__(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of these draws, which are counted from 0 over all epochs of the source."""
         epochs, places = np.divmod(draws, self._length)
         if not self._shuffle:
             return places
-        named, row = np.unique(epochs, return_inverse=True)
         if self._length <= _SHORT:
+            named, row = np.unique(epochs, return_inverse=True)
             # There may be many epochs: their orders are made at once, by sorting numbers that look random.
             numbers = named[:, None] * self._length + np.arange(self._length)
             orders = np.argsort(scramble(numbers.astype(np.uint64), np.uint64(mix(*self._key))), axis=1)
             return orders[row, places].astype(np.int64, copy=False)
-        indices = np.empty_like(places)
-        for number, epoch in enumerate(named.tolist()):
-            here = row == number
-            indices[here] = self._order(epoch)(places[here])
-        return indices
+        return by_group(epochs, places, lambda epoch, own: self._order(epoch)(own))
 
-    def _order(self, epoch: int) -> Shuffle:
-        if self._latest is None or self._latest[0] != epoch:
-            self._latest = (epoch, Shuffle(self._length, *self._key, epoch))
-        return self._latest[1]
+
+def by_group(
+    groups: NDArray[np.int64],
+    values: NDArray[np.int64],
+    function: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
+) -> NDArray[np.int64]:
+    """Return what a function makes of some values, called once for each group, with those in it."""
+    found = np.empty_like(values)
+    order = np.argsort(groups, kind="stable")
+    for own in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+        if len(own):
+            found[own] = function(int(groups[own[0]]), values[own])
+    return found
 
 
 def scramble(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:

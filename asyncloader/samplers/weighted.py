@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncloader.checks import at_least
 from asyncloader.errors import ConfigurationError
 from asyncloader.hashing import mix
 from asyncloader.identity import checksum
@@ -58,8 +59,7 @@ class WeightedSampler(OrderedSampler):
         drawable = np.count_nonzero(self._weights)
         if not drawable:
             raise ConfigurationError("weights should not be all 0")
-        if isinstance(self.num_samples, bool) or not isinstance(self.num_samples, int) or self.num_samples < 1:
-            raise ConfigurationError(f"num_samples should be an integer of at least 1, but got {num_samples!r}")
+        at_least("num_samples", self.num_samples, least=1)
         if not replacement and self.num_samples > drawable:
             raise ConfigurationError(
                 f"{self.num_samples} samples cannot be drawn without replacement: {drawable} have a weight above 0"
@@ -72,14 +72,14 @@ class WeightedSampler(OrderedSampler):
         """Return the order of the epoch that is set, which does not change afterwards."""
         key = np.uint64(mix(self.seed, self.epoch))
         if self._ends is not None:
-            return _Drawn(self.num_samples, key, self._ends)
+            return Order(self.num_samples, partial(_draw, key, self._ends))
         # Whoever comes first in a race of exponential clocks, whose rates are the weights, is drawn first. Arrivals are
         # compared by exponent, then by mantissa: as floats, those of the smallest weights would be infinite.
         racing = np.flatnonzero(self._weights)
         mantissas, exponents = np.frexp(self._weights[racing])
         arrivals, more = np.frexp(-np.log1p(-_uniform(racing, key)) / mantissas)
         order = np.lexsort((arrivals, (more - exponents).astype(np.int16)))  # 16 bits are sorted in one pass
-        return _Chosen(self.num_samples, racing[order[: self.num_samples]])
+        return Order(self.num_samples, racing[order[: self.num_samples]].__getitem__)
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
@@ -97,31 +97,12 @@ class WeightedSampler(OrderedSampler):
         return checksum(self._weights)
 
 
-class _Chosen(NamedTuple):
-    """Samples that were drawn beforehand."""
-
-    length: int
-    chosen: NDArray[np.int64]
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        drawn: NDArray[np.int64] = self.chosen[positions]
-        return drawn
-
-
-class _Drawn(NamedTuple):
-    """Samples that are drawn when they are asked for, with replacement."""
-
-    length: int
-    key: np.uint64
-    ends: NDArray[np.float64]
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = np.searchsorted(
-            self.ends, _uniform(positions, self.key) * self.ends[-1], side="right"
-        )
-        # The product may be rounded up to the end.
-        np.minimum(found, np.searchsorted(self.ends, self.ends[-1]), out=found)
-        return found
+def _draw(key: np.uint64, ends: NDArray[np.float64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the samples that are drawn at these positions, with replacement."""
+    found: NDArray[np.int64] = np.searchsorted(ends, _uniform(positions, key) * ends[-1], side="right")
+    # The product may be rounded up to the end.
+    found = np.minimum(found, np.searchsorted(ends, ends[-1]))
+    return found
 
 
 def _uniform(numbers: NDArray[np.int64], key: np.uint64) -> NDArray[np.float64]:

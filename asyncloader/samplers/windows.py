@@ -1,11 +1,11 @@
-"""What batch samplers have in common that plan batches: windows of an order, dealing what is planned out to ranks.
+"""Batch samplers that plan: an order is cut into windows, a window is planned as units, ranks are dealt units.
 
     order      | window 0           | window 1           | ...      positions of the epoch, all ranks'
     planned    [u][u][u][u][u][u][u] [u][u][u][u][u][u]   ...      units: batches of like length, or blocks
     dealt       0  1  2  3  0  1  2   3  0  1  2  3  0    ...      here to four ranks, one unit a batch
 
-What a window is planned to depends on the order, its number, seed and epoch alone. Which unit is next is therefore told
-by two numbers, the window and the unit in it, and these are the state: from there on any number of ranks can deal out
+The plan of a window depends on the order, the window's number, seed and epoch alone. Two numbers therefore say which
+unit is next, the window and the unit in it, and these are the state: from there on any number of ranks can deal out
 what is left, each taking any number of units for a batch. Nothing is known of windows that are not planned yet.
 
 At the end of an epoch less may be left than all ranks take in one step. Then it is divided among them once more, so
@@ -18,37 +18,45 @@ import copy
 import itertools
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
 
-from asyncloader import identity
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
-from asyncloader.samplers.ordered import STATE_VERSION, HasOrder, Order, check_state, place_in_group
+from asyncloader.samplers.ordered import HasOrder, Order, ResumableSampler, check_state
 
 
-class Plan(Protocol):
-    """The units of one window."""
+class Units:
+    """The samples of a window, unit by unit.
+
+    Args:
+        keys: The keys of all samples, unit after unit.
+        sizes: How many samples each unit has.
+    """
+
+    def __init__(self, keys: list[Any], sizes: NDArray[np.int64]) -> None:
+        self.all_keys = keys
+        self._bounds = [0, *np.cumsum(sizes).tolist()]
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        return len(self._bounds) - 1
 
     def keys(self, unit: int) -> list[Any]:
         """Return the keys of the samples in a unit."""
+        return self.all_keys[self._bounds[unit] : self._bounds[unit + 1]]
 
 
-class WindowedBatchSampler(Sampler[list[Any]]):
+class WindowedBatchSampler(ResumableSampler[list[Any]]):
     """Plans units window by window, and deals them out to ranks.
 
     Called from the thread that reads it.
 
     Args:
-        lengths: Of the samples, or a function of their indices.
+        lengths: The lengths of samples, or a function of their indices.
         sampler: The order of samples; None for one of all samples, shuffled or not.
         num_samples: How many samples there are; needed for a function of lengths.
         window: Samples that are planned at once, at most.
@@ -71,7 +79,7 @@ class WindowedBatchSampler(Sampler[list[Any]]):
         seed: int,
         drop_last: bool,
     ) -> None:
-        self.num_replicas, self.rank = place_in_group(num_replicas, rank)
+        super().__init__(num_replicas, rank, seed, drop_last)
         if sampler is not None and not isinstance(sampler, HasOrder):
             raise ConfigurationError(
                 f"sampler should be one of asyncloader.samplers, whose order can be looked at anywhere, but is a "
@@ -85,18 +93,14 @@ class WindowedBatchSampler(Sampler[list[Any]]):
             )
         self.window = count_of("window", window)
         self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
         self.sampler = sampler
         self._units_per_batch = 1
-        self._run = _Run((0, 0))
-        self._resume_at: tuple[int, int] | None = None
+        self._tokens = self._space = 0  # in what was planned so far
         self._num_units: tuple[int, int] | None = None  # the epoch, and how many it has
 
     def __repr__(self) -> str:
-        window, unit = self._cursor()
-        return f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, {window}:{unit}>"
+        place = "{window}:{unit}".format(**self._cursor())
+        return f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, {place}>"
 
     def __len__(self) -> int:
         """Return the batches of this rank in the whole epoch that is set. For that the whole epoch is planned, once.
@@ -112,68 +116,44 @@ class WindowedBatchSampler(Sampler[list[Any]]):
         return self._batches_of(self._num_units[1])
 
     def __iter__(self) -> Iterator[list[Any]]:
-        run = self._run = _Run(self._resume_at or (0, 0))
-        self._resume_at = None
-        windows = Windows(self._order(), self.window)
-        step = self._units_per_batch * self.num_replicas
-        plans: dict[int, Plan] = {}  # those in hand, by how far their window is from the first
-
-        def keys(unit: int) -> list[Any]:
-            window = bisect_right(run.ends, unit)
-            return plans[window].keys(unit - run.begin_of(window))
-
-        for first in itertools.count(0, step):
-            while run.num_units < first + step and (plan := self._next_plan(windows, run)) is not None:
-                plans[len(run.ends) - 1] = plan
-            if run.num_units < first + step:
-                left = [keys(unit) for unit in range(first, run.num_units)]
-                if left and not self.drop_last:
-                    run.read += 1
-                    yield _share_out(left, self.num_replicas)[self.rank]
+        run = self._run = _Run(self._resume_at)
+        self._resume_at = (0, 0)
+        units = self._units(run)
+        first = self.rank * self._units_per_batch
+        while step := list(itertools.islice(units, self._units_per_batch * self.num_replicas)):
+            if len(step) == self._units_per_batch * self.num_replicas:
+                mine = step[first : first + self._units_per_batch]
+                batch = [key for plan, unit in mine for key in plan.keys(unit)]
+            elif self.drop_last:
                 return
-            mine = first + self.rank * self._units_per_batch
-            batch = [key for unit in range(mine, mine + self._units_per_batch) for key in keys(unit)]
-            current = bisect_right(run.ends, first + step)
-            for passed in [window for window in plans if window < current]:
-                del plans[passed]
+            else:
+                batch = _share_out([plan.keys(unit) for plan, unit in step], self.num_replicas)[self.rank]
             run.read += 1
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
-        if epoch != self.epoch:
-            self._resume_at = None
-            self._run = _Run((0, 0))
-        self.epoch = epoch
+        super().set_epoch(epoch)
         inner: Any = self.sampler
         if inner is not None:
             inner.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far the newest iterator has been read.
-
-        A loader with workers reads ahead of what it yields. :class:`asyncloader.DataLoader` takes that into account;
-        for torch's use `state_after`.
-        """
-        return self._state_at(*self._cursor())
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """Return the state after so many batches of the newest iterator, counted on this rank."""
         run = self._run
         unit = batches * self._units_per_batch * self.num_replicas
         if unit > run.num_units:
-            windows = Windows(self._order(), self.window)
-            ahead = _Run(run.start, run.ends)
-            while unit > ahead.num_units and self._next_plan(windows, ahead) is not None:
-                pass
-            run = ahead
-        return self._state_at(*run.cursor(unit))
+            run = _Run(run.start, run.ends)
+            for _ in self._units(run):
+                if run.num_units >= unit:
+                    break
+        return self._state_at(run.cursor(unit))
 
     def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
         """Return how many batches of this rank are left of an epoch after a state. For that these are planned.
 
         Args:
-            state: Of whichever rank and number of ranks.
+            state: A state, taken on any rank of any number of ranks.
             next_epoch: The epoch of the state is over, and this one is meant.
         """
         there = copy.copy(self)
@@ -181,8 +161,8 @@ class WindowedBatchSampler(Sampler[list[Any]]):
         there.load_state_dict(state)
         if next_epoch is not None:
             there.set_epoch(next_epoch)
-            there._run = _Run((0, 0))
-        windows, (window, unit) = Windows(there._order(), self.window), there._cursor()
+            there._begin_at(None)
+        windows, (window, unit) = Windows(there._order(), self.window), there._resume_at
         assert windows.count is not None
         return self._batches_of(sum(len(there._plan_at(windows, n)) for n in range(window, windows.count)) - unit)
 
@@ -199,32 +179,45 @@ class WindowedBatchSampler(Sampler[list[Any]]):
             raise StateMismatchError("sampler", was, inner and type(inner).__name__)
         if inner is not None:
             inner.load_state_dict(state["sampler"])
+        super().load_state_dict(state)
         self.lengths.say_what_is_compared()
-        self.epoch = state["epoch"]
-        window, unit = self._resume_at = (state["cursor"]["window"], state["cursor"]["unit"])
-        self._run = _Run(self._resume_at)
+        window, unit = self._resume_at
         if window or unit:  # a mixture is told what is past: there, its weights cannot be changed any more
             Windows(self._order(), self.window).look_before(window + (unit > 0))
 
     @abstractmethod
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> Plan:
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
         """Plan the units of a window.
 
         Args:
-            indices: Of its samples, in their order.
-            key: What its random numbers are to depend on.
+            indices: The indices of its samples, in their order.
+            key: The numbers that seed its random choices.
         """
 
     @abstractmethod
+    def _check_length(self, index: int, length: int) -> None:
+        """Raise a ConfigurationError if a sample is too long."""
+
+    def _check_longest(self) -> None:
+        if (longest := self.lengths.longest()) is not None:
+            self._check_length(*longest)
+
+    def _lengths_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        lengths = self.lengths(indices)
+        longest = int(lengths.argmax())
+        self._check_length(int(indices[longest]), int(lengths[longest]))
+        return lengths
+
+    def _share_of_tokens(self) -> float:
+        """Return which share of the space that was planned so far are tokens; at first, one window is planned."""
+        if not self._space:
+            self._plan_at(Windows(self._order(), self.window), 0)
+        return self._tokens / self._space
+
+    @abstractmethod
     def _state_identity(self) -> dict[str, Any]:
-        """Return what must be the same for a state to mean the same samples; what others return is added to this."""
-        return {
-            "seed": self.seed,
-            "lengths": self.lengths.identity,
-            "window": self.window,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
+        planned = {"lengths": self.lengths.identity, "window": self.window, "shuffle": self.shuffle}
+        return {**super()._state_identity(), **planned}
 
     def _batches_of(self, units: int) -> int:
         """Return how many batches of this rank so many units make."""
@@ -238,31 +231,30 @@ class WindowedBatchSampler(Sampler[list[Any]]):
         own.set_epoch(self.epoch)
         return own.order()
 
-    def _plan_at(self, windows: Windows, number: int) -> Plan:
+    def _plan_at(self, windows: Windows, number: int) -> Units:
         return self._plan(windows.indices(number), self.seed, self.epoch, number)
 
-    def _next_plan(self, windows: Windows, run: _Run) -> Plan | None:
-        """Plan the next window of a run; None at the end."""
-        number = run.start[0] + len(run.ends)
-        if windows.count is not None and number >= windows.count:
-            return None
-        plan = self._plan_at(windows, number)
-        run.add(len(plan))
-        return plan
+    def _units(self, run: _Run) -> Iterator[tuple[Units, int]]:
+        """Plan the next windows of a run, and yield each unit, as its window's plan and its number in that."""
+        windows = Windows(self._order(), self.window)
+        while windows.count is None or run.start[0] + len(run.ends) < windows.count:
+            plan = self._plan_at(windows, run.start[0] + len(run.ends))
+            begin = 0 if run.ends else run.start[1]
+            run.add(len(plan))
+            yield from ((plan, number) for number in range(begin, len(plan)))
 
-    def _cursor(self) -> tuple[int, int]:
+    _resume_at: tuple[int, int]
+
+    def _begin_at(self, cursor: dict[str, int] | None) -> None:
+        self._resume_at = (0, 0) if cursor is None else (cursor["window"], cursor["unit"])
+        self._run = _Run(self._resume_at)
+
+    def _cursor(self) -> dict[str, int]:
         return self._run.cursor(self._run.read * self._units_per_batch * self.num_replicas)
 
-    def _state_at(self, window: int, unit: int) -> dict[str, Any]:
+    def _state_at(self, cursor: dict[str, int]) -> dict[str, Any]:
         inner: Any = self.sampler
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "cursor": {"window": window, "unit": unit},
-            "world": self.num_replicas,
-            **identity.of(self),
-            "sampler": None if inner is None else inner.state_dict(),
-        }
+        return {**super()._state_at(cursor), "sampler": None if inner is None else inner.state_dict()}
 
 
 class Windows:
@@ -276,11 +268,11 @@ class Windows:
 
     def indices(self, number: int) -> NDArray[np.int64]:
         """Return the indices in a window."""
-        return self._order(np.arange(self.begin(number), self.begin(number + 1)))
+        return self._order.indices_at(np.arange(self.begin(number), self.begin(number + 1)))
 
     def look_before(self, number: int) -> None:
         """Look at the last position before a window."""
-        self._order(np.array([self.begin(number) - 1]))
+        self._order.indices_at(np.array([self.begin(number) - 1]))
 
     def number_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the windows that positions are in."""
@@ -303,9 +295,9 @@ class _Run:
         read: Batches.
     """
 
-    def __init__(self, start: tuple[int, int], ends: list[int] | None = None) -> None:
+    def __init__(self, start: tuple[int, int], ends: Sequence[int] = ()) -> None:
         self.start = start
-        self.ends = list(ends or ())
+        self.ends = list(ends)
         self.read = 0
 
     @property
@@ -316,16 +308,13 @@ class _Run:
         """Note how many units the next window has."""
         self.ends.append(self.num_units + units if self.ends else units - self.start[1])
 
-    def begin_of(self, window: int) -> int:
-        """Return at which unit of the run a window begins; below 0 where the run began in its middle."""
-        return self.ends[window - 1] if window else -self.start[1]
-
-    def cursor(self, unit: int) -> tuple[int, int]:
+    def cursor(self, unit: int) -> dict[str, int]:
         """Return window and unit where the run is after so many units, or at its end."""
         window = bisect_right(self.ends, unit)
+        first, begin = self.start
         if window == len(self.ends):
-            return self.start if not window else (self.start[0] + window, 0)
-        return self.start[0] + window, unit - self.begin_of(window)
+            return {"window": first + window, "unit": 0 if window else begin}
+        return {"window": first + window, "unit": unit - (self.ends[window - 1] if window else -begin)}
 
 
 def _share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:

@@ -25,6 +25,18 @@ _WORD = (1 << 32) - 1
 _NO_BLOCKS = (BATCH, 0)
 
 
+class EpochKey(tuple[int, int, int]):
+    """What the seeds of an epoch are made from: base seed, epoch of the loader, rank.
+
+    The run and all its samples in this process share one object, whose copies elsewhere are just numbers.
+
+    Attributes:
+        is_over: The run has ended: its samples may not seed the global generators any more.
+    """
+
+    is_over = False
+
+
 class Placed(NamedTuple):
     """The keys of a batch that knows where in the epoch it is, under ``seeding="sample"``.
 

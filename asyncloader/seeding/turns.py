@@ -13,6 +13,7 @@ samplers draw; it notes what they are, and restores them. None of this happens w
     untouched()   generators are noted or restored: at once, or when the block that runs has ended
     Drawing()     others draw, as a sampler does that is read: blocks of other threads wait for its end
     alone()       a batch is made without workers, and seeds the generators for each of its samples: the same
+    end()         a run ends: no block of its samples begins any more, and `wait_ended` waits for the one that runs
 
 Only a block holds the lock while the user's code runs. A sampler may wait for what a block is to give, or use blocks
 itself: so a `Drawing` takes the lock for a moment, which is when no block runs, and tells blocks that come later. Each
@@ -23,20 +24,28 @@ waits.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import starmap
 from typing import Any
 
-from asyncloader.seeding.sample_context import BATCH, SampleContext, current
+from asyncloader.errors import LoaderClosedError
+from asyncloader.seeding.sample_context import BATCH, EpochKey, SampleContext, current
 from asyncloader.seeding.seeder import BLOCK, Seeder, left_alone
 
 log = logging.getLogger("asyncloader")
 
 _PATIENCE_S = 10.0
+_LOOP_PATIENCE_S = 1.0
+"""Where the thread of an event loop drops a run, its other tasks wait no longer than that."""
+
+_ONCE: tuple[tuple[()], ...] = ((),)
+"""``for name in starmap(function, _ONCE)`` is ``name = function()``, with no Ctrl-C between call and assignment."""
 
 
 class _Turn:
@@ -44,7 +53,7 @@ class _Turn:
 
     Attributes:
         lock: Held by whose turn it is.
-        holder: The sample, in the thread that has the lock.
+        holder: The sample, in the thread that has the lock. One of a run that is over may not seed anything.
         is_trainers: The global generators are those of the trainer, and are given back after each turn.
         drawings: What goes on; each thread adds and removes its own, and adds with the lock held: never inside a block.
     """
@@ -60,15 +69,9 @@ class _Turn:
         """Return the drawings that have begun."""
         return [drawing for each in tuple(self.drawings) if (drawing := each()) is not None]
 
-    def begin_block(self) -> None:
-        """Take the lock, when nobody draws in another thread."""
-        while True:
-            for drawing in self.going_on():
-                drawing.wait_ended()
-            self.lock.acquire()
-            if not any(drawing.keeps_out() for drawing in self.going_on()):
-                return
-            self.lock.release()
+    def keeps_out(self) -> bool:
+        """Whether somebody draws in another thread, whose end a block waits for."""
+        return any(drawing.keeps_out() for drawing in self.going_on())
 
     def seeder_of(self, key: tuple[int, int, int]) -> Seeder:
         """Return what seeds the samples of an epoch. With the lock held."""
@@ -98,16 +101,16 @@ class Drawing:
     """Blocks of other threads wait while the user's code draws from generators of the trainer, inside this.
 
     Args:
-        seeds: It seeds the generators: what they are meanwhile is not the trainer's either.
+        epoch: Of samples that seed the generators inside: what these are meanwhile is not the trainer's either.
 
     Attributes:
         overstayed: Blocks have gone on meanwhile: it waits for something, it seems.
     """
 
-    __slots__ = ("__weakref__", "_ended", "_thread", "_turn", "overstayed", "seeds")
+    __slots__ = ("__weakref__", "_ended", "_thread", "_turn", "epoch", "overstayed")
 
-    def __init__(self, *, seeds: bool = False) -> None:
-        self.seeds = seeds
+    def __init__(self, epoch: EpochKey | None = None) -> None:
+        self.epoch = epoch
         self.overstayed = False
         self._thread = threading.get_ident()
         self._turn = _turn
@@ -133,30 +136,29 @@ class Drawing:
         """Whether the calling thread has to wait for it."""
         return self._thread != threading.get_ident() and not self.overstayed
 
-    def wait_ended(self) -> None:
+    def wait_ended(self, patience_s: float) -> None:
         """Wait until it has ended, if the calling thread has to."""
         if not self.keeps_out():
             return
-        if self._ended.acquire(timeout=_PATIENCE_S):
+        if self._ended.acquire(timeout=patience_s):
             self._ended.release()
         else:
-            self.overstayed = True
-            _warn('A sampler that is read, or a batch that is made under seeding="sample",')
+            self.overstayed = patience_s >= _PATIENCE_S
+            _warn('A sampler that is read, or a batch that is made under seeding="sample",', patience_s)
 
 
 @contextlib.contextmanager
-def untouched() -> Iterator[None]:
+def untouched(patience_s: float | None = None) -> Iterator[None]:
     """Look at the generators of the trainer: when no block runs, and no batch that seeds them, in another thread."""
-    turn = _turn
+    turn, patience_s = _turn, _PATIENCE_S if patience_s is None else patience_s
     for drawing in turn.going_on():
-        if drawing.seeds:
-            drawing.wait_ended()
+        if drawing.epoch is not None:
+            drawing.wait_ended(patience_s)
     is_between = False
     try:
-        # Not a call: a Ctrl-C between its end and the assignment would leave the lock locked.
-        for is_between in map(turn.lock.acquire, (True,), (_PATIENCE_S,)):
+        for is_between in starmap(turn.lock.acquire, ((True, patience_s),)):
             if not is_between:
-                _warn("A sample_seed() block")
+                _warn("A sample_seed() block", patience_s)
         yield
     finally:
         if is_between:
@@ -164,18 +166,53 @@ def untouched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile."""
-    with Drawing(seeds=True), left_alone():
-        yield
+def alone(epoch: EpochKey) -> Iterator[None]:
+    """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile for this epoch.
+
+    Raises:
+        LoaderClosedError: if its run is over.
+    """
+    with Drawing(epoch):
+        _refuse_if_over(epoch)
+        with left_alone():
+            yield
 
 
-def _warn(who: str) -> None:
+def end(epochs: Sequence[EpochKey]) -> bool:
+    """Let none of these epochs' samples seed the generators any more; return whether one does at the moment.
+
+    The interleavings with a block, or a batch that is `alone`, in another thread:
+
+      1. The thread says that it begins. 2. The epoch is over. 3. The thread looks, and does not begin; or it had looked
+         before: then it is found here.
+      1. The epoch is over. 2. The thread says that it begins, looks, and does not begin.
+    """
+    for epoch in epochs:
+        epoch.is_over = True
+    turn = _turn
+    at_work: list[Any] = [drawing.epoch for drawing in turn.going_on()]
+    if (holder := turn.holder) is not None:
+        at_work.append(holder.key)
+    return any(each is epoch for each in at_work for epoch in epochs)
+
+
+def wait_ended() -> None:
+    """Wait until no sample seeds the generators; not for long in the thread of an event loop."""
+    with untouched(_PATIENCE_S if asyncio._get_running_loop() is None else _LOOP_PATIENCE_S):
+        pass
+
+
+def _refuse_if_over(epoch: object) -> None:
+    if isinstance(epoch, EpochKey) and epoch.is_over:
+        raise LoaderClosedError("the run that this sample is of has ended: nobody waits for the sample any more")
+
+
+def _warn(who: str, patience_s: float) -> None:
     log.warning(
         "%s has had the global random generators for %g s, and others go on beside it: what is drawn may differ from "
         "run to run. What waits should not draw from global generators.",
         who,
-        _PATIENCE_S,
+        patience_s,
     )
 
 
@@ -198,6 +235,7 @@ class sample_seed:  # read as a function that returns a context manager
 
     Raises:
         RuntimeError: on entering a block while another sample is in one, in the same thread.
+        LoaderClosedError: on entering one in the trainer's process when the run has ended that the sample was for.
 
     Example:
         >>> class Photos:
@@ -207,53 +245,80 @@ class sample_seed:  # read as a function that returns a context manager
         ...             return self.augment(decode(data))
     """
 
-    __slots__ = ("_aside", "_outside", "_position", "_turn")
+    _turn: _Turn
+    _is_held: bool | None = False
+    _aside: Any = None
+    _outside: Any = None
 
     def __init__(self, position: int | None = None) -> None:
         self._position = position
-        self._outside: Any = None
-        self._turn: _Turn | None = None
-        self._aside: Any = None
+
+    # A handler of a signal may raise after any call. So the lock is noted as held with no call in between, and the end
+    # of a block can be made again. Where `__exit__` has not even begun, whoever drops this makes it.
 
     def __enter__(self) -> None:
         sample = current.get(None)
         if sample is None:
             return
-        if self._position is not None and sample.position == BATCH:
-            sample = sample.of(self._position)
-            self._outside = current.set(sample)
-        if sample.first is not None:
-            self._begin(sample)
-
-    def _begin(self, sample: SampleContext) -> None:
-        turn = _turn
-        turn.begin_block()
         try:
-            if turn.holder is not None:
-                if turn.holder is not sample:
-                    raise RuntimeError(
-                        "a sample entered a sample_seed() block while another one of the same event loop was in one: "
-                        "there is an await inside the block. Await before it, or after it."
-                    )
-                turn.lock.release()  # a block inside a block: the outer one goes on
-                return
-            aside = left_alone() if turn.is_trainers else contextlib.nullcontext()
-            aside.__enter__()
-            part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
-            turn.seeder_of(sample.key)(sample.number, part)
-            turn.holder, self._turn, self._aside = sample, turn, aside
+            if self._position is not None and sample.position == BATCH:
+                sample = sample.of(self._position)
+                for self._outside in starmap(current.set, ((sample,),)):
+                    pass
+            if sample.first is not None:
+                self._begin(sample)
         except BaseException:
-            turn.lock.release()
-            if self._outside is not None:
-                current.reset(self._outside)
+            self.__exit__()
             raise
 
+    def _begin(self, sample: SampleContext) -> None:
+        self._turn = turn = _turn
+        while not self._is_held:
+            for drawing in turn.going_on():
+                drawing.wait_ended(_PATIENCE_S)
+            for self._is_held in starmap(turn.lock.acquire, _ONCE):
+                pass
+            if turn.keeps_out():
+                self._release()
+        if turn.holder is not None:
+            if turn.holder is not sample:
+                raise RuntimeError(
+                    "a sample entered a sample_seed() block while another one of the same event loop was in one: "
+                    "there is an await inside the block. Await before it, or after it."
+                )
+            self._release()  # a block inside a block: the outer one goes on
+            return
+        aside = left_alone() if turn.is_trainers else contextlib.nullcontext()
+        aside.__enter__()
+        turn.holder, self._aside = sample, aside
+        _refuse_if_over(sample.key)
+        part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
+        turn.seeder_of(sample.key)(sample.number, part)
+
+    def _release(self) -> None:
+        lock = self._turn.lock
+        for self._is_held in starmap(lock.release, _ONCE):
+            pass
+
     def __exit__(self, *exc_info: object) -> None:
-        if self._turn is not None:
-            turn, self._turn = self._turn, None
+        try:
+            self._end()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        if (outside := self._outside) is not None:
+            for self._outside in starmap(current.reset, ((outside,),)):
+                pass
+        if self._aside is not None:
             self._aside.__exit__(None, None, None)
-            turn.holder = None
-            turn.lock.release()
-        if self._outside is not None:
-            outside, self._outside = self._outside, None
-            current.reset(outside)
+            self._turn.holder = self._aside = None
+        if self._is_held:
+            self._release()
+
+    def __del__(self) -> None:
+        if self._is_held:
+            self._outside = None  # whoever has set the sample before it has set another one since
+            with contextlib.suppress(RuntimeError):  # this is another thread
+                self._end()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copyreg
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -56,6 +56,12 @@ _DTYPES = [*_COMMON, *(dtype for dtype in _OTHERS if dtype not in _COMMON)]
 _CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By item size, dtypes that every operation exists for: of some of torch's own a tensor cannot even be made empty."""
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's dtype for one of `numpy_dtypes`."""
+    found: torch.dtype = _COMMON[_NUMPY_DTYPES.index(dtype)]
+    return found
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
@@ -144,14 +150,16 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
 
     Args:
         place: takes the address of a large buffer (0: it has gaps) and its contents, returns what to pickle instead.
+        filled: by address, buffers that have a place already, however small they are.
     """
 
-    def __init__(self, place: Placer) -> None:
+    def __init__(self, place: Placer, filled: Container[int] = ()) -> None:
         super().__init__()
         self[torch.Tensor] = self._reduce_tensor
         self[np.ndarray] = self._reduce_array
         self[Span] = self._reduce_span
         self._place = place
+        self._filled = filled
         self._seen: list[_Seen] = []
         self._shared: list[_Extent] = []
         self._spans: dict[_Extent, Span] = {}
@@ -198,13 +206,15 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
             array = tensor.numpy()
         except (RuntimeError, TypeError):
             return self._reduce_special(tensor)
-        nbytes = array.nbytes
-        if nbytes == 0 or self._shared or not tensor.is_contiguous():
+        if not (start := tensor.data_ptr()):  # empty, or zeros without memory: before torch 2.10 numpy() invents some
+            return self._reduce_special(tensor)
+        if self._shared or not tensor.is_contiguous():
             return self._reduce_strided(tensor, requires_grad=False)
-        start = tensor.data_ptr()
+        nbytes = array.nbytes
         self._seen.append((start, start + nbytes, nbytes))
         # ._buffer(), written out: this is the way of most small tensors
-        buffer = bytearray(array.tobytes()) if nbytes <= INLINE_MAX else self._place(start, array)
+        is_inline = nbytes <= INLINE_MAX and start not in self._filled
+        buffer = bytearray(array.tobytes()) if is_inline else self._place(start, array)
         return _tensor, (_CODES[tensor.dtype], array.shape, buffer)
 
     def _reduce_special(self, tensor: torch.Tensor) -> Reduction:
@@ -261,7 +271,8 @@ class Reducers(dict[type, Callable[[Any], Reduction]]):
 
     def _buffer(self, start: int, array: Array) -> Any:
         # not bytearray(array): one number would be taken for a length
-        return bytearray(array.tobytes()) if array.nbytes <= INLINE_MAX else self._place(start, array)
+        is_inline = array.nbytes <= INLINE_MAX and start not in self._filled
+        return bytearray(array.tobytes()) if is_inline else self._place(start, array)
 
 
 def _is_plain_subclass(cls: type) -> bool:

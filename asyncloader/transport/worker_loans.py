@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-from asyncloader.transport import codec, parcel
+from asyncloader.transport import codec
+from asyncloader.transport.batch_slabs import BatchSlabs
 from asyncloader.transport.free_list import Region
 from asyncloader.transport.loans import Loan, capacity_for
 from asyncloader.transport.slab import SlabPool
@@ -18,15 +19,6 @@ _MOST_AHEAD = 16  # if they are small: to ask for a slab takes longer than to fi
 _AHEAD_BYTES = 4 << 20  # which is what small ones may take together
 _RECENT = 8  # batches that are looked back upon
 _LARGE_BATCH = 8 << 20  # bytes; to fill it takes longer than to ask for another slab, and another slab costs memory
-
-
-class _Shown:
-    """A user of regions: a worker that has been shown them for one ticket."""
-
-    __slots__ = ("regions",)
-
-    def __init__(self, regions: list[Region]) -> None:
-        self.regions = regions
 
 
 class WorkerLoans:
@@ -41,7 +33,9 @@ class WorkerLoans:
         self._watched: list[Region] = []  # leased while it was forked
         self._loans: dict[int, Region] = {}
         self._kept: dict[int, Region] = {}  # sent, but still referred to
-        self._shown: dict[tuple[int, int], _Shown] = {}  # by ticket (number of the run, of the ticket)
+        # By ticket (number of the run, of the ticket), slabs of a batch that the worker may write its rows into. That
+        # they are here keeps the lease.
+        self._shown: dict[tuple[int, int], BatchSlabs] = {}
         self._num_held: Counter[int] = Counter()  # of _loans, by capacity
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)  # sizes of large buffers of the last batches
         self._num_alike = 0  # of the last batches, but for the first of them
@@ -91,32 +85,17 @@ class WorkerLoans:
         """
         return codec.decode(payload, self)
 
-    def hold(self, payload: Any) -> tuple[Any, int]:
-        """Return a payload as it is, for another worker, and the bytes of what it carries; see `parcel.hold`."""
-        return parcel.hold(payload, self)
-
-    def show(self, ticket: tuple[int, int], regions: Iterable[Region]) -> None:
-        """Count the worker as a user of regions, which others have filled, until it has answered a ticket."""
-        if found := list(regions):
-            shown = self._shown[ticket] = _Shown(found)
-            for region in found:
-                region.users.add(shown)
+    def show(self, ticket: tuple[int, int], slabs: BatchSlabs) -> None:
+        """Count the worker as one that may write into these slabs, until it has answered a ticket."""
+        self._shown[ticket] = slabs
 
     def hide(self, ticket: tuple[int, int]) -> None:
         """The worker has answered this ticket, and is not at any of an earlier run."""
-        if not self._shown:
-            return
         for other in [other for other in self._shown if other == ticket or other[0] < ticket[0]]:
-            self._hide(self._shown.pop(other))
-
-    def _hide(self, shown: _Shown) -> None:
-        for region in shown.regions:
-            self._pool.release(region, shown)
+            del self._shown[other]
 
     def reclaim(self) -> None:
         """Take back all that the worker had: it has ended."""
-        for shown in self._shown.values():
-            self._hide(shown)
         self._shown.clear()
         for region in [*self._loans.values(), *self._kept.values(), *self._watched]:
             if self in region.users:
@@ -140,11 +119,12 @@ class WorkerLoans:
             region.users.discard(self)
         return memory
 
-    def region(self, number: int) -> Region:
-        """Return a region that is on loan to the worker."""
-        if number not in self._loans:
-            raise LookupError(f"slab {number} is not on loan to this worker")
-        return self._loans[number]
+    def shown(self, number: int) -> memoryview:
+        """Return the memory of a slab of a batch that the worker has written rows of."""
+        for slabs in self._shown.values():
+            if number in slabs.memory:
+                return slabs.memory[number]
+        raise LookupError(f"the worker was to write nothing into slab {number}")
 
     def given_up(self, number: int) -> None:
         """Take back a region that the worker has no use for, or sent and does not refer to any more."""

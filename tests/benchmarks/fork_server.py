@@ -15,7 +15,7 @@ imports; at most 100 ms after a kill; with 8 GB at most 1.2 of the time with 0.2
 
 Seen so far on 2 cores with a dozen other processes on them, so no target is judged by it: later epochs 59 to 115 ms
 with torch's loader under the same imports, 55 to 294 with ours; the first batch of all 2.2 and 3.0 s, which the
-server's imports take. With `async for` nobody is held up by those (docs/architecture.md).
+server's imports take. With `async for` nobody is held up by those (docs/decisions).
 """
 
 from __future__ import annotations

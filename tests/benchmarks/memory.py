@@ -22,8 +22,7 @@ with no rows at all, where torch's loader takes 1,381 with a list. So raw it is 
 
 Why a list grows: CPython counts references in the objects themselves, so a worker that only reads writes to their
 pages, which are copied; a worker that is not forked has a copy from the beginning. No loader can avoid that; a dataset
-that keeps its rows as bytes does. Profiled: of the time of making a SharedList two thirds are in taking rows apart into
-columns, the rest in numpy and str.join; of reading a row, nearly all in making its objects.
+that keeps its rows as bytes does.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ def items(bench: Bench) -> dict[str, float]:
         "us an item": min(times) / len(order) * 1e6,
         "pickle bytes": len(pickle.dumps(shared)),
         "MB": shared.nbytes / 1e6,
-        "MB of pickles": len(rows) / 1000 * sum(len(pickle.dumps(one)) for one in rows[:1000]) / 1e6,
     }
 
 

@@ -16,7 +16,7 @@ us of CPU time a batch more than as an array; slabs that a worker had to ask for
 batches of 128 kB were lent three at a time, and are sixteen now.
 
 Targets: at least 15 times torch's rate with rows of a TensorDataset. (For the slices there is none: why ours are
-copies is told in docs/architecture.md.)
+copies is told in docs/decisions.)
 """
 
 from __future__ import annotations

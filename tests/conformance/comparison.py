@@ -49,11 +49,13 @@ class Subject:
         name: What it is called in the name of a test.
         options: What every loader it makes is given beyond what the case asks for.
         start_method: How workers start where the case does not say; None leaves it to the loader.
+        on_threads: Workers are threads where the case does not say how they start.
     """
 
     name: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     start_method: str | None = None
+    on_threads: bool = False
 
     @property
     def cls(self) -> type[torch.utils.data.DataLoader]:
@@ -73,7 +75,9 @@ class Subject:
 
     def complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Add to the arguments of a loader, or of a subclass, what belongs to this subject."""
-        started = {"multiprocessing_context": self.start_method} if self.start_method else {}
+        started: dict[str, Any] = {"multiprocessing_context": self.start_method} if self.start_method else {}
+        if self.on_threads and "multiprocessing_context" not in options:
+            started = {"worker_backend": "thread"}
         return {**(started if _positive(options.get("num_workers", 0)) else {}), **self.options, **options}
 
     def batches(self, loader: torch.utils.data.DataLoader) -> list[Any]:
@@ -99,13 +103,19 @@ class Case:
     subjects: tuple[str, ...]
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 CASES: list[Case] = []
 RECORDING = Recording()
 _seen_on_torch: dict[str, Any] = {}
 
 
 def same_as_torch(
-    topic: str, *, async_for: bool | None = None, defaults: bool = True, torch_leaves: str | None = None
+    topic: str,
+    *,
+    async_for: bool | None = None,
+    defaults: bool = True,
+    torch_leaves: str | None = None,
+    since: tuple[int, int] = (2, 6),
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a test of a function that returns what it saw.
 
@@ -115,6 +125,7 @@ def same_as_torch(
         defaults: Whether to run it on ours with its own defaults too. False for what depends on the streams of random
             numbers in workers, on how far the sampler is read, or on what follows a crash.
         torch_leaves: Why what torch leaves behind in this case is not counted.
+        since: The oldest torch that is known to do so. With an older one the case is run on ours only.
     """
 
     def decorate(case: Callable[..., Any]) -> Callable[..., None]:
@@ -125,6 +136,10 @@ def same_as_torch(
 
         @functools.wraps(case)
         def test(make: Subject, **asked: Any) -> None:
+            if since > TORCH:
+                if not make.is_torch:
+                    _observe(case, make, asked)
+                return
             key = re.sub(" at 0x[0-9a-f]+", "", f"{case.__module__}.{case.__name__} {asked!r}")  # where functions are
             is_recorded = make.start_method is None  # the platform's own
             seen = snapshot(_observe(case, make, asked))

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import effort
 from tests.conformance.comparison import RECORDING, SUBJECTS, Subject
 
 # Name of a file or of a test to the reason: what ours does not do yet, which then runs on torch's class only.
 NOT_BUILT_YET: dict[str, str] = {}
+
+ON_THREADS = ("async for", "defaults")
+"""Subjects whose workers are threads before a commit, and processes each night; "ours" has processes in any case."""
 
 HERE = Path(__file__).parent
 
@@ -21,12 +25,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     chosen = metafunc.config.getoption("--subject") or [subject.name for subject in SUBJECTS]
     wanted = [name for name in getattr(metafunc.function, "subjects", chosen) if name in chosen]
-    subjects = [subject for subject in SUBJECTS if subject.name in wanted]
+    subjects = [_placed(metafunc, subject) for subject in SUBJECTS if subject.name in wanted]
     metafunc.parametrize(
         "make",
         [pytest.param(subject, marks=_marks(metafunc, subject)) for subject in subjects],
-        ids=[subject.name for subject in subjects],
+        ids=[f"{subject.name} on threads" if subject.on_threads else subject.name for subject in subjects],
         indirect=True,
+    )
+
+
+def _placed(metafunc: pytest.Metafunc, subject: Subject) -> Subject:
+    """Return the subject with its workers where this run has them."""
+    on_threads = effort.is_quick and subject.name in ON_THREADS
+    return dataclasses.replace(
+        subject, on_threads=on_threads and not metafunc.definition.get_closest_marker("processes")
     )
 
 

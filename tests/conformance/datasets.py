@@ -146,6 +146,10 @@ SAMPLES = {
     "missing key": lambda i: {"a": i} if i % 2 else {"b": i},
 }
 UNCOLLATABLE = ("None", "record", "string ndarray", "ragged lists", "ragged tensors", "mixed types", "missing key")
+try:
+    torch.as_tensor([np.bool_(True)])
+except TypeError:  # torch 2.6 beside numpy 2.4
+    UNCOLLATABLE += ("numpy bool",)
 COLLATABLE = tuple(name for name in SAMPLES if name not in UNCOLLATABLE)
 
 
@@ -230,16 +234,17 @@ class Informed(Dataset):
         info = get_worker_info()
         if info is None:
             return {"in": "main process"}
+        is_plain = not dataclasses.is_dataclass(info)  # in torch 2.6
         return {
             "type": type(info).__name__,
-            "fields": [field.name for field in dataclasses.fields(info)],
+            "fields": sorted(vars(info)) if is_plain else [field.name for field in dataclasses.fields(info)],
             "id": info.id,
             "num_workers": info.num_workers,
             "seed": info.seed,
             "seed is torch's": info.seed == torch.initial_seed(),
             "dataset is this": info.dataset is self,
-            "rng": info.rng,
-            "worker_method": info.worker_method,
+            "rng": getattr(info, "rng", None),  # these two not in torch 2.6
+            "worker_method": getattr(info, "worker_method", None),
             "threads": torch.get_num_threads(),
             "frozen": _refuses_change(info),
         }

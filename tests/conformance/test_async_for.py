@@ -34,7 +34,7 @@ async def story(batches: AsyncIterator[Any]) -> list[Any]:
             seen.append(type(error).__name__)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @FEW_WORKERS
 @pytest.mark.parametrize("kind", ["int", "nested", "large tensor", "namedtuple", "str"])
 async def test_batches_are_torchs(kind: str, num_workers: int) -> None:

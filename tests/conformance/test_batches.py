@@ -66,6 +66,7 @@ def test_samples_as_they_are(make: Subject, num_workers: int) -> object:
     return batches_by_kind(make, list(SAMPLES), num_workers, collate_fn=as_list)
 
 
+@pytest.mark.processes
 @FEW_WORKERS
 @same_as_torch("collate")
 def test_what_cannot_be_collated_is_told_in_torchs_words(make: Subject, num_workers: int) -> object:
@@ -231,7 +232,7 @@ def test_getitems_is_not_used_without_batching(make: Subject, num_workers: int) 
 def test_subset_that_overrides_one_of_the_two_is_refused(make: Subject, num_workers: int) -> object:
     """Subset itself raises NotImplementedError, and that is what the loop gets."""
     error = failure(lambda: list(make(OneByOneSubset(Squares(5), [1, 2]), batch_size=2, num_workers=num_workers)))
-    return error[0] if error else None
+    return error[0] if error else "taken"  # by torch 2.6
 
 
 @FEW_WORKERS

@@ -20,6 +20,8 @@ from tests.conformance.datasets import (
     failing_collate,
 )
 
+pytestmark = pytest.mark.processes
+
 FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 RAISED = tuple(name for name in ERRORS if name != "StopIteration")
 DIFFERENT = ("TwoArguments", "UnicodeDecodeError", "KeepsSocket")  # in test_differences.py

@@ -99,6 +99,7 @@ def test_workers_know_who_they_are(make: Subject, num_workers: int) -> object:
     return make.batches(loader)
 
 
+@pytest.mark.processes
 @pytest.mark.covering(2)
 @WORKERS
 @pytest.mark.parametrize("worker_init_fn", [None, seed_numpy_alike, draw_some])
@@ -141,6 +142,7 @@ def test_error_of_an_iterator_that_goes_on(make: Subject, batch_size: int | None
     return story(iter(make(FailingOnce(9, at=3), batch_size=batch_size, num_workers=num_workers)))
 
 
+@pytest.mark.processes
 @same_as_torch("errors of iterable datasets")
 def test_error_of_a_stream_has_torchs_words(make: Subject) -> object:
     """As for map-style datasets."""

@@ -126,7 +126,7 @@ def test_in_order_waits_for_a_slow_batch(make: Subject) -> object:
     return seen
 
 
-@same_as_torch("order of delivery", async_for=False, defaults=False)
+@same_as_torch("order of delivery", async_for=False, defaults=False, since=(2, 13))
 def test_out_of_order_gives_what_is_ready(make: Subject) -> object:
     """in_order=False: batches that are ready are given while one is not."""
     with Gate() as gate:
@@ -138,7 +138,7 @@ def test_out_of_order_gives_what_is_ready(make: Subject) -> object:
     return sorted(early + late)
 
 
-@same_as_torch("order of delivery", async_for=False, defaults=False)
+@same_as_torch("order of delivery", async_for=False, defaults=False, since=(2, 13))
 def test_out_of_order_holds_little_behind_a_slow_batch(make: Subject) -> object:
     """A worker that is stuck has at most prefetch_factor * num_workers // active workers batches."""
     with Gate() as gate:

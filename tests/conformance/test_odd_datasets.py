@@ -119,6 +119,7 @@ def test_samplers_that_do_not_answer_what_torch_does_not_ask(make: Subject, num_
     return make.batches(make(range(5), batch_size=2, sampler=LookingUp(range(5)), num_workers=num_workers))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 @same_as_torch("collate", async_for=True)
 def test_layouts_and_dimensions_of_nothing(make: Subject, num_workers: int) -> object:

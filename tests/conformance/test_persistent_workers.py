@@ -27,6 +27,8 @@ from tests.conformance.test_exceptions import story
 from tests.conformance.test_orders import draws
 from tests.conformance.test_workers import wait_until_gone
 
+pytestmark = pytest.mark.processes
+
 WORKERS = pytest.mark.parametrize("num_workers", [1, 3])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.comparison import Subject, same_as_torch
+from tests.conformance.comparison import Subject, failure, same_as_torch
 from tests.conformance.datasets import Count, PinsItself, Samples, Squares, pins_itself
 
 FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
@@ -29,7 +29,10 @@ def test_pinning_without_an_accelerator_warns_and_changes_nothing(
     loader = make(Squares(5), batch_size=2, pin_memory=True, pin_memory_device=device, num_workers=num_workers)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        batches = list(loader)
+        batches: list[Any] = []
+        error = failure(lambda: batches.extend(loader))
+    if error is not None:
+        return error[0]  # torch 2.6 asks CUDA for the device that is named
     texts = [(w.category, str(w.message)) for w in seen if "pin_memory" in str(w.message)]
     return batches, texts, [batch.is_pinned() for batch in batches]
 
@@ -48,8 +51,10 @@ def test_custom_types_are_not_pinned_without_an_accelerator(make: Subject, num_w
 @WITHOUT
 @same_as_torch("warnings", async_for=False)
 def test_naming_a_device_without_pinning_is_not_told(make: Subject) -> object:
-    """pin_memory_device without pin_memory warns of nothing."""
-    return make.batches(make(Squares(3), pin_memory_device="cuda"))
+    """pin_memory_device without pin_memory warns of nothing, but for torch 2.6."""
+    batches: list[Any] = []
+    error = failure(lambda: batches.extend(make.batches(make(Squares(3), pin_memory_device="cuda"))))
+    return error or batches
 
 
 @pytest.mark.gpu

@@ -23,6 +23,8 @@ from tests.conformance.datasets import (
     with_noise,
 )
 
+pytestmark = pytest.mark.processes
+
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 

@@ -98,7 +98,7 @@ def test_states(loader_class: Any, dataset: Any, num_workers: int) -> None:
     copies = json.loads(json.dumps([*states, after]))  # goes through JSON
     assert [*states, after] == copies  # and has not changed since
 
-    for done, state in enumerate(states):
+    for done, state in list(enumerate(states))[:: 3 if num_workers else 1]:  # processes take their time
         resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(state)))
         assert numbers(resumed) == whole[done:]  # batches yielded, and none inside the last body

@@ -38,6 +38,8 @@ from tests.conformance.datasets import (
 )
 from tests.leftovers import Holdings
 
+pytestmark = pytest.mark.processes
+
 GONE_S = 10
 FORKED = {"multiprocessing_context": "fork"}  # how a worker ended, torch learns only from its own children
 INTERRUPTED = "torch's SIGCHLD handler raises while torch counts its descriptors with temporary files"
@@ -206,7 +208,7 @@ def test_changes_in_the_main_process_reach_the_next_epoch_only(make: Subject) ->
     return list(it), make.batches(loader)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @same_as_torch("copies of the dataset", async_for=False, defaults=False)
 def test_objects_of_multiprocessing_in_a_dataset_are_shared(make: Subject, method: str) -> object:
     """A counter and a shared tensor that a dataset brings along are the main process's own."""
@@ -228,6 +230,7 @@ class InformedAugmentedFailing(Informed):
         return super().__getitem__(index), Augmented(0)[index]
 
 
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
 @same_as_torch("start methods", async_for=False, defaults=False)
 def test_workers_start_in_every_way(make: Subject, start_method: str) -> object:
     """Order, random streams, worker info, worker_init_fn and errors are the same with fork, forkserver and spawn."""
@@ -253,7 +256,7 @@ def test_start_method_given_as_a_context(make: Subject, method: str) -> object:
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@same_as_torch("warnings", async_for=False)
+@same_as_torch("warnings", async_for=False, since=(2, 13))
 def test_what_cannot_be_pickled_warns_and_raises(make: Subject, method: str) -> object:
     """torch's warning, then the pickler's error; no process stays."""
     loader = make(Unpicklable(3), num_workers=1, multiprocessing_context=method)

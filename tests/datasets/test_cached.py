@@ -318,8 +318,8 @@ def test_so_many_bytes_and_no_more(where: str, log: Path) -> None:
     [
         ({"dataset": Subset, "where": ""}, "is no ''"),
         ({"where": 3}, "is no 3"),
-        ({"max_bytes": 0}, "max_bytes must be"),
-        ({"max_bytes": 1.5}, "max_bytes must be"),
+        ({"max_bytes": 0}, "max_bytes should be"),
+        ({"max_bytes": 1.5}, "max_bytes should be"),
         ({"transform": 1}, "transform is called"),
         ({"fingerprint": 1}, "fingerprint is a text"),
         ({"fingerprint": ""}, "fingerprint is a text"),
@@ -757,7 +757,7 @@ def read_at_random(cached: Any, seed: int) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("pairs", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_whoever_is_killed_loses_and_corrupts_nothing(where: str, log: Path, pairs: int) -> None:
     """Processes that fill a cache are killed at any moment, two at a time; what is there is right all the same."""
     count, draw = 30 * pairs, random.Random()

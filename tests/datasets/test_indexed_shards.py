@@ -18,7 +18,7 @@ import pytest
 from asyncloader import ConfigurationError, DataLoader, ElasticSampler
 from asyncloader.datasets import FetchError, IndexedTarShards, Retries, TarShards, tar_index
 from asyncloader.datasets.block_cache import BlockCache
-from asyncloader.datasets.streams import Version
+from asyncloader.datasets.source import Version
 from tests.datasets.test_shards import IDS, SHARDS, read_all, tar_bytes, text
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
@@ -221,7 +221,7 @@ def test_damaged_shards_are_errors_at_construction(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"is compressed.*use TarShards"):
         IndexedTarShards([path.with_suffix(".tar.gz")])
     for options in ({"cache_bytes": -1}, {"block_bytes": 1.5}, {"decode_threads": True}):
-        with pytest.raises(ConfigurationError, match="must be a whole number from"):
+        with pytest.raises(ConfigurationError, match="should be an integer of at least"):
             IndexedTarShards([path], **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="there are no shards"):
         IndexedTarShards([])
@@ -281,6 +281,6 @@ async def test_a_cache_of_blocks_is_bounded_and_reads_once() -> None:
     gate.clear()
     left = asyncio.create_task(cache.get(7, read))
     await asyncio.sleep(0)
-    await cache.close()
+    await cache.aclose()
     with pytest.raises(asyncio.CancelledError):
         await left

@@ -30,7 +30,8 @@ from asyncloader.datasets import (
     listing,
     tar_index,
 )
-from asyncloader.datasets.streams import Access, Sources, Version, gunzip
+from asyncloader.datasets.source import Version
+from asyncloader.datasets.sources import Access, Sources, gunzip
 
 ONCE = Retries(tries=1, total_s=30)
 MOST = 1 << 20
@@ -255,7 +256,7 @@ async def test_ranges_of_files_are_as_long_as_they_are(server: Endless) -> None:
         with pytest.raises(FetchError, match="more than the 100 bytes came"):
             await within(30, sources.read_range(f"{server.url}/same", 0, 100, Version(1_000_000, '"1"')))
     finally:
-        await sources.close()
+        await sources.aclose()
 
 
 ENDS = {
@@ -450,5 +451,5 @@ def test_the_bound_is_a_number_of_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(SAMPLE + END)
     for wrong in (0, -1, True, 1e9, None):
         for make in (HTTPDataset, TarShards, IndexedTarShards):
-            with pytest.raises(ConfigurationError, match="max_bytes must be a whole number from 1 on"):
+            with pytest.raises(ConfigurationError, match="max_bytes should be an integer of at least 1"):
                 make([str(tmp_path / "a.tar")], max_bytes=wrong)  # type: ignore[operator]

@@ -90,6 +90,7 @@ def test_rows_come_in_order(database: PostgreSQL, num_workers: int, place: str |
     assert sum(len(batch) for batch in batches) == 81 - 48
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_workers", "place"), PLACES)
 @pytest.mark.parametrize("num_shards", [2, 6])
 def test_shards_are_shared_among_workers(tmp_path: Path, num_shards: int, num_workers: int, place: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from asyncloader.datasets import ByteRange, FetchError, ObjectStoreDataset, Retries
 from tests.datasets.conftest import OBJECTS
 from tests.leftovers import Holdings
-from tests.programs import run_python
+from tests.nursery import Program
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS
 
@@ -127,10 +127,10 @@ print(os.wait()[1])
 """
 
 
-def test_forked_workers_are_told_that_the_parent_used_obstore(tmp_path: Path) -> None:
+def test_forked_workers_are_told_that_the_parent_used_obstore(run: Callable[..., Program], tmp_path: Path) -> None:
     """Listing does not count as use; after a use a forked process gets an error instead of hanging."""
     (tmp_path / "file").write_text("text")
     for use, said in ((), "b'text'"), (("use",), "obstore was used in process"):
-        done = run_python("-c", FORKED, tmp_path.as_uri(), *use)
-        assert done.stdout.startswith(said), done.stderr
-        assert done.stdout.endswith("\n0\n")
+        done = run(FORKED, tmp_path.as_uri(), *use)
+        assert done.out.startswith(said), done.explain("")
+        assert done.out.endswith("\n0\n")

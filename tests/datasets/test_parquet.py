@@ -23,7 +23,7 @@ import torch
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, ParquetDataset, Retries, retry
 from asyncloader.datasets import parquet as module
-from asyncloader.datasets.streams import Version
+from asyncloader.datasets.source import Version
 from asyncloader.samplers import BlockShuffleSampler
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
@@ -357,8 +357,8 @@ async def test_what_is_wrong_is_said(tmp_path: Path, paths: list[Path]) -> None:
     for arguments, words in (
         ({"paths": []}, "there are no files"),
         ({"columns": []}, "columns names no column"),
-        ({"threads": 0}, "threads must be a whole number from 1 on"),
-        ({"cache_bytes": None}, "cache_bytes must be"),
+        ({"threads": 0}, "threads should be an integer of at least 1"),
+        ({"cache_bytes": None}, "cache_bytes should be"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             ParquetDataset(**{"paths": paths, **arguments})  # type: ignore[arg-type]

@@ -15,8 +15,10 @@ import pytest
 import webdataset
 
 from asyncloader.datasets import FetchError, Retries, TarShards
+from asyncloader.datasets.local import CHUNK_BYTES
 from asyncloader.datasets.shards import _Reader
-from asyncloader.datasets.streams import CHUNK_BYTES, gunzip
+from asyncloader.datasets.source import Known
+from asyncloader.datasets.sources import gunzip
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
@@ -238,7 +240,7 @@ async def test_a_stream_goes_on_with_the_bytes_that_it_lacks(shard_server: Fault
         async with broken:
             sources, _ = broken._client
             with pytest.raises(FetchError, match=r"were asked for|where 206 was expected"):
-                await anext(sources.begin(shard_server.url("00.tar", fault=fault), 1000, None))
+                await anext(sources.begin(shard_server.url("00.tar", fault=fault), 1000, Known()))
 
 
 async def test_a_url_is_a_url_and_a_path_a_path(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, SharedDict, SharedList
 from asyncloader.datasets import CachedDataset
+from tests.effort import examples
 from tests.nursery import Program
 
 ROWS = [{"path": f"{number:05}.jpg", "label": number % 7, "box": [number, 0.5, 2.0]} for number in range(3000)]
@@ -140,13 +141,13 @@ def test_rows_come_back_as_they_were(name: str) -> None:
 
 
 @given(st.lists(NESTED, max_size=12) | NESTED.map(lambda row: [row] * 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_rows_come_back(rows: list[Any]) -> None:
     """Values nested in any way."""
     assert all(map(alike, SharedList(rows), rows))
 
 
-def test_blocks_have_forms_of_their_own() -> None:
+def test_rows_of_several_forms() -> None:
     """Rows of another form, in the middle of a long list, are as right as the others."""
     rows: list[Any] = [*ROWS, *range(5000), None, *ROWS, "end"]
     shared = SharedList.from_iterable(iter(rows))
@@ -206,6 +207,7 @@ def test_tensors_inside_objects() -> None:
         torch.arange(6.0)[::2],
         torch.arange(3) * 1j,
         (torch.arange(3) * 1j).conj(),
+        torch._efficientzerotensor((3,)),
         torch.ones(3, dtype=torch.bool),
         torch.eye(2).to_sparse(),
         tagged,
@@ -306,7 +308,7 @@ def test_the_rest_of_a_sequence() -> None:
 
 
 def test_threads_read_at_once() -> None:
-    """Blocks are opened by whoever comes first."""
+    """Each row comes right, whoever else reads at the time."""
     shared, wrong = SharedList(ROWS), []
 
     def look() -> None:

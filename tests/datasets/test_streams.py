@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from asyncloader.datasets import ByteRange, FetchError, HTTPDataset, Retries
-from asyncloader.datasets.http_client import Client
-from asyncloader.datasets.streams import Access, Sources, Version, read_range
+from asyncloader.datasets.http_source import HTTPSource
+from asyncloader.datasets.local import read_range
+from asyncloader.datasets.source import Version
+from asyncloader.datasets.sources import Access, Sources
 
 BRISK = Retries(tries=3, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
 OLD, NEW = bytes(range(256)) * 4, bytes(range(255, -1, -1)) * 4
@@ -64,7 +66,7 @@ async def streamed(name: str, *answers: bytes) -> bytes:
         try:
             return b"".join([chunk async for chunk in sources.read(f"{url}/{name}")])
         finally:
-            await sources.close()
+            await sources.aclose()
 
 
 async def fetched(*answers: bytes, part: tuple[int, int] | None = None) -> bytes:
@@ -142,12 +144,12 @@ async def test_other_compression_is_refused() -> None:
 
 async def test_no_session_decompresses() -> None:
     """Not that for other origins, and not one that is told to."""
-    client = Client(options={"auto_decompress": True})
+    client = HTTPSource(options={"auto_decompress": True})
     try:
         assert not client._session.auto_decompress
         assert not client._to_others().auto_decompress
     finally:
-        await client.close()
+        await client.aclose()
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncloader.datasets import FetchError
-from asyncloader.datasets.streams import gunzip
-from asyncloader.datasets.tar import read_members, read_pax, read_samples
+from asyncloader.datasets.sources import gunzip
+from asyncloader.datasets.tar import Bytes, damage_told, headers, read_pax, read_samples
 
 END = bytes(1024)
 
@@ -55,7 +55,12 @@ def read(data: bytes, size: int = 700) -> list[tuple[str, bytes]]:
     """Read all members. Nothing is awaited for long, so no loop is needed."""
 
     async def collect() -> list[tuple[str, bytes]]:
-        return [found async for found in read_members(pieces(data, size), "shard.tar")]
+        stream, found = Bytes(pieces(data, size)), []
+        with damage_told("shard.tar"):
+            async for path, length, begin in headers(stream):
+                stream.mark = begin
+                found.append((path, await stream.content(length, path)))
+        return found
 
     return run(collect())
 

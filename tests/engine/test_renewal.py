@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from asyncloader.engine.actions import Abandon, Hold, Renew, Succeed
+from asyncloader.engine.actions import Abandon, Renew, Succeed
 from asyncloader.engine.renewal import Renewal
 
 MB = 1 << 20
@@ -35,7 +35,7 @@ def test_who_has_made_enough_is_renewed_between_two_batches() -> None:
     assert make(renewal, 0, 2)  # it goes on meanwhile
     assert renewal.next(1.0, anybody) == []
     assert renewal.idle() == []
-    assert renewal.ready(0) == [Hold(0)]
+    assert renewal.ready(0)
     assert renewal.idle() == [Succeed(0)]
     assert renewal.worker is None
     assert not make(renewal, 0, 2)
@@ -128,7 +128,7 @@ def test_a_successor_that_hangs_is_not_waited_for() -> None:
     renewal.next(0.0, anybody)
     assert renewal.next(299.0, anybody) == []
     assert renewal.next(301.0, anybody) == [Abandon(0)]
-    assert renewal.ready(0) == []
+    assert not renewal.ready(0)
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -142,7 +142,8 @@ def test_who_leaves_or_dies_is_not_being_renewed_any_more(is_ready: bool) -> Non
             renewal.ready(0)
         assert end(0) == expected  # type: ignore[operator]
         assert (renewal.worker, renewal.is_holding) == (None, False)
-        assert renewal.idle() == renewal.ready(0) == renewal.stop(0) == renewal.failed(0, 0.0) == []
+        assert renewal.idle() == renewal.stop(0) == renewal.failed(0, 0.0) == []
+        assert not renewal.ready(0)
 
 
 def test_representation() -> None:
@@ -168,16 +169,13 @@ class World:
         self.now = 0.0
 
     def carry_out(self, actions: list[Any]) -> None:
-        """Do what was decided, as the turnover does it."""
+        """Do what was decided, as the supervisor does it."""
         for action in actions:
             match action:
                 case Renew(worker):
                     assert worker in self.ages
                     assert not self.successors.get(worker), "two successors of one worker"
                     self.successors[worker] = False
-                case Hold(worker):
-                    assert self.successors[worker]
-                    self.waiting[worker] = 0
                 case Succeed(worker):
                     assert self.successors.pop(worker), "it is not ready"
                     assert not self.in_hand[worker], "it has something in hand"
@@ -214,7 +212,8 @@ class World:
         """Have a successor open the dataset."""
         if self.successors.get(worker) is False:
             self.successors[worker] = True
-            self.carry_out(self.renewal.ready(worker))
+            if self.renewal.ready(worker):
+                self.waiting[worker] = 0
             self.look()
 
     def fail(self, worker: int) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -30,7 +32,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import asyncloader
 from asyncloader import AsyncDataset, DataLoader, InternalError, WorkerError
-from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.iteration.worker_iterator import WorkerIterator
@@ -222,6 +224,8 @@ FACES = {"for": by_for, "async for": by_async_for, "threads": by_threads}
 
 # ------------------------------------------------------------------------------------------------------- what fails
 
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
 TRUSTED = {
     # The guard itself, and what brings the answer of a call to the thread that waits for it.
     "GuardedLoop.run",
@@ -273,8 +277,11 @@ class Watch:
         if event not in ("call", "return") or os.getpid() != self._pid or self.has_raised:
             return
         code = frame.f_code
+        if event == "return" and code.co_flags & _GENERATORS:  # at each `yield`: what is raised there skips `finally`
+            return
         if (name := self._names.get(code)) is None:
-            is_ours = code.co_filename.startswith(PACKAGE) and code.co_qualname not in TRUSTED
+            outermost = code.co_qualname.partition(".<locals>")[0]  # until Python 3.12, comprehensions are functions
+            is_ours = code.co_filename.startswith(PACKAGE) and not {code.co_qualname, outermost} & TRUSTED
             module = Path(code.co_filename).stem
             name = self._names[code] = f"{module}.{code.co_qualname}" if is_ours else ""
         if not name:
@@ -365,13 +372,18 @@ class CaseMaker(Protocol):
 
 @pytest.fixture
 def make_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CaseMaker:
-    make_pinner = WorkerIterator._make_pinner
+    make_finisher = WorkerIterator._make_finisher
     # pytest keeps all records until the test has ended, with the frames of what was raised, and all that these hold.
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
 
     def make(kind: str, face: str) -> Case:
-        pinned = lambda iterator, loop: Pinner(loop, "cuda", copy=lambda batch: batch.clone())  # noqa: E731
-        monkeypatch.setattr(WorkerIterator, "_make_pinner", pinned if kind == "pinned" else make_pinner)
+        pinned = lambda iterator, loop: Finisher(loop, "cuda", copy=lambda batch: batch.clone())  # noqa: E731
+        monkeypatch.setattr(WorkerIterator, "_make_finisher", pinned if kind == "pinned" else make_finisher)
+        if kind == "remote":  # agents that wait for the first fork server to import torch are there for a while
+            process = multiprocessing.get_context("forkserver").Process(target=int)
+            process.start()
+            process.join()
+            process.close()
         return Case(kind, face, tmp_path)
 
     return make
@@ -396,7 +408,7 @@ def sweep(case: Case, choose: Callable[[list[tuple[Place, int]]], list[tuple[Pla
     assert not failed, f"{len(failed)} of {len(faults)}:\n" + "\n".join(failed)
 
 
-@pytest.mark.slow  # it finds something in one of some ten runs that is not explained yet
+@pytest.mark.slow  # on a busy machine it takes up to a minute
 def test_a_few_calls_fail(make_case: CaseMaker) -> None:
     """In three of all kinds of runs, other ones each time."""
     seed = random.randrange(1 << 32)
@@ -411,6 +423,26 @@ def test_a_few_calls_fail(make_case: CaseMaker) -> None:
 def test_each_call_fails(make_case: CaseMaker, kind: str, face: str) -> None:
     """Each function that the loop thread calls: its first call, one in the middle, and its last."""
     sweep(make_case(kind, face), lambda faults: faults)
+
+
+@pytest.mark.parametrize(
+    ("kind", "face", "name", "number"),
+    [
+        ("remote", "threads", "together._Half.__init__", 2),  # one of two backends never told of its end
+    ],
+)
+def test_calls_that_once_left_something_behind(
+    make_case: CaseMaker, kind: str, face: str, name: str, number: int
+) -> None:
+    """Found by the tests above, which choose by chance, or run each night."""
+    case = make_case(kind, face)
+    case.run(Watch())  # what comes with a first run stays
+    before = Holdings.now()
+    place = Place(name, "call")
+    watch = Watch(place, number)
+    case.run(watch)
+    assert watch.counts[place] == number
+    assert not before.more_than_before(8.0)
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 import asyncloader
 from asyncloader import DataLoader
-from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.finisher import Finisher
 from asyncloader.iteration import equal_steps
 from asyncloader.iteration.equal_steps import EqualStepsIterator, _Group
 from asyncloader.iteration.inline_iterator import InlineIterator
@@ -172,8 +172,8 @@ def take_async(iterator: Any, seen: list[int]) -> None:
 class Pinning(WorkerIterator[Any]):
     """An iterator that pins, without a GPU."""
 
-    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
-        return Pinner(loop, "cuda", copy=lambda batch: batch.clone())
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher:
+        return Finisher(loop, "cuda", copy=lambda batch: batch.clone())
 
 
 class Awaited(Counting):

@@ -207,6 +207,7 @@ def kill(iterator: Any, worker: int = 0) -> None:
 # ------------------------------------------------------------------------------------------------------------- deaths
 
 
+@pytest.mark.covering(1)
 @kinds
 @pytest.mark.parametrize(
     "options",
@@ -520,24 +521,27 @@ def test_here_a_dataset_without_a_state_yet_is_not_begun_anew(folder: Path) -> N
     iterator.close()
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [Declared, Telling, OfIterator])
-def test_states_out_of_order_are_exact(kind: Any, folder: Path) -> None:
+def test_states_out_of_order_are_exact(kind: Any, every: int, folder: Path) -> None:
     """From the state after any batch just those come that had not come."""
     expected = undisturbed(kind, folder)
     loader = make_loader(kind, folder, in_order=False)
     found: list[Any] = []
     for batch in loader:
         found.append(plain(batch))
+        if len(found) % every:
+            continue
         other = make_loader(kind, folder, in_order=False)
         other.load_state_dict(loader.state_dict())
         assert sorted(found + [plain(batch) for batch in other]) == sorted(expected)
 
 
-def test_such_streams_are_resumable(folder: Path) -> None:
+@pytest.mark.parametrize("backend", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_such_streams_are_resumable(folder: Path, backend: str) -> None:
     """In order, and from a state by fewer at once."""
-    assert_resumable(
-        lambda: make_loader(Declared, folder), resume_with=lambda: make_loader(Declared, folder, concurrency=2)
-    )
+    make = partial(make_loader, Declared, folder, worker_backend=backend)
+    assert_resumable(make, resume_with=partial(make, concurrency=2))
 
 
 class BeginsAnew(Samples):

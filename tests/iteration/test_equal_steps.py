@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.iteration.equal_steps import Agreement
 from asyncloader.workers.protocol.snapshot import Frozen, outlasting
-from tests.ranks import run_ranks
+from tests.nursery import Nursery
+from tests.ranks import fork_ranks
 
 PROGRAM = Path(__file__).parents[1] / "equal_steps_ranks.py"
 LENGTHS = (21, 34, 22, 40)
@@ -41,7 +42,7 @@ def expected(mode: str, lengths: Any, workers: int) -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four gloo ranks has found; that they have come to the end at all is the point."""
     folder = tmp_path_factory.mktemp("ranks")
     for number, samples in enumerate(SHARDS):
@@ -51,7 +52,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                 info = tarfile.TarInfo(f"{number}-{sample}.txt")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
-    return run_ranks(PROGRAM, folder, str(folder), ranks=4)
+    return fork_ranks(nursery, PROGRAM, folder, str(folder), ranks=4)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

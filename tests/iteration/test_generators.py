@@ -221,7 +221,7 @@ CASES = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("how", "sampler"), CASES)
 def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str, how: str) -> None:
     """The rest of the epoch, and the one after it: from each batch, with the sampler read ahead by whatever number."""
@@ -245,7 +245,7 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str
                 assert trainer.epoch(inline=is_inline) == following, where
 
 
-@pytest.mark.covering(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if "lazily" not in name and "the global" not in name])
 def test_what_the_trainer_draws_beside_the_loader_is_accounted_for(sampler: str) -> None:
     """Where the sampler draws at the beginning, and the generators are restored: then the next epoch is the same."""

@@ -104,5 +104,5 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="block_sizes are the numbers of samples"):
             BlockShuffleSampler(sizes)
     for options in ({"window": 0}, {"num_workers": -1}, {"batch_size": True}):
-        with pytest.raises(ConfigurationError, match="must be a whole number from"):
+        with pytest.raises(ConfigurationError, match="should be an integer of at least"):
             BlockShuffleSampler([3], **options)  # type: ignore[arg-type]

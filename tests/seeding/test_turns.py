@@ -10,15 +10,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from asyncloader import sample_rng, sample_seed
+from asyncloader import LoaderClosedError, sample_rng, sample_seed
 from asyncloader.seeding import turns
-from asyncloader.seeding.sample_context import BATCH, COLLATION, SampleContext, current, sample_at
+from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current, sample_at
 from asyncloader.seeding.seeder import Seeder, left_alone
 from tests.faults.test_interrupts_everywhere import CtrlC
 
@@ -200,8 +201,11 @@ class Beside:
         assert self.was_disturbed is not None
 
 
-@pytest.mark.parametrize("others", [turns.Drawing, turns.untouched, turns.alone])
-@pytest.mark.parametrize("seeding", [sample_seed, turns.alone])
+alone = partial(turns.alone, EpochKey(KEY))
+
+
+@pytest.mark.parametrize("others", [turns.Drawing, turns.untouched, alone])
+@pytest.mark.parametrize("seeding", [sample_seed, alone])
 def test_nobody_draws_or_looks_while_another_thread_has_seeded_the_generators(seeding: Any, others: Any) -> None:
     """What a block has seeded is not the trainer's; nor is what a batch has that is made without workers."""
     random.seed(3)
@@ -212,7 +216,7 @@ def test_nobody_draws_or_looks_while_another_thread_has_seeded_the_generators(se
     assert not beside.was_disturbed
 
 
-@pytest.mark.parametrize("drawing", [turns.Drawing, turns.alone])
+@pytest.mark.parametrize("drawing", [turns.Drawing, alone])
 def test_a_block_waits_for_what_draws_in_another_thread(drawing: Any, in_a_sample: SampleContext) -> None:
     """A sampler that is read draws from the trainer's generators."""
     with Beside(drawing) as beside, sample_seed():
@@ -225,7 +229,7 @@ def test_a_sampler_may_look_at_the_generators_and_use_blocks(in_a_sample: Sample
     with turns.Drawing(), turns.untouched(), sample_seed():
         expected = draw()
     in_a_sample._blocks = (BATCH, 0)
-    with turns.alone(), turns.Drawing(), sample_seed(), turns.Drawing():
+    with alone(), turns.Drawing(), sample_seed(), turns.Drawing():
         assert draw() == expected
 
 
@@ -295,34 +299,110 @@ def test_samples_of_one_call_have_their_own_numbers(first: int | None) -> None:
     current.reset(outside)
     outside = current.set(SampleContext(KEY, 2, 1, first=first))
     with sample_seed(7):  # the position is that of a batch: this is one sample
-        alone = [(sample_rng().random(), random.random())]
+        by_itself = [(sample_rng().random(), random.random())]
     with sample_seed():
-        alone.append((sample_rng().random(), random.random()))
+        by_itself.append((sample_rng().random(), random.random()))
     current.reset(outside)
     same = slice(None, 1) if first is None else slice(None)
-    assert [pair[same] for pair in (found[0], found[2])] == [pair[same] for pair in alone]
+    assert [pair[same] for pair in (found[0], found[2])] == [pair[same] for pair in by_itself]
     assert found[1][0] not in (found[0][0], found[2][0])
+
+
+def is_free() -> bool:
+    """Whether another thread can have its turn: whoever has the lock may take it again."""
+    with ThreadPoolExecutor(1) as thread:
+        is_free = thread.submit(turns._turn.lock.acquire, blocking=False).result()
+        if is_free:
+            thread.submit(turns._turn.lock.release).result()
+    return is_free
+
+
+@contextlib.contextmanager
+def block(position: int | None = None) -> Iterator[None]:
+    outside = current.set(SampleContext(KEY, 0, BATCH if position is not None else 0, first=0))
+    try:
+        with sample_seed(position):
+            yield
+    finally:
+        current.reset(outside)
 
 
 @pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
 )
-def test_an_interrupt_leaves_no_turn_taken() -> None:
-    """At whichever moment of looking at the generators it comes: blocks of other threads would wait for ever."""
-
-    def is_free() -> bool:
-        with ThreadPoolExecutor(1) as thread:  # not in this one: whoever has the lock may take it again
-            is_free = thread.submit(turns._turn.lock.acquire, blocking=False).result()
-            if is_free:
-                thread.submit(turns._turn.lock.release).result()
-        return is_free
-
+@pytest.mark.parametrize("around", [turns.untouched, alone, block, partial(block, 1)])
+def test_an_interrupt_leaves_no_turn_taken(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """At whichever moment it comes: blocks of other threads would wait for ever, or the trainer lose its generators."""
+    random.seed(3)
+    before = random.getstate()
     for moment in itertools.count(1):
         try:
-            with CtrlC(moment), turns.untouched():
+            with CtrlC(moment), around():
                 pass
             break
         except KeyboardInterrupt:
             pass
         assert is_free(), moment
+        assert turns._turn.holder is None
+        assert random.getstate() == before
+        assert current.get(None) is None
     assert moment > 2
+
+
+def test_an_interrupt_before_the_end_of_a_block_begins_leaves_no_turn_taken(in_a_sample: SampleContext) -> None:
+    """A handler may raise where `__exit__` begins, so that nothing of it is done."""
+    random.seed(3)
+    before = random.getstate()
+    seeds = sample_seed()
+    seeds.__enter__()
+    assert not is_free()
+    del seeds
+    assert is_free()
+    assert turns._turn.holder is None
+    assert random.getstate() == before
+
+
+def test_no_block_of_an_epoch_that_is_over_begins() -> None:
+    """Nor a batch that is made without workers; other epochs of the same numbers go on."""
+    over, other = EpochKey(KEY), EpochKey(KEY)
+    assert not turns.end([over])
+    for epoch in (over, other):
+        outside = current.set(SampleContext(epoch, 0, 0, first=0))
+        expected = pytest.raises(LoaderClosedError) if epoch is over else contextlib.nullcontext()
+        with expected, sample_seed():
+            pass
+        with expected, turns.alone(epoch):
+            pass
+        current.reset(outside)
+
+
+@pytest.mark.parametrize("seeding", [sample_seed, turns.alone])
+def test_the_end_of_an_epoch_tells_whether_a_sample_has_the_generators(seeding: Any) -> None:
+    """Of that epoch, in another thread: the rest is no business of who ends it."""
+    epoch = EpochKey(KEY)
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        outside = current.set(SampleContext(epoch, 0, 0, first=0))
+        with seeding() if seeding is sample_seed else seeding(epoch):
+            yield
+        current.reset(outside)
+
+    with Beside(around) as beside:
+        assert not turns.end([EpochKey(KEY)])
+        assert turns.end([epoch])
+        beside.meanwhile.set()
+    assert not turns.end([epoch])
+
+
+@pytest.mark.parametrize("seeding", [sample_seed, alone])
+async def test_the_thread_of_a_loop_waits_less_long(
+    seeding: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other tasks wait with it."""
+    monkeypatch.setattr(turns, "_LOOP_PATIENCE_S", 0.05)
+    with Beside(seeding) as beside:
+        turns.wait_ended()
+        beside.meanwhile.set()
+    assert beside.was_disturbed
+    assert "for 0.05 s" in caplog.text

@@ -8,9 +8,7 @@ import mmap
 import multiprocessing
 import os
 import resource
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 from asyncloader.transport import arena
 from asyncloader.transport.arena import PAGE, Arena, Extents, MemfdArena, NamedArena
 from asyncloader.transport.loans import ArenaHandle
+from tests.nursery import Program
 
 SIZE = 1 << 28
 KINDS = [MemfdArena, NamedArena]
@@ -114,7 +113,7 @@ def test_where_a_sandbox_forbids_memfds(monkeypatch: pytest.MonkeyPatch) -> None
     memory.close()
 
 
-def test_it_is_smaller_where_addresses_are_limited() -> None:
+def test_it_is_smaller_where_addresses_are_limited(run: Callable[..., Program]) -> None:
     """`ulimit -v` makes it smaller, down to none."""
     program = f"""
         import resource
@@ -126,7 +125,8 @@ def test_it_is_smaller_where_addresses_are_limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
         assert arena.create(1 << 36) is None
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
+    done = run(program)
+    assert done.returncode == 0, done.explain("")
 
 
 def test_reserving_more_than_there_is_fails_and_takes_nothing() -> None:
@@ -143,7 +143,7 @@ def test_reserving_more_than_there_is_fails_and_takes_nothing() -> None:
     memory.close()
 
 
-def test_the_name_goes_with_its_owner() -> None:
+def test_the_name_goes_with_its_owner(run: Callable[..., Program]) -> None:
     """At the exit of the interpreter, and not when a child of it ends."""
     program = """
         import os
@@ -155,11 +155,9 @@ def test_the_name_goes_with_its_owner() -> None:
             assert os.path.exists("/dev/shm/" + memory._memory.name)
         print(memory._memory.name)
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60, capture_output=True, text=True
-    )
-    assert result.stderr == ""
-    assert not os.path.exists(f"/dev/shm/{result.stdout.split()[-1]}")
+    done = run(program)
+    assert (done.returncode, done.err) == (0, "")
+    assert not os.path.exists(f"/dev/shm/{done.out.split()[-1]}")
 
 
 def test_page_is_that_of_the_machine() -> None:

@@ -31,6 +31,7 @@ from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import INLINE_MAX, CannotShareError
 from asyncloader.transport.worker_loans import WorkerLoans
+from tests.effort import examples
 from tests.transport.wire import make_pool, worker
 
 LARGE = 2 * INLINE_MAX
@@ -614,7 +615,7 @@ BATCHES = st.recursive(
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(batches=st.lists(BATCHES, min_size=1, max_size=3))
 def test_any_batch(there_and_back: RoundTrip, batches: list[Any]) -> None:
     """Whatever is in it, at any depth, and with views of the same tensors in it."""
@@ -622,7 +623,7 @@ def test_any_batch(there_and_back: RoundTrip, batches: list[Any]) -> None:
         assert_same(there_and_back(batch), batch)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(base=tensors(), data=st.data())
 def test_any_views(there_and_back: RoundTrip, base: torch.Tensor, data: st.DataObject) -> None:
     """Views of one tensor have their values; those that overlap see each other's changes, unless it is mostly gaps."""
@@ -646,7 +647,7 @@ NUMBERS = st.sampled_from([-(1 << 62), -1, 0, 1, 2, 7, LARGE, 1 << 40, (1 << 63)
 FIELDS = ["region", "offset", "nbytes", "is_kept"]
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_payloads_that_are_not_as_they_say(there_and_back: RoundTrip, data: st.DataObject) -> None:
     """With other lengths, numbers and places than were sent: an error or a batch, and no memory for what is not there.
@@ -697,10 +698,9 @@ def assorted(number: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_assorted_things_from_a_worker(pool: SlabPool, method: str) -> None:
+def test_assorted_things_from_a_worker(pool: SlabPool, start_method: str) -> None:
     """All kinds in one batch, out of another process."""
-    with worker(pool, assorted, method) as made:
+    with worker(pool, assorted, start_method) as made:
         for number in range(3):
             assert_same(made.get(number), assorted(number))
     gc.collect()

@@ -7,8 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections import deque
@@ -27,6 +25,7 @@ from asyncloader.transport.arena import NamedArena
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests.forks import forked
+from tests.nursery import Program
 from tests.transport.wire import Worker, make_pool, worker
 
 FLOATS = 1 << 18  # 1 MiB
@@ -591,13 +590,12 @@ def test_a_child_has_a_pool_of_its_own() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- fall-backs
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_named_shared_memory_does_the_same(method: str) -> None:
+def test_named_shared_memory_does_the_same(start_method: str) -> None:
     """Where there is no memfd; nothing is left in /dev/shm."""
     memory = NamedArena.create(1 << 28)
     name = memory._memory.name
     pool = make_pool(create_arena=lambda size: memory)
-    with worker(pool, collated, method) as made:
+    with worker(pool, collated, start_method) as made:
         for number in range(10):
             batch = made.get(number)
             assert is_in_arena(pool, batch)
@@ -694,7 +692,7 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
     assert leased(pool) == 0
 
 
-def test_nothing_is_left_of_named_memory_after_kill_9() -> None:
+def test_nothing_is_left_of_named_memory_after_kill_9(run: Callable[..., Program]) -> None:
     """multiprocessing's resource tracker outlives its process, and removes the name."""
     program = """
         import os, signal
@@ -702,7 +700,6 @@ def test_nothing_is_left_of_named_memory_after_kill_9() -> None:
         print(NamedArena.create(1 << 28)._memory.name, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, timeout=60, capture_output=True, text=True)  # ends when the tracker has ended
-    assert result.returncode == -signal.SIGKILL
-    assert not os.path.exists(f"/dev/shm/{result.stdout.strip()}")
+    done = run(program)  # to the end of the tracker
+    assert done.returncode == -signal.SIGKILL
+    assert not os.path.exists(f"/dev/shm/{done.out.strip()}")

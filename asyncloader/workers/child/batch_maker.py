@@ -30,6 +30,8 @@ from asyncloader.observe.stalls import Stalls
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
 from asyncloader.seeding.seeder import Seeder
+from asyncloader.transport.join import collated
+from asyncloader.transport.loans import Rows
 from asyncloader.workers.child.fetch import (
     ErrorPolicy,
     Fetcher,
@@ -39,7 +41,7 @@ from asyncloader.workers.child.fetch import (
     make_fetcher,
 )
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable, another
-from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
+from asyncloader.workers.protocol.messages import EpochSpec, Slice, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.workers.protocol.snapshot import Keeper, Start
 
@@ -68,8 +70,8 @@ class Host(Protocol):
     def capture(self, error: BaseException) -> Any:
         """Make of an exception what a `Failure` holds."""
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        """Make a batch of samples, or of a `Whole`, in memory that suits the host."""
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
+        """Make a batch of samples, or of a `Whole`, in memory that suits the host; in these rows, if they fit."""
 
 
 class Work:
@@ -237,7 +239,7 @@ class BatchMaker:
             if self._fetch is not None and self.keeper is not None and self.keeper.made:
                 with self._aside():
                     self._catch_up(self.keeper)
-            self._seed = Seeder(epoch.key) if spec.seed_each_batch or spec.seed_each_sample else None
+            self._seed = Seeder(epoch.key) if spec.seeds_each_batch or spec.seeds_each_sample else None
         except Exception as error:
             self._hitch = error
         finally:
@@ -256,7 +258,7 @@ class BatchMaker:
             on_error=spec.on_error,
             where=self._host.where,
             iterator=iterator,
-            by_sample=spec.by_sample,
+            by_sample=spec.knows_places,
         )
         if keeper is not None and isinstance(self._fetch, IterableFetcher):
             self._fetch.ended = keeper.attach(self._fetch.iterator)
@@ -284,6 +286,9 @@ class BatchMaker:
             return refused
         work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
         assert fetch is not None
+        rows: Sequence[Rows] = ()
+        if is_slice := type(keys) is Slice:
+            keys, rows = keys
         if type(keys) is Placed:
             here, keys = self._placed(self._epoch.key, seq, keys)
         else:
@@ -303,7 +308,9 @@ class BatchMaker:
             work.count = len(samples) if self.spec.auto_collation and hasattr(samples, "__len__") else 1
             if here.first is not None:
                 here.position = COLLATION
-            data = self._host.collate(self.spec.collate_fn, samples)
+            data = self._host.collate(self.spec.collate_fn, samples, rows)
+            if is_slice:
+                data = collated(samples, data, self.spec.collate_fn)
             return Batch(self._record(work), data, 0, work.bad, work.snapshot)
         except BaseException as error:
             if self._host.ends(error):
@@ -326,7 +333,7 @@ class BatchMaker:
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         for made in keeper.made:
-            self._seed = Seeder(made.key) if self.spec.seed_each_batch or self.spec.seed_each_sample else None
+            self._seed = Seeder(made.key) if self.spec.seeds_each_batch or self.spec.seeds_each_sample else None
             here, keys = SampleContext(made.key, made.seq), made.keys
             if type(keys) is Placed:
                 here, keys = self._placed(made.key, made.seq, keys)
@@ -384,16 +391,10 @@ class BatchMaker:
 
     def _mended(self, work: Gathered, samples: list[Any]) -> list[Any]:
         spec, policy = self.spec, ErrorPolicy(self.spec.on_error, self._host.where)
-        work.bad = policy.bad
-        for position, sample in enumerate(samples):
-            error = work.errors.get(position)
-            if isinstance(error, Exception):
-                key = None if spec.is_iterable else work.keys[position] if spec.auto_collation else work.keys
-                policy.failed(position, key, error)
-            else:
-                policy.good(position, sample)
+        errors = {position: error for position, error in work.errors.items() if isinstance(error, Exception)}
         work.errors.clear()
-        return policy.mended()
+        work.bad = policy.note(errors, None if spec.is_iterable else work.keys if spec.auto_collation else [work.keys])
+        return policy.mend(samples, errors)
 
     # ------------------------------------------------------------------------------------------------- outcomes
 
@@ -425,7 +426,7 @@ class BatchMaker:
 
     def _exhausted(self, work: Work) -> Outcome:
         # The state that the next run begins with, if the dataset is here then.
-        snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.outlasts_run else None
+        snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
         return Exhausted(self._record(work), (), snapshot)
 
     def _record(self, work: Work) -> Record:

@@ -147,12 +147,12 @@ class OverlapLoop:
         for task in self._collating:
             task.cancel()
         tolerant, tell = spec.on_error != "raise", (self._on_finished, self._stop)
-        common = (self._epoch.key, spec.auto_collation, spec.concurrency, tolerant, *tell)
+        common = (self._epoch.key, spec.auto_collation, spec.samples_at_once, tolerant, *tell)
         if spec.is_iterable:
             told = self._on_exhausted, self._transport.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
             return
-        whole = WholeBatches(dataset, spec.auto_collation, spec.collate_fn, spec.by_sample)
+        whole = WholeBatches(dataset, spec.auto_collation, spec.collate_fn, spec.knows_places)
         if spec.is_async:
             self._overlap = TaskFetcher(dataset, whole, *common)
         else:

@@ -16,8 +16,6 @@ from typing import Any
 
 from asyncloader.seeding import sample_context
 from asyncloader.workers.child.batch_maker import BatchMaker
-from asyncloader.workers.child.fetch import Run
-from asyncloader.workers.child.slices import SliceMaker
 from asyncloader.workers.child.stream import relive
 from asyncloader.workers.child.transport import WorkerTransport
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
@@ -76,7 +74,7 @@ class SerialLoop:
     ) -> None:
         self._transport = transport
         self._epoch = epoch
-        self._maker = _maker(worker_id, spec, transport, self._run_coroutine)
+        self._maker = BatchMaker(worker_id, spec, transport, self._run_coroutine)
         self._ending = Ending(transport)
         self._tickets: deque[tuple[int, Any]] = deque()
         self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
@@ -156,12 +154,6 @@ class SerialLoop:
         self._maker.close()
         if self._runner is not None:
             self._runner.close()
-
-
-def _maker(worker_id: int, spec: WorkerSpec | Exception, transport: WorkerTransport, run: Run) -> BatchMaker:
-    if isinstance(spec, WorkerSpec) and spec.splits:
-        return SliceMaker(worker_id, spec, transport, run)
-    return BatchMaker(worker_id, spec, transport, run)
 
 
 def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:

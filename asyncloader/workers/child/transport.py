@@ -25,14 +25,14 @@ from asyncloader.seeding.seeder import seed_worker
 from asyncloader.seeding.turns import own_generators
 from asyncloader.transport import collate
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.parcel import open_parcel
-from asyncloader.transport.rows import Layout, Rows, RowsOf, layout_of
+from asyncloader.transport.loans import Rows
+from asyncloader.transport.tensors import INLINE_MAX
 from asyncloader.transport.whole import Whole
 from asyncloader.workers.child.batch_maker import Host
 from asyncloader.workers.child.channel import WorkerChannel
 from asyncloader.workers.protocol.failure import RemoteError, Unreadable
 from asyncloader.workers.protocol.messages import Kind, WorkerSpec, unpack_tickets
-from asyncloader.workers.protocol.outcome import Batch, Failure, Outcome, Samples, Stuck, Written, pack
+from asyncloader.workers.protocol.outcome import Batch, Failure, Outcome, pack
 
 _CUDA_HERE = (
     "A worker process has initialised CUDA. Each worker that does so holds a context of its own: hundreds of MB of GPU "
@@ -72,15 +72,6 @@ class WorkerTransport(Host, Protocol):
 
         It is taken out of the list: nothing of the caller's may refer to a batch any more.
         """
-
-    def open_samples(self, slices: Sequence[Any], collate_fn: Callable[[Any], Any]) -> list[Any]:
-        """Return the samples of slices that have come to be collated with this function."""
-
-    def layout_of(self, samples: Sequence[Any], collate_fn: Callable[[Any], Any]) -> Layout | None:
-        """Return what samples are like, if such samples can be written into a batch by several workers."""
-
-    def write_rows(self, rows: Any, samples: Sequence[Any], begin: int) -> Any:
-        """Write samples into a batch, from this row on; return the texts among them, or None if that cannot be done."""
 
     def mute(self) -> None:
         """Send nothing from now on: the worker is dying, and what is cancelled on the way says what is not so."""
@@ -209,29 +200,12 @@ class ProcessTransport:
         """Make of an exception what crosses the channel."""
         return RemoteError.capture(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        """Make a batch, straight into slabs where torch's default does it."""
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
+        """Make a batch, straight into slabs where torch's default does it; of a slice, into these rows of its batch."""
+        self._encoder.name_rows(rows)
+        self._stacker.min_bytes = 0 if rows else INLINE_MAX
         with self._encoder.allocating:
             return samples.batch(self._stacker) if isinstance(samples, Whole) else collate_fn(samples)
-
-    def open_samples(self, slices: Sequence[Any], collate_fn: Callable[[Any], Any]) -> list[Any]:
-        """Open parcels. Where `collate_fn` may keep or change samples, they are copies of what is in shared memory."""
-        is_private = not collate.copies_samples(collate_fn)
-        return [
-            part.read(self._slabs, is_private=is_private)
-            if isinstance(part, RowsOf)
-            else open_parcel(part, self._slabs, is_private=is_private)
-            for part in slices
-        ]
-
-    def layout_of(self, samples: Sequence[Any], collate_fn: Callable[[Any], Any]) -> Layout | None:
-        """Return what samples are like, if torch's default would make rows of them."""
-        is_row = self._slabs is not None and collate.copies_samples(collate_fn)
-        return layout_of(samples) if is_row else None
-
-    def write_rows(self, rows: Rows, samples: Sequence[Any], begin: int) -> Any:
-        """Write rows into slabs."""
-        return None if self._slabs is None else rows.write(self._slabs, samples, begin)
 
     def send(self, kind: int, body: Any = None) -> None:
         """Send a frame."""
@@ -254,8 +228,6 @@ class ProcessTransport:
                 record = Record(*outcome.record[:-1], perf_counter() - began)  # `_replace` takes 1 us more
                 outcome = Batch(record, None, 0, outcome.bad, outcome.snapshot)
                 self._encoder.release()
-        elif isinstance(outcome, (Samples, Written)):
-            outcome, payload = self._packed(outcome)
         kind, parts = pack(outcome, payload)
         self._send(kind, *parts)
 
@@ -264,20 +236,6 @@ class ProcessTransport:
         if self._warns_of_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._warns_of_cuda = False
             warnings.warn(_CUDA_HERE, stacklevel=1)
-
-    def _packed(self, outcome: Samples | Written) -> tuple[Outcome, list[Any]]:
-        """Encode the samples of a slice, or their texts; if that cannot be done, the slice is stuck here."""
-        began = perf_counter()
-        try:
-            payload = self._encoder.encode(outcome.data)
-        except BaseException as error:
-            if self.ends(error):
-                raise
-            return Stuck(outcome.record), []
-        record = outcome.record._replace(encode_s=perf_counter() - began)
-        outcome = outcome._replace(record=record, data=None)
-        self._encoder.release()
-        return outcome, payload
 
     def mute(self) -> None:
         """Send nothing from now on."""

@@ -26,10 +26,11 @@ import torch.utils.data._utils.collate as torch_collate
 import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.transport.collate import recycling_collate
+from asyncloader.transport.loans import Rows
 from asyncloader.workers.child.transport import ParentGone
 from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import Kind, WorkerSpec
-from asyncloader.workers.protocol.outcome import Batch, Outcome, Samples
+from asyncloader.workers.protocol.outcome import Batch, Outcome
 
 UNKNOWN = -1
 """What `batch_bytes` returns of a batch that holds something which cannot be looked into."""
@@ -126,21 +127,11 @@ class LocalTransport:
         """Hand the exception over as it is."""
         return LocalError(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
         """Make a batch, in memory that is used again where torch's default does it."""
         if self._collate is None:
             self._collate = recycling_collate(collate_fn)
         return self._collate(samples)
-
-    def open_samples(self, slices: Sequence[Any], collate_fn: Callable[[Any], Any]) -> list[Any]:
-        """Return the samples as they are."""
-        return list(slices)
-
-    def layout_of(self, samples: Sequence[Any], collate_fn: Callable[[Any], Any]) -> None:
-        """Return nothing: samples are brought together as they are."""
-
-    def write_rows(self, rows: Any, samples: Sequence[Any], begin: int) -> None:
-        """Write nothing."""
 
     def mute(self) -> None:
         """Hand nothing over from now on."""
@@ -154,9 +145,8 @@ class LocalTransport:
     def send_outcome(self, held: list[Outcome]) -> None:
         """Hand over what has become of a ticket."""
         outcome = held.pop()
-        if type(outcome) is Batch or type(outcome) is Samples:
-            nbytes = batch_bytes(outcome.data)
-            outcome = type(outcome)(outcome.record, outcome.data, nbytes, outcome.bad, outcome.snapshot)
+        if type(outcome) is Batch:
+            outcome = outcome._replace(nbytes=batch_bytes(outcome.data))
         if not self._is_muted:
             self._post_outcome(outcome)
 

@@ -106,7 +106,7 @@ class _Forkserver(popen_forkserver.Popen):
             raise fork_server_ended() from error
 
 
-def _without_main(popen: Any, process: Any) -> memoryview:
+def _without_main(popen: Any, process: Any) -> bytes:
     data = spawn.get_preparation_data(process.name)
     for key in _MAIN:
         data.pop(key, None)
@@ -117,7 +117,7 @@ def _without_main(popen: Any, process: Any) -> memoryview:
         dump(process, file)
     finally:
         set_spawning_popen(None)
-    return file.getbuffer()
+    return file.getvalue()  # not its buffer: of a file that is collected before that, Python 3.15 prints an error
 
 
 class SpawnProcess(context.SpawnProcess):

@@ -107,11 +107,14 @@ class _Collector:
 
 
 @contextlib.contextmanager
-def handlers_wait() -> Iterator[None]:
+def handlers_wait(again: Callable[[int], object] = signal.raise_signal) -> Iterator[None]:
     """Let Python's handlers of signals wait in the main thread: one that raises must not meet a process half known.
 
     That thread blocks signals meanwhile, but another may get them, and Python runs the handlers in the main thread all
     the same.
+
+    Args:
+        again: Is given the number of each signal that came, at the end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -141,7 +144,7 @@ def handlers_wait() -> Iterator[None]:
         try:
             with masked(signal.SIG_BLOCK, came):  # all at once: those behind one that raises come at the next look
                 for number in came:
-                    signal.raise_signal(number)
+                    again(number)
         finally:
             for number, handler in waiting.items():
                 signal.signal(number, handler)

@@ -33,7 +33,6 @@ from asyncloader.workers.protocol.messages import (
     KeysRefused,
     Kind,
     Slice,
-    Together,
     WorkerSpec,
     pack_tickets,
 )
@@ -256,8 +255,9 @@ class Pool:
         process = self.processes[worker]
         of_worker = self._loans[process]
         loans = of_worker.lend(self._outstanding[worker])
-        if self._spec.splits:
-            self._show(of_worker, tickets)
+        for seq, keys in tickets:
+            if type(keys) is Slice and keys.rows:
+                of_worker.show((self._epoch.number, seq), keys.rows.slabs)
         try:
             body = pack_tickets(tickets, loans)
         except KeysRefused:  # nothing was sent
@@ -268,14 +268,6 @@ class Pool:
                 of_worker.hide((self._epoch.number, seq))
             raise
         process.channel.send(Kind.TICKETS, *body)
-
-    def _show(self, loans: WorkerLoans, tickets: Sequence[tuple[int, Any]]) -> None:
-        """Count the worker as a user of slabs that are not on loan to it: others' samples, batches to write into."""
-        for seq, keys in tickets:
-            if type(keys) is Together:
-                loans.show((self._epoch.number, seq), {region for part in keys.slices for region in part.regions})
-            elif type(keys) is Slice and keys.rows is not None:
-                loans.show((self._epoch.number, seq), keys.rows.regions)
 
     # ---------------------------------------------------------------------------------------------- receiving
 
@@ -329,7 +321,7 @@ class Pool:
         arrived_at = perf_counter()
         worker = process.worker_id
         loans = self._loans[process]
-        outcome = unpack(kind, body, loans.decode, loans.hold)
+        outcome = unpack(kind, body, loans.decode)
         loans.hide((outcome.record.epoch, outcome.record.seq))
         if self.listener is not None and outcome.record.epoch == self._epoch.number:
             self._outstanding[worker] -= 1

@@ -13,7 +13,7 @@
     worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
                        BATCH, FAILURE, REFUSED, LEFT_OUT,
-                       EXHAUSTED, SAMPLES, WRITTEN, STUCK     what has become of a ticket
+                       EXHAUSTED                              what has become of a ticket
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
@@ -67,46 +67,21 @@ class Kind(enum.IntEnum):
     ENDING = 25
     UNREADABLE = 26
     REFUSED = 27
-    SAMPLES = 28
-    STUCK = 29
-    WRITTEN = 30
 
 
 KINDS = frozenset(int(kind) for kind in Kind)
 
 
 class Slice(NamedTuple):
-    """In place of the keys of a batch: make the samples of a slice of it, and no batch.
+    """In place of the keys of a batch: those of a slice of one, which is to be joined with others.
 
     Attributes:
         keys: Of the slice, with the number of its first sample in the epoch.
-        begin: Where in the batch the slice begins.
-        rows: Where to write the samples, if they are as it is thought: a `Room` that becomes `Rows` on its way; or
-            None.
+        rows: Where large tensors of it belong in the slabs of the batch: `RowsOfSlice`, in a worker `Rows` of each.
     """
 
     keys: Placed
-    begin: int
-    rows: Any = None
-
-
-class Together(NamedTuple):
-    """In place of the keys of a batch: make the batch of the samples of all its slices.
-
-    Attributes:
-        first: Number of the batch's first sample in the epoch.
-        slices: The good samples of each slice: as they have come, or where they were written.
-        bad: Where in the batch samples are missing: they have raised.
-        size: How many samples the batch has, those included.
-        rows: Where samples of other slices were written, if those that have come can be written there as well: then
-            that is all there is to do. Or None.
-    """
-
-    first: int
-    slices: tuple[Any, ...]
-    bad: tuple[int, ...]
-    size: int
-    rows: Any = None
+    rows: Any = ()
 
 
 _PACKED = frozenset({Indices, Placed})
@@ -191,16 +166,17 @@ class EpochSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker works with. Inherited under fork, pickled once for all workers otherwise.
+    """What a worker works with: the part of the settings that it needs, under the names that they have there.
+
+    Inherited under fork, pickled once for all workers otherwise.
 
     Attributes:
-        seed_each_batch: Seed the global generators for each batch.
-        seed_each_sample: Seed them for each sample, which are made one after the other.
-        splits: Batches may be made in slices.
-        by_sample: What is drawn depends on the sample, so those of a batch are asked for one by one.
-        concurrency: Samples that one worker fetches at once.
+        seeds_each_batch: Seed the global generators for each batch.
+        seeds_each_sample: Seed them for each sample, which are made one after the other.
+        knows_places: What is drawn depends on the sample, so those of a batch are asked for one by one.
+        samples_at_once: That one worker fetches.
         snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
-        outlasts_run: The worker, and its dataset, are there for the next run too.
+        keeps_dataset: The worker, and its dataset, are there for the next run too.
         is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
         modes: Of the thread that iterates; None where the worker is not to have them.
         origin: What else workers take over from that thread.
@@ -215,15 +191,14 @@ class WorkerSpec:
     worker_init_fn: Any
     num_workers: int
     base_seed: int
-    seed_each_batch: bool
-    seed_each_sample: bool = False
-    by_sample: bool = False
-    splits: bool = False
+    seeds_each_batch: bool
+    seeds_each_sample: bool = False
+    knows_places: bool = False
     on_error: OnError = "raise"
-    concurrency: int = 1
+    samples_at_once: int = 1
     is_async: bool = False
     snapshot_every: int = 1
-    outlasts_run: bool = False
+    keeps_dataset: bool = False
     modes: Modes | None = None
     origin: Origin | None = None
     epochs: tuple[Told, ...] = ()
@@ -231,7 +206,7 @@ class WorkerSpec:
     @property
     def overlaps(self) -> bool:
         """Whether samples are fetched on a loop, several at once."""
-        return self.is_async or self.concurrency > 1
+        return self.is_async or self.samples_at_once > 1
 
     def with_dataset(self, dataset: Any) -> WorkerSpec:
         """Return the same with another dataset."""

@@ -5,12 +5,9 @@
     Refused    its keys did not come out of their pickle
     LeftOut    none of its samples was good, and so there is no batch
     Exhausted  the iterable dataset ended before it
-    Samples    of a batch in slices, the samples of one slice; another worker makes the batch of them
-    Written    its samples were written into the batch
-    Stuck      samples of a slice cannot be brought to another worker
 
     body of a frame:  record, length of the extras │ extras │ payload
-                                                       │        └ of a batch, or samples, by the codec; a pickled error
+                                                       │        └ of a batch, by the codec; a pickled error
                                                        └ pickled: bad samples, snapshot; mostly nothing
 
 Each has the `Record` of its ticket; the bad samples that a batch was made without; and the state of the dataset after
@@ -71,37 +68,6 @@ class LeftOut(NamedTuple):
     snapshot: Any = None
 
 
-class Samples(NamedTuple):
-    """The good samples of a slice. ``nbytes`` is less than 0 if their size is unknown.
-
-    ``snapshot`` is what they are like (a :class:`asyncloader.transport.rows.Layout`), if they could be rows of a batch.
-    """
-
-    record: Record
-    data: Any
-    nbytes: int = 0
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
-
-
-class Written(NamedTuple):
-    """The samples of a slice are where they belong in the batch, but for its texts, which are ``data``."""
-
-    record: Record
-    data: Any
-    nbytes: int = 0
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
-
-
-class Stuck(NamedTuple):
-    """Samples of a slice cannot be brought to another worker, or do not come out there."""
-
-    record: Record
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
-
-
 class Exhausted(NamedTuple):
     """The iterable dataset ended before this ticket. ``snapshot`` is the state that the next run begins with."""
 
@@ -110,7 +76,7 @@ class Exhausted(NamedTuple):
     snapshot: Any = None
 
 
-Outcome: TypeAlias = Batch | Failure | Refused | LeftOut | Exhausted | Samples | Written | Stuck
+Outcome: TypeAlias = Batch | Failure | Refused | LeftOut | Exhausted
 
 _KINDS = {
     Batch: Kind.BATCH,
@@ -118,20 +84,13 @@ _KINDS = {
     Refused: Kind.REFUSED,
     LeftOut: Kind.LEFT_OUT,
     Exhausted: Kind.EXHAUSTED,
-    Samples: Kind.SAMPLES,
-    Written: Kind.WRITTEN,
-    Stuck: Kind.STUCK,
 }
 
 
 OUTCOMES = frozenset(int(kind) for kind in _KINDS.values())
 """Kinds of frames that are outcomes."""
 
-_EMPTY: dict[int, type[LeftOut | Exhausted | Stuck]] = {
-    Kind.LEFT_OUT: LeftOut,
-    Kind.EXHAUSTED: Exhausted,
-    Kind.STUCK: Stuck,
-}
+_EMPTY: dict[int, type[LeftOut | Exhausted]] = {Kind.LEFT_OUT: LeftOut, Kind.EXHAUSTED: Exhausted}
 
 _BATCH = int(Kind.BATCH)  # to be compared with a million times: members of an enum take five times as long
 
@@ -141,7 +100,7 @@ def pack(outcome: Outcome, payload: Sequence[Buffer] = ()) -> tuple[int, list[Bu
 
     Args:
         outcome: What is told.
-        payload: The encoded data of a `Batch`, `Samples` or what is `Written`.
+        payload: The encoded data of a `Batch`.
     """
     extras = b""
     if outcome.bad or outcome.snapshot is not None:
@@ -162,14 +121,13 @@ def _pickled(bad: list[BadSample], snapshot: Any) -> bytes:
 Decode: TypeAlias = Callable[[memoryview], tuple[Any, int]]
 
 
-def unpack(kind: int, body: memoryview, decode: Decode, hold: Decode | None = None) -> Outcome:
+def unpack(kind: int, body: memoryview, decode: Decode) -> Outcome:
     """Read a frame. What the user's classes raise as they are rebuilt is a `Failure`: whatever it is.
 
     Args:
         kind: Of the frame.
         body: Of the frame.
         decode: Makes the data of a batch, and their size, of a payload.
-        hold: Keeps a payload of samples as it is, and returns its size; otherwise it is decoded as well.
 
     Raises:
         BadFrame: these bytes are no outcome.
@@ -184,10 +142,8 @@ def unpack(kind: int, body: memoryview, decode: Decode, hold: Decode | None = No
     bad: Sequence[BadSample] = ()
     data, nbytes, snapshot, unreadable = None, 0, None, None
     try:
-        if kind == _BATCH or kind == Kind.WRITTEN:  # whatever the extras are: the slabs that it names have to be known
+        if kind == _BATCH:  # whatever the extras are: the slabs that it names have to be known
             data, nbytes = decode(body[begin:])
-        elif kind == Kind.SAMPLES:
-            data, nbytes = (hold or decode)(body[begin:])
         elif kind in (Kind.FAILURE, Kind.REFUSED):
             data = pickle.loads(body[begin:])
     except BaseException as error:
@@ -205,10 +161,6 @@ def unpack(kind: int, body: memoryview, decode: Decode, hold: Decode | None = No
         return Failure(record, data, bad, snapshot)
     if kind == Kind.REFUSED:
         return Refused(record, data)
-    if kind == Kind.SAMPLES:
-        return Samples(record, data, nbytes, bad, snapshot)
-    if kind == Kind.WRITTEN:
-        return Written(record, data, nbytes)
     return _EMPTY[kind](record, bad, snapshot)
 
 

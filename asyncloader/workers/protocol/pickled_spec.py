@@ -164,6 +164,8 @@ def _reduce_tensor(tensor: torch.Tensor, is_launching: bool) -> Any:
     """Pickle a plain tensor that has its memory to itself as an array, which travels out of band."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return NotImplemented
+    if tensor._is_zerotensor():  # zeros without memory, which torch refuses to pickle
+        return _reduce_tensor(tensor.clone(), is_launching)
     if tensor.is_shared():  # type: ignore[no-untyped-call]
         if is_launching:
             return NotImplemented

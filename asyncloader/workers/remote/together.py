@@ -45,10 +45,12 @@ class Together:
 
     @listener.setter
     def listener(self, listener: Listener | None) -> None:
-        self._listener = listener
+        halves: list[Listener | None] = [None] * len(self._open)
         if listener is not None:
-            for half in self._open:
-                half.listener = _Half(listener, partial(self._on_closed, half))
+            halves = [_Half(listener, partial(self._on_closed, half)) for half in self._open]
+        self._listener = listener  # nothing fails from here on: each of the two tells of its end, or neither
+        for half, told in zip(self._open, halves, strict=True):
+            half.listener = told
 
     def _on_closed(self, half: Backend) -> None:
         self._open = [other for other in self._open if other is not half]

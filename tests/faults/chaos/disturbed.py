@@ -334,10 +334,7 @@ def _leave(iterator: Any, how: str) -> None:
 @contextlib.contextmanager
 def every_batch_divided() -> Iterator[None]:
     """Have scheduling="split" divide batches of cheap samples too, as often as it can."""
-    with (
-        mock.patch.object(slicer, "_LEAST_SLICE_S", 1e-9),
-        mock.patch.object(slicer, "_MOST_CARRYING", float("inf")),
-    ):
+    with mock.patch.object(slicer, "_LEAST_SLICE_S", 1e-9):
         yield
 
 

@@ -56,7 +56,7 @@ class Here:
     def capture(self, error: BaseException) -> Any:
         return LocalError(error, self.where)
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
         return collate_fn(samples)
 
 
@@ -107,7 +107,7 @@ def make_maker(dataset: Any, starts: dict[int, Start] | None = None, run: int = 
         worker_init_fn=None,
         num_workers=1,
         base_seed=5,
-        seed_each_batch=False,
+        seeds_each_batch=False,
     )
     maker = BatchMaker(0, replace(spec, **options), Here())
     epoch = EpochSpec(run, KEY, starts=starts)
@@ -245,7 +245,7 @@ class Draws:
 
 def test_seeds_depend_on_the_batch_alone() -> None:
     """Made in any order, by any worker, a batch is the same; without them the worker's streams run on."""
-    one, other = make_maker(Draws(), seed_each_batch=True), make_maker(Draws(), seed_each_batch=True)
+    one, other = make_maker(Draws(), seeds_each_batch=True), make_maker(Draws(), seeds_each_batch=True)
     there = [one.make(seq, [0, 1]) for seq in (0, 1)]
     again = [other.make(seq, [0, 1]) for seq in (1, 0)]
     data = [cast("Batch", outcome).data for outcome in (*there, *reversed(again))]
@@ -274,7 +274,7 @@ def test_the_context_of_the_caller_is_left_as_it_was() -> None:
 
 def test_states_come_with_batches() -> None:
     """Each is that after its own batch; the last one, of a dataset that stays, comes with the end."""
-    maker = make_maker(Numbers(3), {0: Start()}, outlasts_run=True)
+    maker = make_maker(Numbers(3), {0: Start()}, keeps_dataset=True)
     outcomes = [maker.make(seq, [None] * 2) for seq in range(3)]
     states = [cast("Frozen", outcome.snapshot).thaw() for outcome in outcomes]
     assert [state["iterator"] or state["dataset"] for state in states] == [{"at": 2}, {"at": 3}, {"at": 3}]
@@ -323,7 +323,7 @@ def test_what_was_made_after_a_state_is_made_again() -> None:
 
         return aside
 
-    first = make_maker(Counts(), seed_each_batch=True)
+    first = make_maker(Counts(), seeds_each_batch=True)
     first.make(4, [1, 2])
     before, entered = list(asked), list[str]()
     asked.clear()

@@ -59,7 +59,7 @@ class Played:
         """As it is."""
         return error
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
         """As it would be anyway."""
         return collate_fn(samples)
 
@@ -134,7 +134,7 @@ class Awaited:
 async def serving(dataset: Any, **options: Any) -> AsyncIterator[tuple[Played, asyncio.Task[None]]]:
     """Have a worker serve on this loop; it is told to end at last, if it has not."""
     transport = Played()
-    given: dict[str, Any] = {"is_iterable": False, "collate_fn": list, "concurrency": 4, **options}
+    given: dict[str, Any] = {"is_iterable": False, "collate_fn": list, "samples_at_once": 4, **options}
     collate_fn, is_iterable = given.pop("collate_fn"), given.pop("is_iterable")
     spec = WorkerSpec(dataset, is_iterable, True, collate_fn, False, None, 1, 0, False, is_async=True, **given)
     answering: Any = make_loop(0, transport, EPOCHS[0], spec)  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ async def test_what_raises_costs_its_own_batch() -> None:
 async def test_another_run_forgets_the_tickets_of_the_last() -> None:
     """Those in flight and those that wait; nothing of them is answered, and the same numbers mean other batches."""
     dataset = Awaited()
-    async with serving(dataset, concurrency=2) as (transport, _):
+    async with serving(dataset, samples_at_once=2) as (transport, _):
         transport.give(tickets([1, 2], [3]))
         await until(lambda: len(dataset.asked) == 2)
         transport.give((Kind.EPOCH, EPOCHS[1]), tickets([5]))

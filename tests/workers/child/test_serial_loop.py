@@ -42,7 +42,7 @@ class Played:
         """As it is."""
         return error
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
         """As it would be anyway."""
         return collate_fn(samples)
 

@@ -95,7 +95,7 @@ async def start() -> AsyncIterator[Start]:
     def start(dataset: Any, num_workers: int = 1, *, on_threads: bool = True) -> tuple[LocalPool, Heard]:
         awaits = isinstance(dataset, AwaitedHeld)
         spec = WorkerSpec(dataset, False, False, lambda sample: sample, False, None, num_workers, 0, False,
-                          concurrency=4 if awaits else 1, is_async=awaits)  # fmt: skip
+                          samples_at_once=4 if awaits else 1, is_async=awaits)  # fmt: skip
         pool = LocalPool(GuardedLoop(asyncio.get_running_loop()), spec, on_threads=on_threads)
         made.append((pool, dataset))
         heard = Heard()

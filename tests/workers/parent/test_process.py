@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.portal import get_portal
@@ -153,6 +153,15 @@ def test_what_is_shared_stays_shared(method: str, by_value: bool, monkeypatch: p
     assert dataset.value.value == 8
     assert list(dataset.raw) == list(range(8))
     assert dataset.tensor.tolist() == [0, 1, 3, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_zeros_without_memory(method: str) -> None:
+    """Forward-mode gradients and the backward of some functions are such; torch refuses to pickle them."""
+    zeros = torch._efficientzerotensor((4, 3))
+    loader = DataLoader(TensorDataset(zeros, torch.arange(4)), num_workers=1, multiprocessing_context=method)
+    found = [torch.cat(column) for column in zip(*loader, strict=True)]
+    assert [column.tolist() for column in found] == [[[0.0] * 3] * 4, [0, 1, 2, 3]]
 
 
 def test_the_worker_knows_who_it_is() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import asyncloader
-from asyncloader.engine.crew import Crew
 from asyncloader.engine.roster import Roster
+from asyncloader.engine.workforce import Workforce
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.messages import EpochSpec
 from asyncloader.workers.remote import fleet as module
@@ -109,15 +109,14 @@ async def test_no_step_costs_more_with_more_workers(make: Any) -> None:
     assert {name: cost for name, cost in many.items() if cost > 1.2 * few[name]} == {}, few
 
 
-async def test_a_worker_that_leaves_costs_the_crew_no_more_with_more_workers() -> None:
+async def test_a_worker_that_leaves_costs_the_workforce_no_more_with_more_workers() -> None:
     """One look at all of them for each of a thousand that leave would be a million."""
 
     async def cost(num_workers: int) -> int:
-        crew, roster = Crew(num_workers), Roster(num_workers, 0)
+        workforce, roster = Workforce(num_workers), Roster(num_workers, 0)
 
         def leave() -> None:
-            crew.gone(num_workers - 1)
-            crew.let_go(num_workers - 1, roster)
+            workforce.leaves(num_workers - 1, roster)
 
         return await operations(leave)
 

@@ -12,7 +12,7 @@ import pytest
 from asyncloader.engine.actions import Lose, Replace
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.staff import Staff
+from asyncloader.engine.supervisor import Supervisor
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 
 
@@ -47,7 +47,9 @@ class Session:
         self.unsent = unsent or []
         scheduler = Scheduler(num_workers=2, prefetch_factor=2)
         faults = SimpleNamespace(replacements=0, timeouts=0)
-        self.run: Any = SimpleNamespace(scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None)
+        self.run: Any = SimpleNamespace(
+            scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None, tracks={}
+        )
         self.applied: list[Any] = []
 
     def apply(self, actions: Any) -> None:
@@ -57,17 +59,24 @@ class Session:
         return self.unsent
 
 
+def supervise(loop: GuardedLoop, pool: Any, session: Any) -> Supervisor:
+    """Return what looks after two workers."""
+    supervisor = Supervisor(loop, pool, Policy(replaceable=True), 2)
+    supervisor.attach(session)
+    return supervisor
+
+
 async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
     """Its machine has gone meanwhile: nobody could start it there."""
     pool, session, loop = Pool(), Session(), Timers()
-    staff = Staff(loop, pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
+    supervisor = supervise(loop, pool, session)
     session.run.scheduler.planned(range(4))
-    staff.lose(session, Lose(1, lambda tickets: RuntimeError(), rest_s=1000.0))  # type: ignore[arg-type]
+    supervisor.do(Lose(1, lambda tickets: RuntimeError(), rest_s=1000.0))
     assert session.run.scheduler.resting == {1}
-    staff.lost(session, 1)  # type: ignore[arg-type]
+    supervisor.lost(1)
     assert [timer.cancelled() for timer in loop.timers] == [True]
     assert not any(isinstance(action, Replace) for action in session.applied)
-    assert staff.crew.members == {0}
+    assert supervisor.workforce.members == {0}
     assert session.run.scheduler.resting == set()
     session.run.scheduler.validate()
 
@@ -76,8 +85,8 @@ async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
 async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end(hung: bool) -> None:
     """It has waited for the successor."""
     pool, session = Pool(), Session(unsent=[1])
-    staff = Staff(GuardedLoop(asyncio.get_running_loop()), pool, Policy(replaceable=True), 2)  # type: ignore[arg-type]
+    supervisor = supervise(GuardedLoop(asyncio.get_running_loop()), pool, session)
     scheduler = session.run.scheduler
     scheduler.planned(range(4))
-    staff.lose(session, Lose(1, lambda tickets: RuntimeError(), hung=hung))  # type: ignore[arg-type]
+    supervisor.do(Lose(1, lambda tickets: RuntimeError(), hung=hung))
     assert {seq: ticket.tries for seq, ticket in scheduler.in_flight[1].items()} == {1: 0, 3: 1}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.engine.pinning import Pinner
+from asyncloader.engine.finisher import Finisher
 from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from tests.patience import wait_until
@@ -39,8 +39,8 @@ class Pinning(WorkerIterator[Any]):
 
     copy: Callable[[Any], Any]
 
-    def _make_pinner(self, loop: GuardedLoop) -> Pinner:
-        return Pinner(loop, "cuda", copy=type(self).copy)
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher:
+        return Finisher(loop, "cuda", copy=type(self).copy)
 
 
 def pinned(copy: Callable[[Any], Any], dataset: Any = None, **options: Any) -> Pinning:
@@ -60,7 +60,7 @@ def test_batches_are_copied_on_a_thread_beside_the_consumer_and_the_loop() -> No
 
     with pinned(copy) as batches:
         assert torch.cat(list(batches)).tolist() == [1000 + i for i in range(40)]
-    assert threads == {"asyncloader pin"}
+    assert threads == {"asyncloader finish"}
 
 
 def test_async_for_gets_pinned_batches_in_order() -> None:
@@ -129,11 +129,11 @@ def test_the_slab_is_free_once_the_copy_is_made() -> None:
 
 
 def test_breaking_off_ends_the_pin_thread() -> None:
-    """After close no pin thread is left."""
+    """After close no side thread is left."""
     batches = pinned(lambda batch: batch)
     next(batches)
     batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "asyncloader pin"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "asyncloader finish"]
 
 
 def test_dropping_the_iterator_ends_the_pin_thread() -> None:
@@ -141,7 +141,7 @@ def test_dropping_the_iterator_ends_the_pin_thread() -> None:
     batches = pinned(lambda batch: batch)
     next(batches)
     del batches
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "asyncloader pin"])
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "asyncloader finish"])
 
 
 def test_batches_that_all_workers_write_are_copied_too() -> None:

@@ -1,4 +1,4 @@
-"""Requests over HTTP, and what their answers mean: which bytes came, and which failures pass."""
+"""Files behind urls: requests over HTTP, and what their answers mean: which bytes came, and which failures pass."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import datetime
 import email.utils
 import errno
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncloader.datasets.limits import collect, collect_range, decompress, too_large
 from asyncloader.datasets.retry import FetchError, TransientError
+from asyncloader.datasets.source import Known, Version, raise_changed
 from asyncloader.errors import as_cause, redacted
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)", re.IGN
 _LENGTH = re.compile(r"bytes \*/([0-9]{1,18})", re.IGNORECASE)
 
 
-class Client:
+class HTTPSource:
     """Sends requests, over connections that are kept. Belongs to one loop.
 
     The headers, cookies and logins that it was given are for the origins that are asked: where one of them redirects to
@@ -64,9 +65,87 @@ class Client:
         self._session = aiohttp.ClientSession(**self._options)
         self._stranger: aiohttp.ClientSession | None = None
 
+    async def version(self, url: str) -> Version:
+        """Return which version of a file is there. A byte is asked for: that shows whether the server gives ranges."""
+        async with self._get(url, range_header(0, 1)) as answer:
+            if is_at_end(answer, 0, is_same=False):
+                return Version(0, tag_of(answer))
+            part = check(answer, url, 0, 1)
+            if part is None or part.total is None:
+                raise FetchError(f"{url}: the server does not say how long it is")
+            return Version(part.total, tag_of(answer))
+
+    async def read(self, url: str, start: int, stop: int, version: Version | None = None) -> bytes:
+        """Return some bytes of a file, of this version if one is given.
+
+        Raises:
+            TransientError: Fewer came.
+            FetchError: More came, or it is of another version.
+        """
+        async with self._get(url, range_header(start, stop)) as answer:
+            part = check(answer, url, start, stop)
+            if version and (part is None or tag_of(answer) != version.tag or part.total not in (None, version.size)):
+                raise_changed(url)
+            return await collect_range(answer.content.iter_any(), stop - start, url)
+
+    async def read_whole(self, url: str, max_bytes: int) -> bytes:
+        """Return all of a file, decompressed if it comes with gzip.
+
+        Raises:
+            TransientError: The compressed data was cut off.
+            FetchError: The file is damaged, compressed in another way, or larger than `max_bytes`.
+        """
+        async with self._get(url, {}) as answer:
+            check(answer, url)
+            is_packed, error = is_gzipped(answer, url), too_large(url, max_bytes)
+            if (answer.content_length or 0) > max_bytes:
+                raise error
+            data = await collect(answer.content.iter_any(), max_bytes, error)
+            return decompress(data, max_bytes, url) if is_packed else data
+
+    async def stream(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
+        """Read from an offset on."""
+        while True:
+            headers = range_header(offset) if offset else {}
+            if is_same := known.tag is not None and known.tag.startswith('"'):  # servers do not compare weak ones
+                headers["If-Match"] = str(known.tag)
+            async with self._get(url, headers) as answer:
+                tag = tag_of(answer) or None
+                if offset and answer.status == 416:  # nothing lies behind what has come
+                    known.confirmed(Known(tag, offset), url)
+                    if is_at_end(answer, offset, is_same=is_same):
+                        return
+                part = check(answer, url, offset or None)
+                size = answer.content_length if part is None else part.total
+                known = known.confirmed(Known(tag, size, is_gzipped(answer, url)), url)
+                async for chunk in answer.content.iter_any():
+                    offset += len(chunk)
+                    yield chunk, known
+            if part is None or offset == known.size:
+                return
+            if offset != part.stop:  # else the server gave less than it was asked for, and is asked for more
+                raise TransientError(f"the answer ended at byte {offset}, not {part.stop}")
+
     @contextlib.asynccontextmanager
-    async def get(self, url: str, headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Ask for a url, and follow redirects."""
+    async def _get(self, url: str, headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Ask for a url, and follow redirects.
+
+        Raises:
+            TransientError: For what the client raises, if that may pass.
+            FetchError: If it does not: urls that are none, redirects in a circle, answers that are not HTTP.
+        """
+        import aiohttp
+
+        try:
+            async with self._answered(url, headers) as answer:
+                yield answer
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError) as error:
+            raise TransientError(f"{type(error).__name__}: {error}".rstrip(": ")) from as_cause(error)
+        except aiohttp.ClientError as error:
+            raise FetchError(f"{type(error).__name__}: {error}") from as_cause(error)
+
+    @contextlib.asynccontextmanager
+    async def _answered(self, url: str, headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         asked: str | yarl.URL = url
         for _ in range(_MOST_REDIRECTS):
             async with self._session.get(asked, headers=headers, allow_redirects=False) as answer:
@@ -98,7 +177,7 @@ class Client:
             )
         return self._stranger
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections."""
         if self._stranger is not None:
             await self._stranger.close()
@@ -125,7 +204,7 @@ def _target(answer: aiohttp.ClientResponse, asked: str | yarl.URL) -> yarl.URL |
     return target
 
 
-class Part(NamedTuple):
+class ContentRange(NamedTuple):
     """Which bytes of an object an answer has: from `start` up to, and not including, `stop`, of `total` if known."""
 
     start: int
@@ -138,7 +217,9 @@ def range_header(start: int, stop: int | None = None) -> dict[str, str]:
     return {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
 
 
-def check(answer: aiohttp.ClientResponse, url: str, start: int | None = None, stop: int | None = None) -> Part | None:
+def check(
+    answer: aiohttp.ClientResponse, url: str, start: int | None = None, stop: int | None = None
+) -> ContentRange | None:
     """Raise what an answer calls for if it does not have the bytes that were asked for.
 
     Args:
@@ -174,48 +255,24 @@ def check(answer: aiohttp.ClientResponse, url: str, start: int | None = None, st
     return part
 
 
-def _part(answer: aiohttp.ClientResponse) -> Part | None:
+def _part(answer: aiohttp.ClientResponse) -> ContentRange | None:
     found = _PART.fullmatch(answer.headers.get("Content-Range", ""))
     if found is None:
         return None
     first, last, total = found.groups()
-    return Part(int(first), int(last) + 1, None if total == "*" else int(total))
+    return ContentRange(int(first), int(last) + 1, None if total == "*" else int(total))
 
 
 def is_gzipped(answer: aiohttp.ClientResponse, url: str) -> bool:
     """Tell whether the server gives an object compressed with gzip, though it was asked not to.
 
     Raises:
-        FetchError: It is compressed in another way.
+        FetchError: The object is compressed in another way.
     """
     encoding = answer.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
         raise FetchError(f"{url}: comes compressed (Content-Encoding: {encoding}), of which only gzip is supported")
     return encoding.endswith("gzip")
-
-
-async def read_whole(answer: aiohttp.ClientResponse, url: str, max_bytes: int) -> bytes:
-    """Return the object that an answer has, decompressed if it comes with gzip.
-
-    Raises:
-        TransientError: The compressed data was cut off.
-        FetchError: It is damaged, compressed in another way, or larger than `max_bytes`.
-    """
-    is_packed, error = is_gzipped(answer, url), too_large(url, max_bytes)
-    if (answer.content_length or 0) > max_bytes:
-        raise error
-    data = await collect(answer.content.iter_any(), max_bytes, error)
-    return decompress(data, max_bytes, url) if is_packed else data
-
-
-async def read_range(answer: aiohttp.ClientResponse, url: str, size: int) -> bytes:
-    """Return the range of so many bytes that an answer has.
-
-    Raises:
-        TransientError: Fewer came.
-        FetchError: More came.
-    """
-    return await collect_range(answer.content.iter_any(), size, url)
 
 
 def is_at_end(answer: aiohttp.ClientResponse, start: int, *, is_same: bool) -> bool:
@@ -224,8 +281,8 @@ def is_at_end(answer: aiohttp.ClientResponse, start: int, *, is_same: bool) -> b
     Args:
         answer: The answer.
         start: Where the rest would have begun.
-        is_same: The server was asked to answer only if the object has not changed. It has no less than what has come
-            then, and no more.
+        is_same: The server was asked to answer only if the object has not changed. The object then ends where the
+            bytes end that have come.
     """
     if answer.status != 416:
         return False
@@ -233,17 +290,9 @@ def is_at_end(answer: aiohttp.ClientResponse, start: int, *, is_same: bool) -> b
     return is_same if found is None else int(found[1]) == start
 
 
-@contextlib.contextmanager
-def failures_told_apart() -> Iterator[None]:
-    """Turn the client's errors into TransientError where they may pass, and into FetchError where they do not."""
-    import aiohttp
-
-    try:
-        yield
-    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError) as error:
-        raise TransientError(f"{type(error).__name__}: {error}".rstrip(": ")) from as_cause(error)
-    except aiohttp.ClientError as error:  # urls that are none, redirects in a circle, answers that are not HTTP
-        raise FetchError(f"{type(error).__name__}: {error}") from as_cause(error)
+def tag_of(answer: aiohttp.ClientResponse) -> str:
+    """Return the tag of the version that an answer has bytes of."""
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
 def _wait_s(retry_after: str | None) -> float | None:

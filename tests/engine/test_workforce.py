@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.engine.actions import Dismiss, Join, Part, Start
-from asyncloader.engine.crew import Crew
+from asyncloader.engine.actions import Dismiss, Join, Leave, Start
 from asyncloader.engine.roster import Roster
+from asyncloader.engine.workforce import Workforce
 
 
 @dataclass
@@ -21,10 +21,10 @@ class Place:
 
 
 class World:
-    """Scheduler and pool, as far as a crew sees of them: `carry_out` does what it decides."""
+    """Scheduler and pool, as far as a workforce sees of them: `carry_out` does what it decides."""
 
     def __init__(self, num_workers: int) -> None:
-        self.crew = Crew(num_workers)
+        self.workforce = Workforce(num_workers)
         self.roster = Roster(num_workers, 0)
         self.places: dict[int, Any] = {worker: Place() for worker in range(num_workers)}
         self.to_start: set[int] = set()
@@ -32,7 +32,7 @@ class World:
 
     def settle(self) -> list[Any]:
         """Have it decide."""
-        actions = self.crew.settle(self.roster, self.places)
+        actions = self.workforce.settle(self.roster, self.places)
         self.carry_out(actions)
         return actions
 
@@ -46,7 +46,7 @@ class World:
                 case Join(worker):
                     assert worker in self.roster.leaving or self.places[worker].is_ready
                     self.roster.join(worker)
-                case Part(worker):
+                case Leave(worker):
                     self.roster.leave(worker)
                     if self.is_idle or worker not in self.places:
                         self.roster.retire(worker)
@@ -56,7 +56,7 @@ class World:
 
     def start(self) -> None:
         """Start who is to be started, and is wanted still."""
-        for worker in self.to_start & self.crew.members - self.places.keys():
+        for worker in self.to_start & self.workforce.members - self.places.keys():
             self.places[worker] = Place(False)
         self.to_start.clear()
 
@@ -65,7 +65,7 @@ class World:
         for worker, place in self.places.items():
             if not place.is_ready:
                 place.is_ready = True
-                self.carry_out(self.crew.ready(worker, self.roster))
+                self.carry_out(self.workforce.ready(worker, self.roster))
 
     def finish(self) -> None:
         """Have those that leave be done."""
@@ -83,62 +83,61 @@ class World:
 def test_one_more_joins_when_it_is_ready() -> None:
     """It is started once."""
     world = World(1)
-    world.crew.resize(2)
+    world.workforce.want(2)
     assert world.settle() == [Start(1)]
     assert world.settle() == []
     world.start()
-    assert world.crew.is_coming(1)
+    assert world.workforce.is_coming(1)
     assert not world.roster.takes(1)
     world.get_ready()
     assert world.roster.takes(1)
-    assert not world.crew.is_coming(1)
+    assert not world.workforce.is_coming(1)
 
 
 def test_the_last_go_first_and_stay_if_they_are_wanted_before_they_have_gone() -> None:
     """Without another process."""
     world = World(4)
-    world.crew.resize(2)
-    assert world.settle() == [Part(3), Part(2)]
-    world.crew.resize(3)
+    world.workforce.want(2)
+    assert world.settle() == [Leave(3), Leave(2)]
+    world.workforce.want(3)
     assert world.settle() == [Join(2)]
 
 
 def test_one_that_is_not_wanted_before_it_is_ready_goes_at_once() -> None:
     """Started or not."""
     world = World(1)
-    world.crew.resize(2)
+    world.workforce.want(2)
     world.settle()
-    world.crew.resize(1)
+    world.workforce.want(1)
     assert world.settle() == []
-    world.crew.resize(2)
+    world.workforce.want(2)
     assert world.settle() == [Start(1)]
     world.start()
-    world.crew.resize(1)
+    world.workforce.want(1)
     assert world.settle() == [Dismiss(1)]
 
 
 def test_one_that_nobody_has_asked_for_is_welcome() -> None:
     """So workers come that start elsewhere; one that is gone is not asked for again."""
     world = World(1)
-    world.crew = Crew(1, first_elsewhere=7)
     world.places[7] = Place()
-    world.carry_out(world.crew.ready(7, world.roster))
+    world.carry_out(world.workforce.ready(7, world.roster))
     assert world.roster.takes(7)
-    assert world.crew.members == {0, 7}
-    world.crew.gone(7)
-    assert world.settle() == [Part(7)]
+    assert world.workforce.members == {0, 7}
+    world.workforce.gone(7)
+    assert world.settle() == [Leave(7)]
 
 
 def test_a_run_that_was_made_for_others_gets_those_that_are_there() -> None:
     """And has no place for those that are not."""
     world = World(2)
-    world.crew.resize(3)
+    world.workforce.want(3)
     world.settle()
     world.start()
     world.get_ready()
     world.begin(1)
     assert [world.roster.takes(worker) for worker in range(3)] == [True, True, True]
-    world.crew.resize(1)
+    world.workforce.want(1)
     world.settle()
     world.begin(3)
     assert world.roster.active == {0}
@@ -154,7 +153,7 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
     for event in events:
         match event:
             case int():
-                world.crew.resize(event)
+                world.workforce.want(event)
                 world.settle()
             case ("begin", count):
                 world.begin(count)
@@ -163,21 +162,25 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
     world.start()
     world.get_ready()
     world.finish()
-    assert {worker for worker in world.roster.active if world.roster.takes(worker)} == world.crew.members
+    assert {worker for worker in world.roster.active if world.roster.takes(worker)} == world.workforce.members
 
 
 def test_those_of_other_machines_come_and_go_by_themselves() -> None:
-    """The number is that of this machine; ids of new ones stay below theirs."""
-    crew = Crew(2, first_elsewhere=5)
-    roster = Roster(2, 0)
-    assert crew.ready(5, roster) == [Join(5)]
+    """The number that is wanted is that of this machine; who was wanted here before is no guest."""
+    workforce, roster = Workforce(2), Roster(2, 0)
+    assert workforce.ready(5, roster) == [Join(5)]
     roster.join(5)
-    crew.resize(4)
-    assert crew.members == {0, 1, 2, 3, 5}
-    assert crew.here == [0, 1, 2, 3]
-    crew.resize(1)
-    assert crew.members == {0, 5}
-    assert crew.ready(2, roster) == [Dismiss(2)]  # it was being started when it was wanted no more
-    assert crew.members == {0, 5}
-    crew.gone(5)
-    assert crew.settle(roster, {0: Place(), 1: Place(), 5: Place()}) == [Part(5), Part(1)]  # type: ignore[dict-item]
+    workforce.want(4)
+    assert (workforce.wanted, workforce.guests) == ({0, 1, 2, 3}, {5})
+    workforce.want(1)
+    assert workforce.members == {0, 5}
+    assert workforce.ready(2, roster) == [Dismiss(2)]  # it was being started when it was wanted no more
+    assert workforce.members == {0, 5}
+    assert workforce.leaves(5, roster) == [Leave(5)]
+    assert workforce.members == {0}
+    roster.leave(5)
+    processes: Any = {0: Place(), 1: Place(), 5: Place()}
+    assert workforce.settle(roster, processes) == [Leave(1)]
+    workforce = Workforce(3)  # the first ones are being started
+    workforce.want(1)
+    assert workforce.ready(2, Roster(1, 0)) == [Dismiss(2)]

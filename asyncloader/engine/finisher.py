@@ -1,0 +1,116 @@
+"""Finish batches on a thread beside the loop: join their slices, copy them into page-locked memory for the GPU.
+
+    loop thread ── finish(batch, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
+
+The copy is torch's own (`torch.utils.data._utils.pin_memory`), which knows nested batches and types with a
+``pin_memory`` method. The slab that the batch came in is free again when the copy is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from asyncloader.transport.batch_slabs import BatchSlabs
+from asyncloader.transport.join import CollatedSlice, join
+from asyncloader.workers.child import threads
+from asyncloader.workers.child.guarded_loop import GuardedLoop
+
+Tell: TypeAlias = Callable[[Any, BaseException | None, float], None]
+
+
+class Slices(NamedTuple):
+    """A batch that is to be joined: its slices, which are dropped with that, and the slabs that they may be in."""
+
+    slices: list[CollatedSlice]
+    slabs: BatchSlabs | None
+
+
+class Finisher:
+    """Owner of the thread of one session. Used from the loop thread; the thread starts with the first batch.
+
+    Args:
+        loop: On which the outcome is told.
+        device: Type of the accelerator that batches are pinned for, "cuda" for example; None for no pinning.
+        copy: Makes the pinned copy of a batch; torch's by default.
+
+    Attributes:
+        pins: Batches are pinned.
+    """
+
+    def __init__(self, loop: GuardedLoop, device: str | None, copy: Callable[[Any], Any] | None = None) -> None:
+        self._loop = loop
+        self.pins = device is not None
+        self._copy = copy or (lambda batch: pin_memory(batch, device))  # type: ignore[no-untyped-call]
+        has_device = self.pins and torch.accelerator.is_available()
+        self._index = torch.accelerator.current_device_index() if has_device else -1
+        self._queue: queue.SimpleQueue[tuple[Any, Tell] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def finish(self, batch: Any, tell: Tell) -> None:
+        """Join and pin a batch, or `Slices` of one.
+
+        ``tell`` is called on the loop with the batch or the error, and how many seconds pinning took.
+        """
+        if self._thread is None:
+            self._thread = threads.start(self._run, "asyncloader finish")
+        self._queue.put((batch, tell))
+
+    def stop(self) -> None:
+        """End the thread after the batch in work."""
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._finish_all()
+        except BaseException as error:  # nobody would finish what is still to come
+            with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+                self._loop.call_soon_threadsafe(self._loop.fail, error)
+
+    def _finish_all(self) -> None:
+        torch.set_num_threads(1)
+        if self._index >= 0:
+            torch.accelerator.set_device_index(self._index)
+        while (job := self._queue.get()) is not None:
+            batch, tell = job
+            del job
+            error: BaseException | None = None
+            began = perf_counter()
+            try:
+                if type(batch) is Slices:
+                    batch = _joined(batch)
+                    began = perf_counter()
+                if self.pins:
+                    batch = self._pinned(batch)
+            except BaseException as raised:
+                batch, error = None, raised
+            self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
+            del batch, error, tell
+
+    def _pinned(self, batch: Any) -> Any:
+        try:
+            return self._copy(batch)
+        except BaseException as raised:  # of a type of the user's, with a pin_memory method
+            raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._index}.")
+            raised.__traceback__ = None  # its frames refer to the batch
+            raise
+
+
+def _joined(batch: Slices) -> Any:
+    joined = join(*batch)
+    batch.slices.clear()
+    return joined

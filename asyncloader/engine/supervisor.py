@@ -1,0 +1,480 @@
+"""The workers of a session: starts, replaces, renews and ends them, as others decide.
+
+    session ── died, ready, resize, run begun, actions ──> Supervisor ──> Backend.add, dismiss, discard, renew
+                                                               ├ Workforce decides who comes and goes
+                                                               ├ Recovery decides about those that were lost
+                                                               ├ Renewal decides who has made enough
+                                                               └ Controller decides how many are worth it
+
+What follows for tickets the scheduler decides: the session is given the actions for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, cast
+
+from asyncloader.engine.actions import (
+    Abandon,
+    Action,
+    Dismiss,
+    Join,
+    Leave,
+    Lose,
+    Postpone,
+    Renew,
+    Replace,
+    Start,
+    Succeed,
+)
+from asyncloader.engine.controller import Controller
+from asyncloader.engine.recovery import Policy, Recovery
+from asyncloader.engine.renewal import Renewal
+from asyncloader.engine.run import Run
+from asyncloader.engine.workforce import Workforce
+from asyncloader.errors import describe_death, last_words
+from asyncloader.machine import available_bytes, total_bytes
+from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
+from asyncloader.workers.backend import Backend, Elastic, Renewable, Worker
+from asyncloader.workers.child.guarded_loop import GuardedLoop
+
+log = logging.getLogger("asyncloader")
+
+END_GRACE_S = 3.0
+"""Workers that were told to end get this long, then they are killed. Seconds."""
+
+
+_WORKER_BYTES = 256 << 20
+"""One more worker is started on its own account only where so much memory is left for it, or what the largest takes."""
+
+
+class Auto(NamedTuple):
+    """A number of workers that looks after itself.
+
+    Attributes:
+        controller: Decides.
+        tell: Is told of it: how many there are to be on this machine, and on others.
+        elastic: The workers, if there may be some on other machines; or None.
+    """
+
+    controller: Controller
+    tell: Callable[[int, int], None]
+    elastic: Elastic | None = None
+
+
+class Session(Protocol):
+    """What the supervisor needs of it."""
+
+    run: Run
+
+    @property
+    def takes_outcomes(self) -> bool:
+        """Whether somebody waits for what workers make."""
+
+    def apply(self, actions: Any) -> None:
+        """Carry out what was decided."""
+
+    def flush(self) -> None:
+        """Give workers their tickets."""
+
+    def drop(self, worker: int) -> list[int]:
+        """Forget the tickets of a worker that were not sent, and return their numbers."""
+
+
+class Supervisor:
+    """Owner of the places of workers, from run to run. On the loop thread.
+
+    Args:
+        loop: The portal's.
+        pool: The workers.
+        policy: What can be done about workers that are lost.
+        num_workers: How many there are at the beginning.
+        auto: Looks after their number, or None.
+        renewal: Says who is renewed, or None for nobody.
+
+    Attributes:
+        due: When it is worth looking at them again; on the clock of outcomes.
+        is_stream: The dataset is iterable.
+        held: Workers that are sent nothing now: what is for them is for their successors.
+    """
+
+    def __init__(
+        self,
+        loop: GuardedLoop,
+        pool: Backend,
+        policy: Policy,
+        num_workers: int,
+        auto: Auto | None = None,
+        renewal: Renewal | None = None,
+    ) -> None:
+        self.auto = auto
+        self.due = 0.0
+        self.held: set[int] = set()
+        self.is_stream = policy.is_stream
+        self.recovery = Recovery(policy, num_workers)
+        self.workforce = Workforce(num_workers)
+        self.renewal = renewal
+        self._stays = policy.stays
+        self._loop = loop
+        self._pool = pool
+        self._to_start: deque[int] = deque()
+        self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
+        # Workers whose dataset was put in the middle of its data, and has not read on: the next run would begin there.
+        self._unmoved: set[int] = set()
+        self._is_put_back = policy.has_initial_state
+        self._watch = MemoryWatch()
+        self._watch_due = perf_counter() + LOOK_S
+
+    def attach(self, session: Session) -> None:
+        """Look after the workers of this session."""
+        self._session = weakref.ref(session)  # which has the supervisor
+        for worker in session.run.tracks:
+            self._note_start(worker)
+
+    @property
+    def session(self) -> Session:
+        """Theirs, which is there as long as they are."""
+        session = self._session()
+        assert session is not None
+        return session
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether somebody waits for what workers make."""
+        session = self._session()
+        return session is not None and session.takes_outcomes
+
+    # ---------------------------------------------------------------------------------------------------- events
+
+    def begin(self) -> None:
+        """A run has begun with workers that are there: fill places, and have those go that are not wanted."""
+        run, processes = self.session.run, self._pool.processes
+        unmoved, self._unmoved = self._unmoved, set()
+        for worker in unmoved & processes.keys():
+            self._pool.discard(worker)
+        for worker in processes:
+            self._note_node(worker)
+        for worker in self.stop() | unmoved:
+            if (process := processes.get(worker)) is not None:
+                self.session.apply(self.recovery.fill(process, run.start_of(worker)))
+            elif run.scheduler.roster.takes(worker):
+                self.session.apply([Replace(worker)])
+        if self.auto is not None:
+            self.auto.controller.begin()
+        self.due = 0.0
+        self._settle()
+        self._look_who_is_renewed(perf_counter(), begins=True)
+
+    def stop(self) -> set[int]:
+        """Replace nobody any more in this run; return who has no process."""
+        resting = set(self._rests)
+        for worker in resting:
+            self._wake(worker)
+        return resting | self.recovery.stop()
+
+    def answered(self, worker: int, private_bytes: int, now: float) -> None:
+        """A worker has come to an outcome, and has so much memory to itself."""
+        if self.renewal is not None and self.renewal.made(worker, private_bytes):
+            self._look_who_is_renewed(now)
+        if now >= self.due:
+            self._look(now)
+
+    def moved(self, worker: int) -> None:
+        """A worker has read on."""
+        self._unmoved.discard(worker)
+
+    def ready(self, worker: int) -> None:
+        """A worker has opened the dataset."""
+        session, scheduler = self.session, self.session.run.scheduler
+        self.recovery.ready()
+        self._note_node(worker)
+        if self.renewal is not None and worker not in scheduler.active:
+            self.renewal.born(worker)  # its id may have been another's
+        if self._is_at_work:
+            session.apply(self.workforce.ready(worker, scheduler.roster))
+
+    def died(self, worker: int, process: Worker) -> None:
+        """A worker's process ended on its own."""
+        run = self.session.run
+        is_active = worker in run.scheduler.active
+        if is_active or not self.workforce.is_coming(worker):
+            self.session.apply(self.recovery.died(process, run.start_of(worker), is_active=is_active))
+            return
+        why = describe_death(process.pid, process.exitcode) + last_words(process.output)
+        log.warning("One more worker could not be had, and the others go on without it: %s", why)
+        self.workforce.gone(worker)
+        self._pool.dismiss(worker, 0.0)
+        self._have_others_do(worker)
+
+    def left(self, worker: int) -> None:
+        """A worker wants to go."""
+        session, scheduler = self.session, self.session.run.scheduler
+        if not self._stays:
+            actions = self.workforce.leaves(worker, scheduler.roster)
+            session.apply(actions if self._is_at_work else [])
+        elif self._is_at_work and worker in scheduler.active:
+            session.apply(self.recovery.leaves(self._pool.processes[worker], session.run.start_of(worker)))
+
+    def lost(self, worker: int) -> None:
+        """A worker has gone, and nothing that it was at is to blame."""
+        self._stop_renewal(worker)
+        self.workforce.gone(worker)
+        self._wake(worker)
+        self._have_others_do(worker)
+
+    def on_successor(self, worker: int, successor: Worker) -> None:
+        """The successor of a worker has opened the dataset, or ended; or the worker has nothing in hand."""
+        if self.renewal is None:
+            return
+        if not successor.is_alive:
+            why = describe_death(successor.pid, successor.exitcode) + last_words(successor.output)
+            self._not_renewed(worker, why)
+        elif successor.is_ready:
+            if self.renewal.ready(worker):
+                self.held.add(worker)
+            self._look_who_is_renewed(perf_counter())
+
+    def resize(self, num_workers: int, elsewhere: int | None = None) -> None:
+        """Have so many workers on this machine from now on, and on others.
+
+        Args:
+            num_workers: Here.
+            elsewhere: On other machines; None for as many as the user says.
+        """
+        auto = self.auto
+        if elsewhere is None:
+            self.auto = None  # from now on nobody looks after it
+        if auto is not None and auto.elastic is not None:
+            auto.elastic.want(elsewhere)
+        self.workforce.want(num_workers)
+        self.recovery.num_workers = num_workers + (elsewhere or 0)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._is_at_work:
+            self.session.apply(self.workforce.settle(self.session.run.scheduler.roster, self._pool.processes))
+
+    # ------------------------------------------------------------------------------------------- looking after them
+
+    def _look(self, now: float) -> None:
+        """See whether memory runs out, and have as many workers as are worth it, if that looks after itself."""
+        if now >= self._watch_due:
+            self._watch_due = now + LOOK_S
+            if words := self._watch.look(self.session.run.meter.private_bytes()):
+                log.warning("%s", words)
+        self.due = self._watch_due
+        if (auto := self.auto) is not None:
+            if now >= auto.controller.due:
+                self._look_how_many(auto, now)
+            self.due = min(self.due, auto.controller.due)
+
+    def _look_how_many(self, auto: Auto, now: float) -> None:
+        controller, run = auto.controller, self.session.run
+        here, elsewhere = controller.here, controller.elsewhere
+        controller.observe(run.meter.load(now, run.scheduler.roster.num_takers))
+        if (more := controller.here - here) > 0:
+            each = max([_WORKER_BYTES, *run.meter.private_bytes().values()])
+            room = available_bytes() - total_bytes() // 20
+            if room < more * each:
+                controller.limit(here + max(0, room // each))
+        wanted = controller.here, controller.elsewhere
+        if wanted != (here, elsewhere):
+            log.info('num_workers="auto": %d in place of %d: %s', sum(wanted), here + elsewhere, controller.reason)
+            self.resize(*wanted)
+            auto.tell(*wanted)
+
+    def _look_who_is_renewed(self, now: float, *, begins: bool = False) -> None:
+        """See whether a successor can take its place, and whether somebody else is due.
+
+        Args:
+            now: Seconds.
+            begins: A run has begun, and nobody has anything in hand.
+        """
+        renewal, pool = self.renewal, cast(Renewable, self._pool)
+        if renewal is None:
+            return
+        if renewal.is_holding and renewal.worker is not None and pool.is_idle(renewal.worker):
+            self.session.apply(renewal.idle())
+        # For what is left when the plan has ended nobody is started.
+        if begins or renewal.worker is not None or not self.session.run.plan_ended:
+            self.session.apply(renewal.next(now, self._may_be_renewed))
+
+    def _may_be_renewed(self, worker: int) -> bool:
+        """Whether a worker is there that will get tickets, and nobody is just being started."""
+        roster, processes = self.session.run.scheduler.roster, self._pool.processes
+        is_there = roster.takes(worker) and not roster.is_held(worker) and worker in processes
+        is_everybody_there = len(processes) >= len(self.workforce.members)
+        return is_there and is_everybody_there and all(process.is_ready for process in processes.values())
+
+    def _not_renewed(self, worker: int, why: str) -> None:
+        if self.renewal is not None:
+            log.warning("Worker %d could not be renewed, and goes on: %s", worker, why)
+            self.session.apply(self.renewal.failed(worker, perf_counter()))
+
+    def _stop_renewal(self, worker: int) -> None:
+        """See that a worker that is to go is not renewed."""
+        if self.renewal is not None:
+            self.session.apply(self.renewal.stop(worker))
+
+    # --------------------------------------------------------------------------------------------------- actions
+
+    def do(self, action: Action) -> None:
+        """Carry out what was decided about a worker."""
+        match action:
+            case Start(worker):
+                self._start(worker)
+            case Join(worker):
+                self._note_node(worker)
+                self.session.apply(self.session.run.scheduler.joined(worker))
+            case Leave(worker):
+                self._leave(worker)
+            case Dismiss(worker):
+                self._wake(worker)
+                self._stop_renewal(worker)
+                self._pool.dismiss(worker, END_GRACE_S)
+            case Replace(worker):
+                self._replace(worker)
+            case Lose():
+                self._lose(action)
+            case Postpone():
+                self._postpone(action)
+            case Renew(worker):
+                self._loop.call_soon(self._start_successor, worker)  # a fork holds up the loop
+            case Succeed(worker):
+                cast(Renewable, self._pool).succeed(worker, END_GRACE_S)
+                self.session.run.meter.renewed(worker)
+                self.held.discard(worker)
+            case Abandon(worker):
+                cast(Renewable, self._pool).abandon(worker, END_GRACE_S)
+                self.held.discard(worker)
+
+    def _start(self, worker: int) -> None:
+        """Start one more worker; one in each turn of the loop, which a fork holds up."""
+        self._to_start.append(worker)
+        if len(self._to_start) == 1:
+            self._loop.call_soon(self._start_next)
+
+    def _start_next(self) -> None:
+        worker = self._to_start.popleft()
+        # Meanwhile it may not be wanted any more.
+        if self._is_at_work and worker in self.workforce.members and worker not in self._pool.processes:
+            self._launch(worker)
+            self.session.flush()  # a run may have begun with it
+        if self._to_start:
+            self._loop.call_soon(self._start_next)
+
+    def _leave(self, worker: int) -> None:
+        """Have a worker leave; one that was not started yet leaves what it was to get."""
+        self._stop_renewal(worker)
+        if worker in self._pool.processes:
+            self.session.apply(self.session.run.scheduler.left(worker))
+        else:
+            self._have_others_do(worker)
+
+    def _replace(self, worker: int) -> None:
+        """Put another in the place of a worker that was lost."""
+        run = self.session.run
+        if not self._is_at_work:
+            return
+        if run.epoch.starts is not None:
+            run.epoch.starts[worker] = run.tracks[worker].start
+            self._note_start(worker)
+        if self._launch(worker):
+            run.faults.replacements += 1
+
+    def _launch(self, worker: int) -> bool:
+        """Start a process under this id, now or, if the system has no room for it, later; whether it is there."""
+        try:
+            self._pool.add(worker, len(self.workforce.members))
+        except Exception as error:
+            self._loop.call_soon(self._not_launched, worker, error)  # after what else was decided with this
+            return False
+        self.recovery.launched()
+        if self.renewal is not None:
+            self.renewal.born(worker)
+        return True
+
+    def _not_launched(self, worker: int, error: Exception) -> None:
+        if not self._is_at_work or worker in self._pool.processes:
+            return
+        roster = self.session.run.scheduler.roster
+        others = any(process.is_alive and roster.takes(other) for other, process in self._pool.processes.items())
+        is_needed = worker in roster.active and not others
+        self.session.apply(self.recovery.not_launched(worker, error, is_needed=is_needed))
+
+    def _postpone(self, action: Postpone) -> None:
+        """Go on without a worker that there is no room for now."""
+        worker = action.worker
+        self._no_successor(worker)
+        self._have_others_do(worker)
+        if worker in self.workforce.members:
+            self.workforce.comes_later(worker)
+            self._rests[worker] = self._loop.call_later(action.rest_s, self._start_postponed, worker)
+
+    def _start_postponed(self, worker: int) -> None:
+        del self._rests[worker]
+        self._start(worker)
+
+    def _lose(self, action: Lose) -> None:
+        """Tell the scheduler of a worker that was lost; another comes at once, or later."""
+        run, worker = self.session.run, action.worker
+        rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
+        run.lost(worker)
+        unsent = self.session.drop(worker)  # what was for its successor
+        self._no_successor(worker)
+        if rests:
+            self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
+        facts: dict[str, Any] = {"rests": rests, "unsent": unsent}
+        if action.hung:
+            run.faults.timeouts += 1
+            self.session.apply(run.scheduler.hung(worker, action.cause, **facts))
+        else:
+            facts |= {"replaceable": action.replaceable, "was_ready": action.was_ready}
+            self.session.apply(run.scheduler.died(worker, action.cause, **facts))
+
+    def _end_rest(self, worker: int) -> None:
+        del self._rests[worker]
+        self._replace(worker)
+        self.session.apply(self.session.run.scheduler.rested(worker))
+
+    def _wake(self, worker: int) -> None:
+        """Wait no longer with the next process of a worker."""
+        if (timer := self._rests.pop(worker, None)) is not None:
+            timer.cancel()
+
+    def _no_successor(self, worker: int) -> None:
+        """A worker's process is gone. What it had is given anew; what was not sent yet as well."""
+        if self.renewal is not None:
+            self.renewal.lost(worker)
+            self.held.discard(worker)
+
+    def _have_others_do(self, worker: int) -> None:
+        """Have others do what a worker had that is not there."""
+        self.session.drop(worker)
+        if self._is_at_work:
+            self.session.apply(self.session.run.scheduler.lost(worker))
+
+    def _start_successor(self, worker: int) -> None:
+        if self.renewal is None or self.renewal.worker != worker or not self._is_at_work:
+            return  # it has left meanwhile, or died
+        try:
+            cast(Renewable, self._pool).renew(worker, len(self.workforce.members))
+        except Exception as error:
+            self._not_renewed(worker, str(error))
+
+    # ----------------------------------------------------------------------------------------------------- notes
+
+    def _note_start(self, worker: int) -> None:
+        """Note where a worker begins."""
+        if self._is_put_back and self.session.run.tracks[worker].start.snapshot is not None:
+            self._unmoved.add(worker)
+
+    def _note_node(self, worker: int) -> None:
+        """Note for the statistics on which machine a worker is."""
+        process = self._pool.processes.get(worker)
+        self.session.run.meter.joined(worker, "" if process is None else process.node)
