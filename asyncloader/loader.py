@@ -196,7 +196,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
         self.on_timeout, self.on_crash, self.max_retries, self.trace = on_timeout, on_crash, max_retries, trace
-        self.scheduling, self.seeding, self.seeding_rank = scheduling, seeding or implied_by(scheduling), seeding_rank
+        self.scheduling, self.seeding, self.seeding_rank = scheduling, seeding, seeding_rank
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
         self._newest, self._runs = _nothing, enrol(Runs(), equal_steps)
@@ -216,6 +216,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED if name != "remote"}
         options["worker_backend"], options["remote"] = elsewhere.places(self.worker_backend)
+        if self.seeding is None:
+            options["seeding"] = implied_by(self.scheduling)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
             return last
         return elsewhere.checked(Settings(**options))

@@ -2,7 +2,8 @@
 
     put ──> by worker ── flush, once for all that was decided at a time ──> Backend.send: one message for each worker
 
-What is for a worker that is not started yet waits until it is; what is for one that is held, until it is not.
+What is for a worker that is not started yet waits until it is; what is for one that is held, until it is not; and
+what is for one that has died, for its successor, or to be dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Outbox:
             return
         places, held = self._pool.processes, self._held
         for worker in tuple(self._tickets):  # a refused ticket flushes as well
-            if worker in places and worker not in held and (tickets := self._tickets.pop(worker, None)):
+            if worker in held or (place := places.get(worker)) is None or not place.is_alive:
+                continue
+            if tickets := self._tickets.pop(worker, None):
                 self._send(worker, tickets, refuse)
 
     def _send(self, worker: int, tickets: list[tuple[int, Any]], refuse: Refuse) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ class Sends:
     """A pool that pickles tickets, and keeps what it has sent."""
 
     def __init__(self) -> None:
-        self.processes = {0: None}
+        self.processes = {0: SimpleNamespace(is_alive=True)}
         self.sent: list[int] = []
         self.is_broken = False
 
@@ -46,3 +47,17 @@ def test_what_fails_after_that_is_nobodys_keys() -> None:
     with pytest.raises(ValueError, match="behind"):
         outbox.flush(lambda worker, seq, error: refused.append((worker, seq)))
     assert (pool.sent, refused) == ([0, 1], [])
+
+
+def test_what_is_for_a_worker_that_has_died_waits_for_its_successor() -> None:
+    """More may be planned between a death and what is decided about it."""
+    pool = Sends()
+    outbox = Outbox(pool)  # type: ignore[arg-type]
+    pool.processes[0].is_alive = False
+    for seq in range(2):
+        outbox.put(0, seq, [seq])
+        outbox.flush(lambda worker, seq, error: None)
+    assert pool.sent == []
+    pool.processes[0] = SimpleNamespace(is_alive=True)
+    outbox.flush(lambda worker, seq, error: None)
+    assert pool.sent == [0, 1]

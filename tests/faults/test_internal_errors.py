@@ -473,7 +473,8 @@ def test_a_broken_scheduler_ends_the_run(
     while traceback is not None:
         names.append(traceback.tb_frame.f_code.co_name)
         traceback = traceback.tb_next
-    assert names[-2:] == ["on_outcome", "broken"]
+    assert "on_outcome" in names
+    assert names[-1] == "broken"
     assert case.epoch(loader) is None
 
 

@@ -21,14 +21,12 @@ from asyncloader.workers.protocol.outcome import (
     LeftOut,
     Outcome,
     Refused,
-    Samples,
-    Stuck,
     pack,
     unpack,
 )
 from asyncloader.workers.protocol.snapshot import Untold
 
-KINDS = [Kind.BATCH, Kind.FAILURE, Kind.REFUSED, Kind.LEFT_OUT, Kind.EXHAUSTED, Kind.SAMPLES, Kind.STUCK]
+KINDS = [Kind.BATCH, Kind.FAILURE, Kind.REFUSED, Kind.LEFT_OUT, Kind.EXHAUSTED]
 
 seconds = st.floats(allow_nan=False)
 u64 = st.integers(0, (1 << 64) - 1)
@@ -44,8 +42,6 @@ outcomes = (
     | st.builds(Refused, records, errors, st.just([]), st.none())
     | st.builds(LeftOut, records, *extras)
     | st.builds(Exhausted, records, *extras)
-    | st.builds(Samples, records, st.binary(), st.integers(0), *extras)
-    | st.builds(Stuck, records, *extras)
 )
 
 
@@ -67,7 +63,7 @@ def sent(outcome: Outcome, payload: bytes = b"") -> Any:
 @given(outcomes)
 def test_what_is_packed_comes_out_again(outcome: Outcome) -> None:
     """Of its kind, with its record, its bad samples and its snapshot."""
-    has_data = isinstance(outcome, (Batch, Samples))
+    has_data = isinstance(outcome, Batch)
     payload = outcome.data if has_data else b""
     there = sent(outcome, payload)
     assert type(there) is type(outcome)
@@ -84,7 +80,7 @@ def test_no_bytes_do_harm(kind: int, body: bytes) -> None:
         there = unpack(kind, memoryview(body), decode)
     except BadFrame:
         return
-    assert isinstance(there, (Batch, Failure, Refused, LeftOut, Exhausted, Samples, Stuck))
+    assert isinstance(there, (Batch, Failure, Refused, LeftOut, Exhausted))
 
 
 @on_a_busy_machine
