@@ -134,10 +134,21 @@ def process_wide_singletons(pytestconfig: pytest.Config) -> None:
         return
     from asyncloader import DataLoader
 
-    large = torch.zeros(1 << 18)  # 1 MiB: over anything that travels inline
-    for _ in DataLoader([large, large], num_workers=1):
-        pass
+    _bring_to_life(DataLoader)
     small_forks.settle()
+
+
+def _bring_to_life(loader_class: type[torch.utils.data.DataLoader[Any]]) -> None:
+    large = torch.zeros(1 << 18)  # 1 MiB: over anything that travels inline
+    for _ in loader_class([large, large], num_workers=1):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.fixture
+def another_thread() -> Iterator[None]:
+    """For tests that shut the background thread down: later ones find it there, as ever."""
+    yield
+    _bring_to_life(pytest.importorskip("asyncloader").DataLoader)
 
 
 @pytest.fixture(autouse=True)

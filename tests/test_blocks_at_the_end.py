@@ -24,6 +24,11 @@ from asyncloader.seeding import turns
 
 LENGTH = 12
 
+pytestmark = [
+    pytest.mark.leaks("the background thread is another one than before"),
+    pytest.mark.usefixtures("another_thread"),
+]
+
 
 class Blocks(Dataset[Any]):
     """The block of one sample stays until the trainer has seeded."""

@@ -23,7 +23,7 @@ from asyncloader.iteration.rng_snapshot import RNGSnapshot
 LENGTH = 12
 
 inside = threading.Event()
-"""A block has begun."""
+"""A block is going on."""
 drawn = threading.Event()
 """The loader has drawn: set by the tests. A block stays until then, and not for ever."""
 
@@ -38,6 +38,7 @@ class Blocks(Dataset[Any]):
         with sample_seed():
             inside.set()
             drawn.wait(0.05)
+            inside.clear()
             return index, random.random()
 
 
@@ -67,11 +68,11 @@ KINDS: dict[str, tuple[type[Dataset[Any]], dict[str, Any]]] = {
 
 
 @contextlib.contextmanager
-def beside_a_block() -> Iterator[None]:
-    """Do what is inside while a block runs, as far as it is not waited for."""
-    inside.clear()
+def beside_a_block(loader: DataLoader[Any]) -> Iterator[None]:
+    """Do what is inside while a block of this loader's runs, as far as it is not waited for."""
     drawn.clear()
-    inside.wait(0.5)  # none, where workers are processes
+    if loader.num_workers == 0 or loader.worker_backend == "thread":
+        inside.wait(0.5)
     yield
     drawn.set()
 
@@ -81,7 +82,7 @@ def broken_off(loader: DataLoader[Any]) -> Iterator[Any]:
     iterator = iter(loader)
     for _ in range(3):
         yield next(iterator)[0].tolist()
-        with beside_a_block():
+        with beside_a_block(loader):
             iterator = iter(loader)
 
 
@@ -92,7 +93,7 @@ def with_another(loader: DataLoader[Any]) -> Iterator[Any]:
         for number, batch in enumerate(loader):
             yield batch[0].tolist()
             if number == 1:
-                with beside_a_block():
+                with beside_a_block(loader):
                     yield [part.tolist() for part in other]
 
 
@@ -101,7 +102,7 @@ def resumed(loader: DataLoader[Any]) -> Iterator[Any]:
     for _ in range(3):
         iterator = iter(loader)
         yield next(iterator)[0].tolist()
-        with beside_a_block():
+        with beside_a_block(loader):
             loader.load_state_dict(loader.state_dict())
     yield from (batch[0].tolist() for batch in loader)
 
@@ -117,9 +118,9 @@ def begun_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
     other = DataLoader(Blocks(), 1, num_workers=1, worker_backend="thread", seeding="sample")
     for _ in range(3):
         others = iter(other)
-        next(others)
         for batch in loader:
-            with beside_a_block():
+            next(others)  # so that another block is begun
+            with beside_a_block(other):
                 yield batch[0].tolist()
         others.close()  # type: ignore[attr-defined]
 

@@ -29,8 +29,8 @@ def test_each_option_has_one_default(name: str) -> None:
     parameter = inspect.signature(DataLoader.__init__).parameters[name]
     assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
     loader = DataLoader([1])
+    assert getattr(loader, name) == parameter.default
     default = "batch" if name == "seeding" else parameter.default  # where the scheduling does not imply another one
-    assert getattr(loader, name) == default
     assert getattr(loader._settings(), name) == default
 
 

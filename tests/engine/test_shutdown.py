@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -21,14 +20,10 @@ from tests.forks import forked
 DATA = [torch.full((1 << 16,), float(number)) for number in range(8)]
 
 
-pytestmark = pytest.mark.leaks("the background thread is another one than before")
-
-
-@pytest.fixture(autouse=True)
-def another_thread() -> Iterator[None]:
-    """See that later tests find the thread there, as ever."""
-    yield
-    list(DataLoader(DATA, num_workers=1))
+pytestmark = [
+    pytest.mark.leaks("the background thread is another one than before"),
+    pytest.mark.usefixtures("another_thread"),
+]
 
 
 def names() -> list[str]:
