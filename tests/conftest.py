@@ -139,9 +139,19 @@ def process_wide_singletons(pytestconfig: pytest.Config) -> None:
 
 
 def _bring_to_life(loader_class: type[torch.utils.data.DataLoader[Any]]) -> None:
+    """Run a loader with a worker, and have the loop listen once: libuv keeps a descriptor of /dev/null from then on."""
+    from asyncloader.engine.portal import get_portal
+
     large = torch.zeros(1 << 18)  # 1 MiB: over anything that travels inline
     for _ in loader_class([large, large], num_workers=1):  # type: ignore[arg-type]
         pass
+
+    async def listen() -> None:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run_coroutine_threadsafe(listen(), get_portal().loop).result(10)
 
 
 @pytest.fixture

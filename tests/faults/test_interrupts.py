@@ -46,7 +46,8 @@ def interrupt(program: Program, everybody: bool) -> None:
     """Send SIGINT as a terminal does, to the foreground group; or as some job schedulers do, to every process."""
     if everybody:
         for pid in program.family():
-            os.kill(pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):  # the trainer, which was first, has ended it since
+                os.kill(pid, signal.SIGINT)
     else:
         os.killpg(program.pid, signal.SIGINT)
 
