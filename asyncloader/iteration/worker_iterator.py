@@ -33,7 +33,7 @@ from asyncloader.engine.supervisor import END_GRACE_S, Supervisor
 from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
-from asyncloader.iteration import auto_number, workplace
+from asyncloader.iteration import auto_number, home_loop, workplace
 from asyncloader.iteration.base_iterator import BaseIterator, check_owner
 from asyncloader.iteration.foresight import make_foresight
 from asyncloader.iteration.run_start import RunStart
@@ -88,6 +88,10 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None, *, wait: bool) -> None:
         """Start workers and the first run."""
+        has_home = self._settings.is_async and not self._settings.has_workers
+        self._home = home_loop.find_home(self._settings.dataset, get_portal().loop) if has_home else None
+        if wait:
+            home_loop.refuse_to_block(self._home)
         iterate = partial(self._reset, loader, first_iter=True)
         start = self._begin(iterate, state, prepare=partial(self._construct, loader))
         self._run_numbers = count(1)
@@ -209,7 +213,8 @@ class WorkerIterator(BaseIterator[T_co]):
         loop = GuardedLoop(portal.loop)
         settings, runs = self._settings, self._runs
         original = workplace.make_original(self._dataset, runs)
-        pool = workplace.make_pool(settings, self._worker_spec(), loop, runs.traffic, runs.elsewhere, original)
+        where: Any = {"original": original, "home": self._home}
+        pool = workplace.make_pool(settings, self._worker_spec(), loop, runs.traffic, runs.elsewhere, **where)
         finisher = self._make_finisher(loop)
         auto = workplace.make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
         policy, renewal = workplace.policy_of(settings), workplace.make_renewal(settings)
@@ -263,6 +268,7 @@ class WorkerIterator(BaseIterator[T_co]):
                 del item  # the traceback of an error of the sampler may refer to this frame
         asked_at = time.perf_counter()
         refuse_to_block_the_loop()
+        home_loop.refuse_to_block(self._home)
         if self._started is not None:
             check_owner(self._session.pid)
             self._wait_started(self._started)
@@ -382,11 +388,17 @@ class WorkerIterator(BaseIterator[T_co]):
     # --------------------------------------------------------------------------------------------------- ending
 
     def close(self) -> None:
-        """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone."""
+        """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone.
+
+        On the loop that the dataset itself runs on, which cannot be waited for there, returns at once.
+        """
         if self._session.pid == os.getpid():
             self._session.request_close()
             refuse_to_block_the_loop()
-            self._wait_closed()
+            if home_loop.is_here(self._home):  # where the dataset is closed, once the caller lets the loop turn
+                self._seeding.end()
+            else:
+                self._wait_closed()
 
     async def aclose(self) -> None:
         """End the run as `close` does, without blocking the loop."""

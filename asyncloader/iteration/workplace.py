@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import weakref
 from collections.abc import Callable
@@ -46,8 +47,9 @@ def make_pool(
     traffic: Traffic,
     elsewhere: int,
     original: Original,
+    home: asyncio.AbstractEventLoop | None = None,
 ) -> Backend:
-    """Decide where the workers run: on the portal's loop (0 of them), on threads, in processes, on other machines.
+    """Decide where the workers run: on a loop (0 of them), on threads, in processes, on other machines.
 
     Args:
         settings: Of the loader.
@@ -56,12 +58,13 @@ def make_pool(
         traffic: Counts what comes from other machines.
         elsewhere: How many there are to be on other machines at the beginning, where that looks after itself.
         original: The dataset in the spec.
+        home: The loop of the user's that the dataset has to run on, where there are no workers; None for the portal's.
 
     Raises:
         Exception: as the pickling of the dataset or a function raises it, or who launches workers elsewhere.
     """
     if settings.is_in_process:
-        return LocalPool(loop, spec, on_threads=settings.num_workers > 0, original=original)
+        return LocalPool(loop, spec, on_threads=settings.num_workers > 0, home=home, original=original)
     if settings.remote is None:
         return _make_local(settings, spec, loop, original)
     # Imported where they are asked for: a loader without workers on other machines needs none of it.

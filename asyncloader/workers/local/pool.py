@@ -1,4 +1,4 @@
-"""Workers in this process: on threads of their own, or one on the portal's loop (num_workers=0, async datasets).
+"""Workers in this process: on threads of their own, or one on a loop (num_workers=0, async datasets).
 
     session ── start, send, add, dismiss, end ──> LocalPool ── one LocalWorker with a LocalTransport per worker id
             <── on_ready, on_outcome, ... ── (posted to the loop)
@@ -8,17 +8,24 @@ The loops over tickets are those of worker processes.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asyncloader.epochs import listeners
+from asyncloader.errors import LoaderClosedError
 from asyncloader.workers.backend import Launch, Listener
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.local.worker import LocalWorker, private_copy
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.original import Original
 from asyncloader.workers.protocol.outcome import Outcome
+
+_NO_HOME = (
+    "the event loop that the dataset ran on, for it holds objects of that loop, has ended or cancelled it: no more "
+    "batches are made; call aiter(loader) on a loop that runs"
+)
 
 
 class LocalPool:
@@ -27,7 +34,8 @@ class LocalPool:
     Args:
         loop: The portal's.
         spec: What the workers work with.
-        on_threads: Each on a thread; otherwise there is one, on the loop itself.
+        on_threads: Each on a thread; otherwise there is one, on a loop.
+        home: The loop of the user's that it is on; None for the portal's.
         original: The dataset in the spec, if it may change while workers are made of it. One that hears of epochs is
             copied here, in the consumer's thread: copies that are made later, of this one, have not heard of others.
     """
@@ -38,6 +46,7 @@ class LocalPool:
         spec: WorkerSpec,
         *,
         on_threads: bool,
+        home: asyncio.AbstractEventLoop | None = None,
         original: Original | None = None,
     ) -> None:
         self.processes: dict[int, LocalWorker] = {}
@@ -47,6 +56,7 @@ class LocalPool:
         self._spec = spec.with_dataset(private_copy(spec.dataset)) if is_copied else spec
         self._original = original
         self._on_threads = on_threads
+        self._home = home
         self._epoch: EpochSpec
         self._leaving: set[LocalWorker] = set()
         self._closing = False
@@ -73,7 +83,7 @@ class LocalPool:
         yield from ()
 
     def _start_one(self, worker: int, epoch: EpochSpec, before: LocalWorker | None = None) -> LocalWorker:
-        started = LocalWorker(worker, self._loop, self, self._on_threads, before)
+        started = LocalWorker(worker, self._loop, self, self._on_threads, before, self._home)
         started.start(self._spec, epoch)
         return started
 
@@ -145,7 +155,10 @@ class LocalPool:
         """A worker has ended, or was abandoned."""
         self._leaving.discard(worker)
         if not (expected or self._closing) and self.listener is not None:
-            self.listener.on_died(worker.worker_id, worker)
+            if self._home is None:
+                self.listener.on_died(worker.worker_id, worker)
+            else:  # no other worker could have that loop
+                self.listener.on_failed(LoaderClosedError(_NO_HOME))
         self._maybe_closed()
 
     def _maybe_closed(self) -> None:

@@ -1,5 +1,7 @@
 """One worker in this process: a thread, or a task on the portal's loop (num_workers=0, async datasets).
 
+Or a task on a loop of the user's, where the dataset holds objects of that loop: its home.
+
     NEW ── start ──> RUNNING ── end ──> ENDING ── it has ended, or was abandoned ──> DEAD
                         └────────── it has ended by itself, or was abandoned ─────────^
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import os
 import sys
 import threading
@@ -34,11 +37,23 @@ from asyncloader.workers.local.transport import LocalTransport
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.outcome import Outcome
 
+log = logging.getLogger("asyncloader")
+
 _HANDOVER_S = 3.0
 """A worker waits so long for the one before it on the same loop to close what the dataset has open."""
 
+_SILENT_S = 5.0
+"""A worker on the portal's loop that has made nothing of its first tickets by then is spoken of. Seconds."""
+
+_SILENT = (
+    "The async dataset has given no batch for %.0f s. It runs on the background event loop: what belongs to another "
+    "loop does not wake it there, such as an asyncio.Queue that a task of yours fills. If that is what it waits for, "
+    "keep the queue in an attribute of the dataset and iterate with `async for`, and the dataset runs on your loop; or "
+    "read the queue by asyncio.wrap_future(asyncio.run_coroutine_threadsafe(queue.get(), your_loop)).\n%s"
+)
+
 _closing: dict[asyncio.Task[None], Any] = {}
-"""By worker that was told to finish, on the loop, its dataset: the next run over it may come from the same loader."""
+"""By worker that was told to finish, on a loop, its dataset: the next run over it may come from the same loader."""
 
 
 def _closed(task: asyncio.Task[None]) -> None:
@@ -65,8 +80,9 @@ class LocalWorker:
         worker_id: From 0.
         loop: The portal's.
         owner: Is told what the worker makes, and of its end.
-        on_thread: It has a thread of its own; otherwise it works on the loop.
+        on_thread: It has a thread of its own; otherwise it works on a loop.
         before: The worker whose place it takes.
+        home: The loop of the user's that it works on; None for the portal's.
     """
 
     is_telling = True
@@ -80,6 +96,7 @@ class LocalWorker:
         owner: Owner,
         on_thread: bool,
         before: LocalWorker | None = None,
+        home: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.state = WorkerState.NEW
@@ -99,7 +116,10 @@ class LocalWorker:
         self._task: asyncio.Task[None] | None = None
         self._dataset: Any = None
         self._on_thread = on_thread
+        self._home = home
         self._timer: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._first_seq: int | None = None
         self._dead = threading.Event()
         self._stack_waiters: list[Callable[[str], None]] = []
         self._quiet_timer: asyncio.TimerHandle
@@ -123,10 +143,33 @@ class LocalWorker:
             except RuntimeError as error:
                 raise could_not_start(OSError(11, str(error))) from error
         else:
-            self._task = self._loop.create_task(self._serve(spec, epoch), name=name)
             self._dataset = spec.dataset
+            if self._home is None:
+                self._task = self._loop.create_task(self._serve(spec, epoch), name=name)
+                self._silence = self._loop.call_later(_SILENT_S, self._tell_of_silence)
+            else:
+                self._at_home(self._start_at_home, spec, epoch, name)
         self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
+
+    def _at_home(self, function: Callable[..., object], *args: Any) -> None:
+        """Call it on the loop that the task is on. A loop of the user's that is closed has ended its tasks before."""
+        if self._home is None:
+            function(*args)
+        else:
+            with contextlib.suppress(RuntimeError):
+                self._home.call_soon_threadsafe(function, *args)
+
+    def _start_at_home(self, spec: WorkerSpec, epoch: EpochSpec, name: str) -> None:
+        if self.state is WorkerState.DEAD:
+            return
+        self._task = asyncio.get_running_loop().create_task(self._serve(spec, epoch), name=name)
+        self._task.add_done_callback(self._on_left_home)
+
+    def _on_left_home(self, task: asyncio.Task[None]) -> None:
+        """Note the end of a task that may have been cancelled before its first step, with all others of the loop."""
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the portal's loop is closed
+            self._loop.call_soon_threadsafe(self._on_end)
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         if spec.origin is not None:
@@ -148,12 +191,14 @@ class LocalWorker:
     async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         """Work on the portal's loop, where others may still be closing what the same dataset has open."""
         if self.state is WorkerState.ENDING:  # nothing was opened; `_closing` has this very task, too
-            self._on_end()
+            self._at_end()
             return
-        others = {task for task, dataset in _closing.items() if dataset is spec.dataset}
+        closing = [task for task, dataset in list(_closing.items()) if dataset is spec.dataset]
         if (before := self._before) is not None and before._task is not None:
             self._before = None
-            others.add(before._task)
+            closing.append(before._task)
+        here = asyncio.get_running_loop()
+        others = {task for task in closing if task.get_loop() is here}
         if others:
             await asyncio.wait(others, timeout=_HANDOVER_S)
         try:
@@ -167,6 +212,10 @@ class LocalWorker:
         except BaseException as error:
             self._report(error)
         finally:
+            self._at_end()
+
+    def _at_end(self) -> None:
+        if self._home is None:  # otherwise the end of the task is told
             self._on_end()
 
     def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop | OverlapLoop:
@@ -188,22 +237,28 @@ class LocalWorker:
         if not self.is_alive:
             return
         self.state = WorkerState.ENDING
-        if self._task is not None:
-            _closing[self._task] = self._dataset
-            self._task.add_done_callback(_closed)
+        self._at_home(self._note_closing)
         self._transport.put(Kind.END)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(max(grace_s, 0.0), self.kill)
+
+    def _note_closing(self) -> None:
+        if self._task is not None and not self._task.done():
+            _closing[self._task] = self._dataset
+            self._task.add_done_callback(_closed)
 
     def kill(self) -> None:
         """Hang up, and cancel what can be cancelled."""
         if not self.is_alive:
             return
         self._transport.hang_up()
+        self._at_home(self._cancel)
+        self._on_end(is_abandoned=True)
+
+    def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._on_end(is_abandoned=True)
 
     def _on_end(self, *, is_abandoned: bool = False) -> None:
         if self.state is WorkerState.DEAD:
@@ -211,6 +266,7 @@ class LocalWorker:
         expected = is_abandoned or self.state is WorkerState.ENDING
         if self._timer is not None:
             self._timer.cancel()
+        self._heard()
         if is_abandoned:
             self._thread = None
         self.state = WorkerState.DEAD
@@ -231,6 +287,8 @@ class LocalWorker:
 
     def put(self, kind: int, contents: Any) -> None:
         """Send it a message."""
+        if kind == Kind.TICKETS and self._first_seq is None:
+            self._first_seq = contents[0][0]
         self._transport.put(kind, contents)
 
     def _post(self, kind: int, body: Any) -> None:
@@ -238,8 +296,31 @@ class LocalWorker:
             self._loop.call_soon_threadsafe(self._owner.on_message, self, kind, body)
 
     def _post_outcome(self, outcome: Outcome) -> None:
+        if self._home is not None and self._task is not None and self._task.cancelling():
+            return  # a loop that ends cancels samples and worker alike: that is no failure of a sample
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._owner.on_outcome, self, outcome, perf_counter())
+            self._loop.call_soon_threadsafe(self._on_outcome, outcome, perf_counter())
+
+    def _on_outcome(self, outcome: Outcome, arrived_at: float) -> None:
+        self._heard()
+        self._owner.on_outcome(self, outcome, arrived_at)
+
+    # ----------------------------------------------------------------------------------------------------- silence
+
+    def _heard(self) -> None:
+        """Note that something has come, or that nothing more will: there is no silence to speak of."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+    def _tell_of_silence(self) -> None:
+        if self._first_seq is not None:
+            self.ask_stack(self._first_seq, self._log_silence)
+
+    def _log_silence(self, awaits: str) -> None:
+        if self._silence is not None:
+            self._silence = None
+            log.warning(_SILENT, _SILENT_S, awaits)
 
     # ---------------------------------------------------------------------------------------------------- stacks
 
@@ -247,12 +328,12 @@ class LocalWorker:
         """Tell where the thread is, and at which awaits the samples of the ticket are.
 
         It is asked when somebody has waited too long, and disturbs nothing. The tasks of a loop can only be looked at
-        safely from its own thread: on the portal we are there; a loop on a thread answers itself, if it turns.
+        safely from its own thread: on the portal we are there; a loop of another thread answers itself, if it turns.
         """
         answering = self._answering
         if not isinstance(answering, OverlapLoop):
             tell(self._thread_stack())
-        elif self._task is not None:
+        elif self._home is None and self._task is not None:
             tell(answering.where(seq))
         else:
             self._stack_waiters.append(tell)
