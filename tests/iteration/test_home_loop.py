@@ -148,20 +148,15 @@ async def test_a_run_that_is_left_is_over_before_the_next_one_begins() -> None:
 
 async def test_for_on_the_loop_that_the_dataset_needs_is_refused() -> None:
     """It would block that loop for ever; in a thread it works."""
-    queue: asyncio.Queue[int | None] = asyncio.Queue(2)
-    dataset: Any = FromQueue(queue)
-    loader: Any = DataLoader(dataset, batch_size=4, collate_fn=list)
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(produce(queue))
-        with pytest.raises(ConfigurationError, match="use `async for`"):
-            iter(loader)
-        await until(queue.full)
-        await asyncio.sleep(0)  # the producer waits now: the queue belongs to this loop
-        iterator = await asyncio.to_thread(iter, loader)
-        with pytest.raises(ConfigurationError, match="use `async for`"):
-            next(iterator)
-        batches = await asyncio.to_thread(list, iterator)
-    assert [number for batch in batches for number, _ in batch] == list(range(COUNT))
+    future = asyncio.get_running_loop().create_future()
+    loader = DataLoader(Key([future]), batch_size=None)
+    with pytest.raises(ConfigurationError, match="use `async for`"):
+        iter(loader)
+    iterator = await asyncio.to_thread(iter, loader)
+    with pytest.raises(ConfigurationError, match="use `async for`"):
+        next(iterator)
+    future.set_result(7)
+    assert [number for number, _ in await asyncio.to_thread(list, iterator)] == [7]
 
 
 def test_consumers_elsewhere_learn_that_the_loop_has_ended() -> None:
