@@ -169,14 +169,24 @@ Workers that are not forked (spawn, or the fork server, which is the default fro
 again, to find the classes and functions in it; what trains must not run then."""
 
 
-def describe_keys(keys: Any) -> str:
-    """Write the indices of one batch for a message, shortened in the middle if there are many."""
-    if isinstance(keys, (list, tuple)):
-        if len(keys) > _KEYS_SHOWN:
-            head = ", ".join(map(_describe_key, keys[: _KEYS_SHOWN - 2]))
-            return f"[{head}, ..., {_describe_key(keys[-1])}] ({len(keys)} indices)"
+def describe_keys(keys: Any, around: int | None = None) -> str:
+    """Write the indices of one batch for a message, shortened if there are many.
+
+    Args:
+        keys: As the sampler gave them.
+        around: Position of an index that is shown with its neighbours; None for the first ones of the batch.
+    """
+    if not isinstance(keys, (list, tuple)):
+        return _describe_key(keys)
+    if len(keys) <= _KEYS_SHOWN:
         return f"[{', '.join(map(_describe_key, keys))}]"
-    return _describe_key(keys)
+    last = len(keys) - 1
+    near = range(_KEYS_SHOWN - 2) if around is None else (0, around - 1, around, around + 1)
+    shown, words, before = sorted({*near, last} & set(range(len(keys)))), list[str](), -1
+    for position in shown:
+        words += ["..."] * (position > before + 1) + [_describe_key(keys[position])]
+        before = position
+    return f"[{', '.join(words)}] ({len(keys)} indices)"
 
 
 def _describe_key(key: Any) -> str:

@@ -344,12 +344,12 @@ class Run:
             return self.splitter.contents(ticket, self.progress)
         return self.progress.placed(ticket.seq, ticket.keys)
 
-    def batch_of(self, ticket: Ticket) -> tuple[int, Any, bool]:
-        """Return number and keys of the batch that a ticket is of, and whether it is a slice of that."""
+    def batch_of(self, ticket: Ticket) -> tuple[int, Any, int | None]:
+        """Return number and keys of the batch that a ticket is of; of a slice, also where in that batch it begins."""
         if self.splitter is None:
-            return ticket.seq, ticket.keys, False
+            return ticket.seq, ticket.keys, None
         batch = self.splitter.batch(ticket.seq)
-        return batch.number, batch.keys, not batch.is_whole
+        return batch.number, batch.keys, None if batch.is_whole else batch.bounds[ticket.seq - batch.first]
 
     def batches_of(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         """Return the batches that tickets are of: each as one ticket, with its number in the plan."""

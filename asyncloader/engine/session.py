@@ -336,7 +336,8 @@ class Session:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
             return
         ticket = scheduler.in_flight[worker][record.seq]
-        number, all_keys, is_slice = run.batch_of(ticket)
+        number, all_keys, begin = run.batch_of(ticket)
+        is_slice = begin is not None
         times: Any = None
         nbytes = 0
         if type(outcome) is Batch:
@@ -347,7 +348,7 @@ class Session:
             run.faults.left_out.append(all_keys)
         elif type(outcome) is Failure and not isinstance(outcome.error, BaseException):
             keys = None if self._is_stream else all_keys  # a stream has no indices
-            outcome = outcome._replace(error=outcome.error.rebuild(keys))
+            outcome = outcome._replace(error=outcome.error.rebuild(keys, begin or 0))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = Item(outcome, number, worker, times)
         if run.tracks:

@@ -19,10 +19,11 @@ from typing import Any
 from asyncloader.engine.taking import Item, Taking
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
+from asyncloader.seeding.sample_context import Placed
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.batch_maker import BatchMaker
-from asyncloader.workers.protocol.failure import stand_in
+from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut
@@ -57,9 +58,9 @@ class InlineHost:
         """Whether it is an interruption, and no failure of a batch."""
         return not (isinstance(error, Exception) or is_of_a_sample(error))
 
-    def capture(self, error: BaseException) -> BaseException:
-        """Return what is raised at the consumer: the exception as it is, unless it would end the loop over batches."""
-        return stand_in(error)
+    def capture(self, error: BaseException) -> LocalError:
+        """Hand the exception over as it is."""
+        return LocalError(error, "")
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
         """Make a batch, in memory that is used again where torch's default does it."""
@@ -109,6 +110,9 @@ class InlineMaker:
         with self._one_at_a_time:
             with self._aside():
                 outcome = self._maker.make(seq, keys)
+            if type(outcome) is Failure:
+                plain = keys.keys if type(keys) is Placed else keys
+                outcome = outcome._replace(error=outcome.error.rebuild(None if self._is_stream else plain))
             if type(outcome) is Batch and self._pin is not None:
                 try:
                     outcome = outcome._replace(data=self._pin(outcome.data))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader
@@ -230,3 +232,114 @@ def test_max_errors_counts_on_after_a_resume(num_workers: int, limit: int | floa
     with contextlib.closing(make()) as loader:
         loader.load_state_dict(state)
         assert count(iter(loader)) == 5 - stop_after
+
+
+class Odd(Dataset[Any]):
+    """One sample is different: it raises, is None, or has another shape.
+
+    Args:
+        kind: What is different.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        if index != 37:
+            return torch.zeros(3)
+        if self.kind == "raises":
+            raise Bad("it is bad")
+        return None if self.kind == "is None" else torch.zeros(4)
+
+
+class OddAwaited(Odd):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", ["raises", "is None", "has another shape"])
+@pytest.mark.parametrize("dataset", [Odd, OddAwaited])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"seeding": "sample"},
+        {"concurrency": 4},
+        {"num_workers": 1},
+        {"num_workers": 1, "worker_backend": "thread"},
+        {"num_workers": 2, "scheduling": "split"},
+    ],
+    ids=str,
+)
+def test_the_notes_name_the_sample(options: Any, dataset: type[Odd], kind: str) -> None:
+    """By its index, wherever it is in a shuffled batch; `error.keys` has the indices of the batch."""
+    if dataset is OddAwaited and "scheduling" in options:
+        pytest.skip("samples that are awaited are not divided")
+    loader: Any = DataLoader(dataset(kind), batch_size=50, shuffle=True, **options)
+    with pytest.raises((Bad, RuntimeError, TypeError)) as caught:
+        list(loader)
+    notes, keys = caught.value.__notes__, caught.value.keys
+    verb = {"raises": "raised it.", "is None": "is None."}.get(kind, "is a Tensor of the shape (4,), where others ")
+    assert [note for note in notes if note.startswith(f"The sample with the index 37 {verb}")]
+    assert sorted({*keys}) == sorted(keys)
+    assert 37 in keys
+    assert len(keys) == 50
+    (words,) = [note for note in notes if note.startswith("The batch has the indices")]
+    assert "37" in re.findall(r"\d+", words.partition("]")[0])
+    assert words.endswith("(50 indices), all of them in error.keys.")
+    assert len(words) < 120
+
+
+def test_a_sample_is_named_beside_others_that_are_left_out() -> None:
+    """Positions are those in the batch, not those among the samples that are left."""
+    dataset: Any = Odd("is None")
+    flawed: Any = FlawedThen({30, 35}, dataset)
+    loader: Any = DataLoader(flawed, batch_size=50, on_error="skip")
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        list(loader)
+    assert caught.value.__notes__[0] == "The sample with the index 37 is None."
+
+
+class FlawedThen(Flawed):
+    """Bad samples, and otherwise those of another dataset."""
+
+    def __init__(self, bad: set[int], other: Any) -> None:
+        super().__init__(bad, len(other))
+        self.other = other
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return self.other[index]
+
+
+def test_keys_of_the_users_own_stay() -> None:
+    """An exception that has an attribute of that name keeps it."""
+    dataset: Any = Raising()
+    for num_workers in (0, 1):
+        with pytest.raises(WithKeys) as caught:
+            list(DataLoader(dataset, batch_size=2, num_workers=num_workers))
+        assert caught.value.keys == "mine"
+        assert caught.value.__notes__[-1] == "The batch has the indices [0, 1]."
+
+
+class WithKeys(Exception):
+    """Has keys of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = "mine"
+
+
+class Raising(Odd):
+    """Raises them."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def __getitem__(self, index: int) -> Any:
+        raise WithKeys

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol
 from zlib import crc32
@@ -30,6 +31,7 @@ from asyncloader.observe.stalls import Stalls
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
 from asyncloader.seeding.seeder import Seeder
+from asyncloader.transport.collate import is_default
 from asyncloader.transport.join import collated
 from asyncloader.transport.loans import Rows
 from asyncloader.workers.child.fetch import (
@@ -40,10 +42,24 @@ from asyncloader.workers.child.fetch import (
     fetch_and_drop,
     make_fetcher,
 )
-from asyncloader.workers.protocol.failure import BadSample, EndOfData, Unreadable, another
+from asyncloader.workers.child.odd_sample import find_odd_sample
+from asyncloader.workers.protocol.failure import (
+    BadSample,
+    Blame,
+    EndOfData,
+    LocalError,
+    RemoteError,
+    Unreadable,
+    another,
+)
 from asyncloader.workers.protocol.messages import EpochSpec, Slice, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.workers.protocol.snapshot import Keeper, Start
+
+
+def _raised_at(position: int) -> Blame | None:
+    """Return the sample at this position as the one that raised; None where it was no single sample."""
+    return Blame(position) if position >= 0 else None
 
 
 class Host(Protocol):
@@ -67,7 +83,7 @@ class Host(Protocol):
     def ends(self, error: BaseException) -> bool:
         """Whether the worker cannot go on after this exception; otherwise it stands for the batch."""
 
-    def capture(self, error: BaseException) -> Any:
+    def capture(self, error: BaseException) -> RemoteError | LocalError:
         """Make of an exception what a `Failure` holds."""
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
@@ -295,7 +311,7 @@ class BatchMaker:
             here = SampleContext(self._epoch.key, seq)
             if self._seed is not None:
                 self._seed(seq)
-        outside = sample_context.current.set(here)
+        outside, samples = sample_context.current.set(here), None
         try:
             if keeper is not None and (gap := keeper.gap()):
                 with self._aside():
@@ -316,7 +332,8 @@ class BatchMaker:
             if self._host.ends(error):
                 raise
             work.bad = fetch.bad
-            return self.failed(work, error)
+            blame = self._odd(work, samples) if work.fetched else _raised_at(here.position)
+            return self.failed(work, error, blame)
         finally:
             sample_context.current.reset(outside)
 
@@ -358,29 +375,35 @@ class BatchMaker:
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
         sample_context.enter(self._epoch.key, work.seq, COLLATION if work.first is not None else BATCH, work.first)
+        samples: Any = None
         try:
             if self.keeper is not None and not self.spec.is_iterable:
                 work.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
-            if (error := self._costly(work)) is not None:
-                return self.failed(work, error)
-            data = self._host.collate(self.spec.collate_fn, self._samples_of(work))
+            error, blame = self._costly(work)
+            if error is not None:
+                return self.failed(work, error, blame)
+            samples = self._samples_of(work)
+            data = self._host.collate(self.spec.collate_fn, samples)
             return data if hasattr(type(data), "__await__") else self.batch(work, data)
         except BaseException as error:
             if self._host.ends(error):
                 raise
-            return self.failed(work, error)
+            return self.failed(work, error, self._odd(work, samples))
 
-    def _costly(self, work: Gathered) -> BaseException | None:
-        """Return what one of the samples raised, if that costs the batch. The work does not refer to it any more."""
-        error = work.fatal
+    def _costly(self, work: Gathered) -> tuple[BaseException | None, Blame | None]:
+        """Return what costs the batch, and the sample that raised it. The work does not refer to it any more."""
+        error, blame = work.fatal, None
         if error is None and work.errors:
             any_costs = self.spec.on_error == "raise"
-            errors = (work.errors[position] for position in sorted(work.errors))
-            error = next((raised for raised in errors if any_costs or not isinstance(raised, Exception)), None)
+            errors = sorted(work.errors.items())
+            found = ((at, raised) for at, raised in errors if any_costs or not isinstance(raised, Exception))
+            position, error = next(found, (BATCH, None))
+            blame = _raised_at(position)
+            del errors
         if error is not None:
             work.fatal = None
             work.errors.clear()
-        return error
+        return error, blame
 
     def _samples_of(self, work: Gathered) -> Any:
         """Take the samples out of the work, without bad ones."""
@@ -402,15 +425,31 @@ class BatchMaker:
         """Return the batch of a ticket."""
         return Batch(self._record(work), data, 0, work.bad, work.snapshot)
 
-    def failed(self, work: Work, error: BaseException) -> Outcome:
-        """Return what becomes of a ticket for which this was raised."""
+    def failed(self, work: Work, error: BaseException, blame: Blame | None = None) -> Outcome:
+        """Return what becomes of a ticket for which this was raised, by the sample to blame where that is known."""
         if isinstance(error, EndOfData):
             return self._exhausted(work)
         if isinstance(error, NoGoodSample):
             if self.spec.on_error == "skip":
                 return LeftOut(self._record(work), work.bad, work.snapshot)
-            error = error.first
-        return Failure(self._record(work), self._host.capture(error), work.bad, work.snapshot)
+            error, blame = error.first, _raised_at(error.position)
+        captured = self._host.capture(error)
+        return Failure(
+            self._record(work), replace(captured, blame=blame) if blame else captured, work.bad, work.snapshot
+        )
+
+    def _odd(self, work: Work, samples: Any) -> Blame | None:
+        """Return the sample that keeps these from being collated, if there is one that stands out."""
+        if not self.spec.auto_collation or type(samples) is not list:
+            return None
+        if (odd := find_odd_sample(samples, must_be_alike=is_default(self.spec.collate_fn))) is None:
+            return None
+        position, words = odd
+        if self.spec.on_error == "skip":  # they are not among the samples
+            left_out = {sample.position for sample in work.bad}
+            there = (at for at in range(len(samples) + len(left_out)) if at not in left_out)
+            position = next(islice(there, position, None))
+        return Blame(position, words)
 
     def refused(self, seq: int, keys: Any) -> Outcome | None:
         """Return what becomes of a ticket that nothing can be made of: of such keys, or as nothing could be opened."""

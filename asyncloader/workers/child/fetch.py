@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from asyncloader.protocols import has_samples
@@ -22,11 +23,12 @@ from asyncloader.workers.protocol.indices import listed
 
 
 class NoGoodSample(Exception):
-    """Every sample of a batch raised. ``first`` is what the first one raised."""
+    """Every sample of a batch raised. ``first`` is what the first one raised, at this position."""
 
-    def __init__(self, first: Exception) -> None:
+    def __init__(self, first: Exception, position: int) -> None:
         super().__init__("no sample of the batch is good")
         self.first = first
+        self.position = position
 
 
 Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -69,12 +71,12 @@ class ErrorPolicy(NamedTuple):
             NoGoodSample: if there is none.
         """
         good = {position: sample for position, sample in enumerate(samples) if position not in errors}
-        first = errors[min(errors)] if errors else None
+        position, first = min(errors.items(), default=(0, None), key=itemgetter(0))
         errors.clear()
         if first is None:
             return samples
         if not good:
-            raise NoGoodSample(first)
+            raise NoGoodSample(first, position)
         found = list(good.values())
         if self.on_error == "skip":
             return found

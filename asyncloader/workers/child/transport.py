@@ -196,7 +196,7 @@ class ProcessTransport:
         """As torch: SystemExit and the like end the process. A cancelled task of the dataset's own is no reason to."""
         return not isinstance(error, (Exception, asyncio.CancelledError))
 
-    def capture(self, error: BaseException) -> Any:
+    def capture(self, error: BaseException) -> RemoteError:
         """Make of an exception what crosses the channel."""
         return RemoteError.capture(error, self.where)
 

@@ -123,7 +123,7 @@ class LocalTransport:
         """Whether the worker cannot go on after this: the user's SystemExit is told instead, to who waits for it."""
         return isinstance(error, ParentGone)
 
-    def capture(self, error: BaseException) -> Any:
+    def capture(self, error: BaseException) -> LocalError:
         """Hand the exception over as it is."""
         return LocalError(error, self.where)
 

@@ -1,8 +1,9 @@
 """Exceptions of user code on their way from the worker to the consumer.
 
 The same exception arrives where it can be pickled and unpickled: its type, its arguments, its attributes. The
-worker's traceback is its ``__cause__``, and torch's words and the indices are its notes. What does not survive
-pickling becomes a RuntimeError with torch's text.
+worker's traceback is its ``__cause__``, and torch's words and the indices are its notes; ``error.keys`` has the indices
+of the whole batch, unless the exception has such an attribute of its own. What does not survive pickling becomes a
+RuntimeError with torch's text.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import cloudpickle
 import torch
 
 from asyncloader.errors import describe_keys
+from asyncloader.workers.protocol.indices import listed
 
 Raised = TypeVar("Raised", bound=BaseException)
 
+_OF_BATCH = "The batch has the indices"
 
 _NO_CUDA_HERE = (
     "This worker was forked from a process that had initialised CUDA, and no forked process can use CUDA then. Pass "
@@ -65,6 +68,47 @@ def another(error: Raised) -> Raised:
     return other
 
 
+class Blame(NamedTuple):
+    """The sample of a batch that an exception is about.
+
+    Attributes:
+        position: In the batch, from 0.
+        odd: Why it cannot be collated, to follow "the sample with the index 7"; "" where the sample has raised.
+    """
+
+    position: int
+    odd: str = ""
+
+    def describe(self, keys: Any) -> str:
+        """Name the sample by its index, or by its position where there are no indices; "" if there is none to name."""
+        if isinstance(keys, (list, tuple)):
+            if not 0 <= self.position < len(keys):
+                return ""
+            sample = f"sample with the index {describe_keys(keys[self.position])}"
+        else:
+            sample = f"sample at position {self.position} of the batch (from 0)"
+        return f"The {sample} {self.odd}." if self.odd else f"The {sample} raised it."
+
+
+def _notes_of_batch(error: BaseException, keys: Any, blame: Blame | None) -> list[str]:
+    """Return notes that name the batch, and the sample in it; the error gets the indices as its attribute."""
+    if keys is None:
+        return [blame.describe(None)] if blame is not None and blame.odd else []
+    words = f"{_OF_BATCH} {describe_keys(keys, None if blame is None else blame.position)}"
+    is_own = "keys" in vars(error) and not any(note.startswith(_OF_BATCH) for note in getattr(error, "__notes__", ()))
+    if not is_own and not hasattr(type(error), "keys"):
+        BaseException.__setattr__(error, "keys", listed(keys))
+        words += ", all of them in error.keys" * words.endswith(")")
+    is_one = not isinstance(keys, (list, tuple)) or (len(keys) == 1 and not (blame is not None and blame.odd))
+    sample = "" if blame is None or is_one else blame.describe(keys)
+    return [sample, f"{words}."] if sample else [f"{words}."]
+
+
+def _moved(blame: Blame | None, by: int) -> Blame | None:
+    """Return the same sample, where its position is counted from so many samples before."""
+    return blame and blame._replace(position=blame.position + by)
+
+
 class RemoteTraceback(Exception):
     """The worker's traceback as text, shown as the cause of what was raised there."""
 
@@ -86,6 +130,7 @@ class RemoteError:
         pickled: The exception itself, or None if it does not survive pickling.
         where: For torch's words: "in DataLoader worker process 3".
         advice: What to do about it, where the worker knows.
+        blame: The sample that it is about, where that is known.
     """
 
     type_name: str
@@ -93,6 +138,7 @@ class RemoteError:
     pickled: bytes | None
     where: str
     advice: tuple[str, ...] = ()
+    blame: Blame | None = None
 
     @classmethod
     def capture(cls, error: BaseException, where: str) -> RemoteError:
@@ -101,15 +147,20 @@ class RemoteError:
         advice = (_NO_CUDA_HERE,) if _is_of_cuda_after_fork(text) else ()
         return cls(type(error).__name__, text, _pickled(error), where, advice)
 
-    def rebuild(self, keys: Any) -> Exception:
-        """Make the exception to raise, in the parent."""
+    def rebuild(self, keys: Any, begin: int = 0) -> Exception:
+        """Make the exception to raise, in the parent.
+
+        Args:
+            keys: Of the batch; None for a stream, which has none.
+            begin: Where in the batch its slice begins that has raised.
+        """
         words = f"Caught {self.type_name} {self.where}."
-        indices = [] if keys is None else [f"The batch has the indices {describe_keys(keys)}."]
         error = self._unpickled()
         if error is None:
-            return with_notes(RuntimeError(f"{words}\nOriginal {self.text}"), [*self.advice, *indices])
+            error = RuntimeError(f"{words}\nOriginal {self.text}")
+            return with_notes(error, [*self.advice, *_notes_of_batch(error, keys, _moved(self.blame, begin))])
         BaseException.__setattr__(error, "__cause__", RemoteTraceback(self.text))
-        return with_notes(error, [words, *self.advice, *indices])
+        return with_notes(error, [words, *self.advice, *_notes_of_batch(error, keys, _moved(self.blame, begin))])
 
     def _unpickled(self) -> Exception | None:
         if self.pickled is None:
@@ -143,17 +194,18 @@ class LocalError:
     Attributes:
         error: What was raised.
         where: For torch's words; "" if there is no worker in the user's eyes.
+        blame: The sample that it is about, where that is known.
     """
 
     error: BaseException
     where: str
+    blame: Blame | None = None
 
-    def rebuild(self, keys: Any) -> BaseException:
-        """Return the exception to raise, with notes."""
+    def rebuild(self, keys: Any, begin: int = 0) -> BaseException:
+        """Return the exception to raise, with notes; see `RemoteError.rebuild`."""
         error = stand_in(self.error)
         notes = [f"Caught {type(self.error).__name__} {self.where}."] if self.where else []
-        if keys is not None:
-            notes.append(f"The batch has the indices {describe_keys(keys)}.")
+        notes += _notes_of_batch(error, keys, _moved(self.blame, begin))
         there = getattr(error, "__notes__", ())
         return with_notes(error, [note for note in notes if note not in there])
 

@@ -1,0 +1,94 @@
+"""Which sample of a batch keeps it from being collated: the one that is None, or unlike the others.
+
+For errors only, and of what the samples show from outside: types, shapes, lengths, keys.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_FEW = 64  # parts of a sample that are looked into; a sequence with more is known by its length
+_DEEPEST = 8
+
+
+class _Part(NamedTuple):
+    path: str
+    words: str
+
+
+Outline = tuple[_Part, ...]
+"""A sample from outside: its parts from the outermost on, each with its path in Python's notation."""
+
+
+def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int, str] | None:
+    """Find the sample that collating has most likely failed for.
+
+    Args:
+        samples: Of the batch.
+        must_be_alike: What collates them is torch's default, which stacks them. Other functions may expect samples that
+            differ: then a None counts only where another sample has none.
+
+    Returns:
+        The sample's position and what is odd about the sample, to follow "the sample with the index 7"; or None.
+    """
+    try:
+        outlines = [tuple(_outline(sample, "", 0)) for sample in samples]
+    except Exception:  # of the user's classes; the error is raised all the same
+        return None
+    if not outlines:
+        return None
+    has_none = [any(part.words == "None" for part in outline) for outline in outlines]
+    if any(has_none) and (must_be_alike or not all(has_none)):
+        position = has_none.index(True)
+        path = next(part.path for part in outlines[position] if part.words == "None")
+        return position, f"has None at {path}" if path else "is None"
+    usual = Counter(outlines).most_common(1)[0][0]
+    position = next((number for number, outline in enumerate(outlines) if outline != usual), -1)
+    if not must_be_alike or position < 0:
+        return None
+    return position, _difference(outlines[position], usual)
+
+
+def _difference(odd: Outline, usual: Outline) -> str:
+    """Say in which part two outlines differ first. Lengths and keys come before what is in them, so both have it."""
+    ours, theirs = next((one, other) for one, other in zip(odd, usual, strict=False) if one != other)
+    at = f" at {ours.path}" if ours.path else ""
+    verb = "has" if at else "is"
+    return f"{verb} {ours.words}{at}, where others of the batch {'have' if at else 'are'} {theirs.words}"
+
+
+def _outline(thing: Any, path: str, depth: int) -> Iterator[_Part]:
+    yield _Part(path, _words(thing))
+    if depth == _DEEPEST:
+        return
+    if isinstance(thing, Mapping) and len(thing) <= _FEW:
+        for key, value in thing.items():
+            yield from _outline(value, f"{path}[{key!r}]", depth + 1)
+    elif isinstance(thing, (list, tuple)) and len(thing) <= _FEW:
+        for number, item in enumerate(thing):
+            yield from _outline(item, f"{path}[{number}]", depth + 1)
+
+
+def _words(thing: Any) -> str:
+    """Name a part by what torch's default collation looks at."""
+    name = type(thing).__name__
+    if thing is None:
+        return "None"
+    if isinstance(thing, (bool, int, float)):
+        return "a number"
+    if isinstance(thing, (str, bytes)):
+        return f"a {name}"
+    shape: Hashable = getattr(thing, "shape", None)
+    if isinstance(shape, tuple):
+        return f"a {name} of the shape {tuple(shape)}"
+    if isinstance(thing, Mapping):
+        return f"a {name} with the keys {_shortened(list(thing))}"
+    if isinstance(thing, (list, tuple)):
+        return f"a {name} of {len(thing)}"
+    return f"a {name}"
+
+
+def _shortened(keys: list[Any]) -> str:
+    return str(keys) if len(keys) <= _FEW else f"{str(keys[:_FEW])[:-1]}, ...]"
