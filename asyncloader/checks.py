@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
-from typing import get_args
+from typing import Any, get_args
 
 from asyncloader.errors import ConfigurationError
 
@@ -39,6 +40,29 @@ def no_word(num_workers: object) -> None:
             "num_workers should be a number where it is set later, but got 'auto': make the loader with "
             'num_workers="auto"'
         )
+
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}{end}": 1000**n for n, prefix in enumerate("KMGT", 1) for end in ("", "B")}
+_UNITS |= {f"{prefix}I{end}": 1024**n for n, prefix in enumerate("KMGT", 1) for end in ("", "B")}
+
+
+def as_bytes(name: str, value: Any) -> Any:
+    """Return a number of bytes that may be written with a unit ("4GB", "512 MiB"), or as 4e9; others as they are.
+
+    Raises:
+        ConfigurationError: for a string that is no such number.
+    """
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2].upper() not in _UNITS:
+        raise ConfigurationError(
+            f'{name} should be a number of bytes, or one with a unit such as "4GB" or "512MiB", but got {value!r}'
+        )
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def at_least(name: str, value: object, *, least: int, unit: str = "") -> None:

@@ -22,6 +22,8 @@ import signal
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from asyncloader.stack_text import shorten
+
 _KEYS_SHOWN = 8
 _MOST_OF_A_KEY = 200
 
@@ -213,7 +215,7 @@ def describe_death(pid: int, exitcode: int | None) -> str:
 def last_words(output: str | bytearray) -> str:
     """Return what a worker wrote at its end, or we about that, to be put behind how it ended."""
     text = output if isinstance(output, str) else output.decode(errors="replace")
-    return f"\nLast words of the worker:\n{text}" if text else ""
+    return f"\nLast words of the worker:\n{shorten(text)}" if text else ""
 
 
 def died(
@@ -252,16 +254,22 @@ def timed_out(
     stack: str = "",
     why: str = "",
     tries: int = 0,
+    may_retry: bool = False,
 ) -> BatchTimeoutError:
     """Build the error for a batch that did not come in time.
 
-    ``why`` says why there is no stack; after so many ``tries`` the batch is given up.
+    ``why`` says why there is no stack; after so many ``tries`` the batch is given up; ``may_retry`` says that another
+    worker could try it, if the loader was told to.
     """
     words = f"DataLoader timed out after {timeout_s} seconds."
     if worker is None:
         return BatchTimeoutError(f"{words} No worker has the awaited batch.", timeout_s=timeout_s)
     words += f" The awaited batch has the indices {describe_keys(keys)}; worker {worker} (pid {pid}) has it. "
-    words += f"The batch is given up after {tries} tries.\n" if tries else "The next call waits for the same batch.\n"
+    if tries:
+        words += f"The batch is given up after {tries} tries.\n"
+    else:
+        words += "The next call waits for the same batch; raise timeout if samples may take so long"
+        words += ', or have another worker try it: on_timeout="retry".\n' if may_retry else ".\n"
     words += f"The worker is at:\n{stack}" if stack else why
     return BatchTimeoutError(words, timeout_s=timeout_s, keys=keys, pid=pid, stack=stack)
 

@@ -21,6 +21,17 @@ OF_WORKERS = frozenset(
 )
 """Options about workers, which a loader that is made anew without any is not given: torch refuses some of them."""
 
+_ADVICE = {
+    "seed": "the seed of the order and of augmentation is the generator's: generator=torch.Generator().manual_seed(3); "
+    "or call torch.manual_seed(3) before the run",
+    "rank": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
+    "world_size": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
+    "num_replicas": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
+    "device": "batches are made on the CPU: pin_memory=True, and batch.to(device, non_blocking=True) in the loop",
+    "transform": "transforms are the dataset's",
+}
+"""Of arguments that other loaders have, and for which no name here is close."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -38,6 +49,7 @@ def checked(init: Callable[P, R]) -> Callable[P, R]:
         for name in sorted(kwargs.keys() - signature.parameters.keys()):
             close = get_close_matches(name, names, 1)
             meant = f". Did you mean {close[0]!r}?" if close else ""
+            meant = f": {_ADVICE[name]}" if name in _ADVICE else meant
             raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {name!r}{meant}")
         return init(*args, **kwargs)
 

@@ -14,7 +14,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader import elsewhere
-from asyncloader.checks import no_word
+from asyncloader.checks import as_bytes, no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import as_number, hears, listeners
 from asyncloader.errors import ConfigurationError
@@ -129,8 +129,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             that leak. It is started first and takes over between two batches, so nothing waits, nothing is lost, and
             nothing else changes; one after the other, so some batches may be made beyond that number. For worker
             processes of map-style datasets. With ``scheduling="split"`` slices of batches count.
-        max_worker_memory: The same for each worker that has come to have more than so many bytes to itself: what it
-            shares with the trainer or with other workers does not count. Looked at about once a second.
+        max_worker_memory: The same for each worker that has come to have more than so many bytes to itself, as a number
+            or as "4GB": what it shares with the trainer or with other workers does not count. Looked at about once a
+            second.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -178,7 +179,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         prefetch_epochs: int = 0,
         max_workers: int | None = None,
         max_tasks_per_child: int | None = None,
-        max_worker_memory: int | None = None,
+        max_worker_memory: int | str | None = None,
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
@@ -216,6 +217,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED if name != "remote"}
         options["worker_backend"], options["remote"] = elsewhere.places(self.worker_backend)
+        options["max_worker_memory"] = as_bytes("max_worker_memory", self.max_worker_memory)
         if self.seeding is None:
             options["seeding"] = implied_by(self.scheduling)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
@@ -280,6 +282,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if (state := runs.loaded) is not None:
             check(state, settings)
         if not settings.has_workers and not settings.overlaps:
+            if settings.timeout:
+                raise AssertionError(  # as torch's loader, whose words do not say what to do
+                    f"timeout={settings.timeout:g} is for workers, and with num_workers=0 there are none, so nobody "
+                    "could stop waiting for what hangs. Use num_workers=1, or timeout=0"
+                )
             iterator = inline_iterator(self, settings, runs, state)
         else:
             self.check_worker_number_rationality()

@@ -415,7 +415,8 @@ class Settings:
         if self.max_tasks_per_child is not None:
             at_least("max_tasks_per_child", self.max_tasks_per_child, least=1)
         if self.max_worker_memory is not None:
-            at_least("max_worker_memory", self.max_worker_memory, least=_LEAST_WORKER_MEMORY, unit=" (bytes)")
+            unit = ' (bytes; or with a unit, such as "4GB")'
+            at_least("max_worker_memory", self.max_worker_memory, least=_LEAST_WORKER_MEMORY, unit=unit)
         if not self.renews:
             return
         name = "max_worker_memory" if self.max_tasks_per_child is None else "max_tasks_per_child"

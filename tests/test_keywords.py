@@ -32,6 +32,15 @@ def test_a_wrong_name_is_told_what_was_meant(wrong: str, meant: str) -> None:
             cls([1], **{wrong: 1})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("foreign", "words"), [("seed", "generator=torch.Generator"), ("rank", "ElasticSampler"), ("device", "pin_memory")]
+)
+def test_a_name_of_other_loaders_is_told_what_there_is_instead(foreign: str, words: str) -> None:
+    """`seed` is near `seeding` in its letters, and not in its meaning."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{foreign}': .*{words}"):
+        DataLoader([1], **{foreign: 3})  # type: ignore[arg-type]
+
+
 def test_a_name_that_is_like_none_is_told_alone() -> None:
     """Rather nothing than nonsense."""
     with pytest.raises(TypeError, match=r"argument 'colour'$"):

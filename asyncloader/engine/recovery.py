@@ -245,7 +245,7 @@ class Recovery:
             timed_out, found.timeout_s, found.ticket.keys, process.worker_id, process.pid, found.stack, why
         )
         if policy.on_timeout == "raise" or not found.may_replace:
-            return explain()
+            return explain(may_retry=policy.on_timeout == "raise" and policy.replaceable and process.is_telling)
         would_skip = policy.is_stream and policy.on_timeout == "skip"
         if would_skip or not self._can_replace(start):
             error = explain()

@@ -53,7 +53,15 @@ log = logging.getLogger("asyncloader")
 
 VERSION = 2
 
+_OTHER_RANKS = (
+    "A state of this sampler fits as many ranks as it was taken on. asyncloader.ElasticSampler, in the place of "
+    "DistributedSampler when the state is taken, is resumed on any number."
+)
 _ADVICE = {
+    "rank": (
+        "Each rank has to load the state that it has saved itself; with asyncloader.ElasticSampler in the place of "
+        "DistributedSampler a state fits every rank."
+    ),
     "seeding_rank": (
         "It is part of the seeds. Give it, or leave it out, as when the state was taken; otherwise the run would go on "
         "with other random numbers."
@@ -98,6 +106,9 @@ def check(state: dict[str, Any], settings: Settings) -> None:
         saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), settings.num_places
     free = {"samplers", "datasets"}  # which are compared one by one
     free |= set() if state["ahead"] else {"division"}
+    saved_ranks, ranks = saved.get("num_replicas"), here["num_replicas"]
+    if saved_ranks != ranks and None not in (saved_ranks, ranks):  # before their samples are, which follow from that
+        _same("num_replicas", saved_ranks, ranks, _OTHER_RANKS)
     identity.check(saved, here, free=free, advice=_ADVICE)
     for name in ("samplers", "datasets"):
         if name in saved:  # earlier versions did not save them

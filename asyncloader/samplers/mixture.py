@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, Literal, cast, get_args
 
@@ -65,6 +65,11 @@ class MixtureSampler(OrderedSampler):
         drop_last: bool = False,
     ) -> None:
         super().__init__(num_replicas, rank, seed, drop_last)
+        if isinstance(lengths, Mapping):
+            raise ConfigurationError(
+                "lengths should be a list of sources, whose order the indices and the weights follow; of a mapping, "
+                f"give its values: {[*lengths]}"
+            )
         sources: Iterable[Any] = lengths.datasets if isinstance(lengths, ConcatDataset) else lengths
         self.lengths = [int(source) if isinstance(source, Integral) else len(source) for source in sources]
         if stop is not None and stop not in get_args(Stop):
@@ -169,6 +174,7 @@ class MixtureSampler(OrderedSampler):
         self._length = self._find_end()
 
     def _check(self, weights: Sequence[float]) -> None:
+        _check_order(weights)
         if len(weights) != len(self.lengths):
             raise ConfigurationError(f"there are {len(self.lengths)} sources, but {len(weights)} weights: {weights}")
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
@@ -211,8 +217,18 @@ class MixtureSampler(OrderedSampler):
         return {**super()._state_at(cursor), "weights": [list(stage) for stage in self.weights]}
 
 
+def _check_order(weights: Any) -> None:
+    """Raise a ConfigurationError if weights are not in the order of the sources."""
+    if isinstance(weights, Mapping):
+        raise ConfigurationError(
+            "weights should be a list with a number for each source, in the order of the sources: "
+            f"weights={[*weights.values()]}, but got {weights!r}"
+        )
+
+
 def _stages(weights: Weights) -> list[tuple[int, Sequence[float]]]:
     """Return what stages weights consist of."""
+    _check_order(weights)
     if not weights or not isinstance(weights[0], (tuple, list)):
         return [(0, cast("Sequence[float]", weights))]
     stages = sorted(cast("Sequence[tuple[int, Sequence[float]]]", weights), key=lambda stage: stage[0])

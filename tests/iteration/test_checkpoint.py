@@ -100,6 +100,14 @@ def test_what_a_state_has_to_fit(name: str) -> None:
     assert (caught.value.field, caught.value.saved, caught.value.now) == (name, *values)
 
 
+def test_other_ranks_are_told_of_the_sampler_that_fits_them() -> None:
+    """They have other numbers of samples as well, which is not what the error is about."""
+    for saved, now, field in (((2, 0), (4, 0), "num_replicas"), ((2, 0), (2, 1), "rank")):
+        one, other = ({"sampler": DistributedSampler(range(12), *ranks)} for ranks in (saved, now))  # type: ignore[arg-type]
+        with pytest.raises(StateMismatchError, match=f"{field} was .* asyncloader.ElasticSampler"):
+            check(initial_state(settings_of(**one), 0), settings_of(**other))
+
+
 @pytest.mark.parametrize("state", [{}, {"version": 1}, {"version": 3}, [2], None])
 def test_what_is_no_state_of_this_version(state: Any) -> None:
     """Also what is no state at all."""

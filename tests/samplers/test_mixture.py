@@ -220,3 +220,15 @@ def test_a_state_of_another_mixture_is_refused() -> None:
     for other, field in ((MixtureSampler([3, 5]), "lengths"), (MixtureSampler([3, 4], stop="all"), "stop")):
         with pytest.raises(StateMismatchError, match=f"{field} was"):
             other.load_state_dict(state)
+
+
+def test_names_of_sources_are_no_order() -> None:
+    """Of mappings the error says how to write the list."""
+    weights: Any = {"a": 7, "b": 3}
+    with pytest.raises(ConfigurationError, match=r"weights should be a list .*: weights=\[7, 3\], but got"):
+        MixtureSampler([10, 10], weights=weights)
+    with pytest.raises(ConfigurationError, match="weights should be a list"):
+        MixtureSampler([10, 10]).set_weights(weights, 1000)
+    lengths: Any = {"a": 10, "b": 10}
+    with pytest.raises(ConfigurationError, match="lengths should be a list"):
+        MixtureSampler(lengths, weights=[7, 3])

@@ -16,7 +16,6 @@ import contextvars
 import queue
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -24,6 +23,7 @@ from typing import Any
 
 from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
+from asyncloader.stack_text import stack_of
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.gather import WholeBatches
@@ -80,7 +80,7 @@ class ThreadFetcher(Base):
         frames = sys._current_frames()
         for ident, (job, _) in tuple(self._at.items()):
             if job.seq == seq and not job.is_over and ident in frames:
-                words += f"A sample is at:\n{''.join(traceback.format_stack(frames[ident]))}"
+                words += f"A sample is at:\n{stack_of(frames[ident])}"
         return words
 
     def _fill(self) -> None:

@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 from asyncloader.errors import could_not_start
+from asyncloader.stack_text import stack_of
 from asyncloader.workers.backend import STACK_TIMEOUT_S, WorkerState
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.guarded_loop import GuardedLoop
@@ -353,7 +353,7 @@ class LocalWorker:
     def _thread_stack(self) -> str:
         thread = self._thread
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-        return f"The thread is at:\n{''.join(traceback.format_stack(frame))}" if frame is not None else ""
+        return f"The thread is at:\n{stack_of(frame)}" if frame is not None else ""
 
 
 def private_copy(dataset: Any) -> Any:

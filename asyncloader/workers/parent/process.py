@@ -33,6 +33,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol, cast
 
 from asyncloader.errors import could_not_start
+from asyncloader.stack_text import shorten
 from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, WorkerState
 from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
@@ -426,7 +427,7 @@ class WorkerProcess:
         if not waiters:
             return
         self._quiet_timer.cancel()
-        text = (self._awaits or "") + self.output[self._stack_start :].decode(errors="replace")
+        text = (self._awaits or "") + shorten(self.output[self._stack_start :].decode(errors="replace"))
         del self.output[self._stack_start :]
         for tell in waiters:
             tell(text)
