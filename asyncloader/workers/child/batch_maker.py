@@ -432,7 +432,7 @@ class BatchMaker:
         if isinstance(error, NoGoodSample):
             if self.spec.on_error == "skip":
                 return LeftOut(self._record(work), work.bad, work.snapshot)
-            error, blame = error.first, _raised_at(error.position)
+            blame, error = _raised_at(error.position), error.first
         captured = self._host.capture(error)
         return Failure(
             self._record(work), replace(captured, blame=blame) if blame else captured, work.bad, work.snapshot
