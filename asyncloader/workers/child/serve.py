@@ -48,12 +48,20 @@ def serve(
         channel.close()
 
 
+_BELOW_GUARD = (
+    'Workers that are not forked import the main module without what stands below `if __name__ == "__main__":`. Define '
+    "classes and functions that the dataset needs above that line, or in a module of their own."
+)
+
+
 def _opened(source: Any) -> WorkerSpec | Exception:
     """Return what to work with, or why there is nothing."""
     try:
         return source if isinstance(source, WorkerSpec) else source.open()
     except Exception as error:
-        return with_notes(error, ["The worker was unpickling the dataset and the functions that it needs."])
+        notes = ["The worker was unpickling the dataset and the functions that it needs."]
+        is_of_main = isinstance(error, AttributeError) and "__mp_main__" in str(error)
+        return with_notes(error, notes + [_BELOW_GUARD] * is_of_main)
 
 
 def _wait_to_be_killed() -> None:

@@ -1,7 +1,8 @@
 """What cannot be sent to workers, or makes the dataset large to send: its path, as one would write it in Python.
 
-    dataset.cfg['log'].lock      cannot pickle '_thread.lock' object
-    dataset.annotations          list, 312 MB
+    dataset.cfg['log'].lock              cannot pickle '_thread.lock' object
+    dataset.transform's variable model   the same of what a function closes over
+    dataset.annotations                  list, 312 MB
 
 Objects are taken apart as pickle does it: attributes, items. Each step pickles the parts once more, so this is for what
 has failed, or takes long anyway.
@@ -9,6 +10,9 @@ has failed, or takes long anyway.
 
 from __future__ import annotations
 
+import functools
+import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from asyncloader.workers.protocol.messages import WorkerSpec
@@ -21,7 +25,7 @@ _told: set[type] = set()
 """Classes of datasets that have been told of: to find what is large takes as long as several picklings."""
 
 _DEEPEST = 8
-_FEW = 100  # items of a container; one with more is named as a whole
+_FEW = 100  # parts of what is large; what has more is named as a whole
 
 
 class _Part(NamedTuple):
@@ -34,14 +38,23 @@ def say_unpicklable(spec: WorkerSpec) -> str:
     part = _Part("dataset", spec.dataset)
     inside = [part, _Part("collate_fn", spec.collate_fn), _Part("worker_init_fn", spec.worker_init_fn)]
     for _ in range(_DEEPEST):
-        bad = next((part for part in inside if not is_picklable(part.thing)), None)
-        if bad is None:
+        if (bad := _first_bad(inside)) is None:
             break
         part, inside = bad, _parts(bad)
     return (
-        f"{part.path} cannot be sent to a worker. Make it in the worker, at its first use or in __setstate__; or fork "
-        'workers: multiprocessing_context="fork".'
+        f"{part.path} ({type(part.thing).__name__}) cannot be sent to a worker. Make it in the worker, at its first "
+        'use or in __setstate__; or fork workers: multiprocessing_context="fork".'
     )
+
+
+def _first_bad(parts: list[_Part]) -> _Part | None:
+    """Return the first part that cannot be pickled: halves of many are pickled together."""
+    if is_picklable([part.thing for part in parts]):
+        return None
+    while len(parts) > 1:
+        half = parts[: len(parts) // 2]
+        parts = parts[len(half) :] if is_picklable([part.thing for part in half]) else half
+    return parts[0]
 
 
 def say_large(spec: WorkerSpec, copied_bytes: int) -> str | None:
@@ -56,7 +69,8 @@ def say_large(spec: WorkerSpec, copied_bytes: int) -> str | None:
     _told.add(type(spec.dataset))
     part, part_bytes = _Part("dataset", spec.dataset), copied_bytes
     for _ in range(_DEEPEST):
-        sizes = ((count_copied_bytes(inner.thing), inner) for inner in _parts(part))
+        inside = _parts(part)
+        sizes = ((count_copied_bytes(inner.thing), inner) for inner in inside if len(inside) <= _FEW)
         size, largest = max(sizes, key=lambda sized: sized[0], default=(0, part))
         if 2 * size < copied_bytes:
             break
@@ -69,13 +83,50 @@ def say_large(spec: WorkerSpec, copied_bytes: int) -> str | None:
 
 
 def _parts(whole: _Part) -> list[_Part]:
-    """List attributes and items; nothing of large containers and of classes."""
+    """List what pickle takes an object apart into: its state, and its items; of a function what it closes over."""
     path, thing = whole
     if isinstance(thing, type):
         return []
-    found = [_Part(f"{path}.{name}", value) for name, value in getattr(thing, "__dict__", {}).items()]
-    if isinstance(thing, dict) and len(thing) <= _FEW:
+    if isinstance(thing, types.FunctionType):
+        closed = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
+        found = [_Part(f"{path}'s variable {name}", cell.cell_contents) for name, cell in closed if _is_set(cell)]
+        defaults = [*enumerate(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
+        return found + [_Part(f"{path}'s default {key}", value) for key, value in defaults]
+    if isinstance(thing, types.MethodType):
+        return [_Part(f"{path}.__self__", thing.__self__)]
+    found = _state(whole)
+    if isinstance(thing, functools.partial):
+        found += [_Part(f"{path}.{name}", getattr(thing, name)) for name in ("func", "args", "keywords")]
+    elif isinstance(thing, Mapping):
         found += [_Part(f"{path}[{key!r}]", value) for key, value in thing.items()]
-    elif isinstance(thing, (list, tuple)) and len(thing) <= _FEW:
+    elif isinstance(thing, (list, tuple)):
         found += [_Part(f"{path}[{number}]", item) for number, item in enumerate(thing)]
+    elif isinstance(thing, (set, frozenset)):
+        found += [_Part(f"an element of {path}", item) for item in thing]
     return found
+
+
+def _state(whole: _Part) -> list[_Part]:
+    """List the attributes that are pickled: those in slots too, and none that ``__getstate__`` leaves out."""
+    path, thing = whole
+    try:
+        state = thing.__getstate__()
+    except Exception:  # the user's
+        return []
+    slots: Any = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    attributes = [pair for each in (state, slots) if isinstance(each, dict) for pair in each.items()]
+    return [
+        _Part(
+            f"{path}.{name}" if getattr(thing, str(name), None) is value else f"{path}.__getstate__()[{name!r}]", value
+        )
+        for name, value in attributes
+    ]
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # not yet
+        return False

@@ -23,7 +23,9 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.workers.protocol.parts import Opener, write_parts
@@ -149,6 +151,8 @@ def _reduce(obj: Any, is_launching: bool) -> Any:
     """
     if isinstance(obj, torch.Tensor):
         return _reduce_tensor(obj, is_launching)
+    if type(obj) is torch.UntypedStorage and obj.device.type == "cpu" and not obj.is_shared():
+        return _storage, (torch.empty(0, dtype=torch.uint8).set_(obj).numpy(),)
     if is_launching:
         return NotImplemented
     if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
@@ -158,6 +162,11 @@ def _reduce(obj: Any, is_launching: bool) -> Any:
     elif type(obj) in _registered() and not isinstance(obj, _ANY_TIME):
         raise _AtLaunchError
     return NotImplemented
+
+
+def _storage(array: NDArray[np.uint8]) -> torch.UntypedStorage:
+    """Make a storage of its bytes. That which pickle makes of torch's own reduction does not unpickle (torch 2.13)."""
+    return torch.from_numpy(array).untyped_storage()
 
 
 def _reduce_tensor(tensor: torch.Tensor, is_launching: bool) -> Any:

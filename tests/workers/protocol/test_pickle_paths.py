@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
+import subprocess
+import sys
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from asyncloader import DataLoader
+from asyncloader.workers.protocol.pickled_spec import _pickle
 
 
 class Held:
@@ -27,6 +34,29 @@ class Held:
         return index
 
 
+class Slotted:
+    """Has no ``__dict__``."""
+
+    __slots__ = ("lock",)
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def method(self) -> None:
+        """Do nothing."""
+
+
+class Careful:
+    """Leaves one lock out when it is pickled, and not the other."""
+
+    def __init__(self) -> None:
+        self.left_out = threading.Lock()
+        self._kept = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": self._kept}
+
+
 def closed_over(lock: Any) -> Any:
     """Return a function that pickle refuses, by reference and by value."""
     return lambda batch: (batch, lock)
@@ -37,16 +67,25 @@ def closed_over(lock: Any) -> Any:
     [
         (Held(cfg={"log": SimpleNamespace(lock=threading.Lock())}), "dataset.cfg['log'].lock"),
         (Held(parts=[1, (2, threading.Lock())]), "dataset.parts[1][1]"),
-        (Held(many=[threading.Lock()] * 101), "dataset.many"),
+        (Held(many=[*range(1000), threading.Lock(), *range(500)]), "dataset.many[1000]"),
+        (Held(many={**dict.fromkeys(range(1000)), "bad": threading.Lock()}), "dataset.many['bad']"),
+        (Held(many={*range(1000), threading.Lock()}), "an element of dataset.many"),
         ([1, threading.Lock()], "dataset[1]"),
+        (Held(slotted=Slotted()), "dataset.slotted.lock"),
+        (Held(careful=Careful()), "dataset.careful.__getstate__()['kept']"),
+        (Held(call=functools.partial(print, 1, threading.Lock())), "dataset.call.args[1]"),
+        (Held(call=functools.partial(print, end=threading.Lock())), "dataset.call.keywords['end']"),
+        (Held(call=Slotted().method), "dataset.call.__self__.lock"),
+        (Subset(Held(cfg=Slotted()), [0, 1]), "dataset.dataset.cfg.lock"),  # type: ignore[type-var]
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_pickled_is_named(dataset: Any, path: str) -> None:
     """As one would write it in Python; the error itself stays pickle's."""
     loader = DataLoader(dataset, num_workers=1, multiprocessing_context="forkserver")
     with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError, match="lock") as caught:
         iter(loader)
-    assert f"{path} cannot be sent" in caught.value.__notes__[-1]
+    assert caught.value.__notes__[-1].startswith(f"{path} (lock) cannot be sent")
 
 
 @pytest.mark.parametrize("name", ["collate_fn", "worker_init_fn"])
@@ -55,7 +94,7 @@ def test_so_are_functions(name: str) -> None:
     loader = DataLoader(Held(), num_workers=1, multiprocessing_context="spawn", **functions)
     with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError) as caught:
         iter(loader)
-    assert caught.value.__notes__[-1].startswith(name)
+    assert caught.value.__notes__[-1].startswith(f"{name}'s variable lock (lock) cannot be sent")
 
 
 def test_what_workers_copy_is_told_where_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +114,50 @@ def test_what_workers_copy_is_told_where_it_is_much(monkeypatch: pytest.MonkeyPa
         assert len(list(DataLoader(large, num_workers=1, multiprocessing_context="forkserver"))) == 4
         monkeypatch.setattr("asyncloader.workers.protocol.pickle_paths._told", set())
         assert len(list(DataLoader(Held(**shared), num_workers=1, multiprocessing_context="forkserver"))) == 4
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 1 << 20])
+def test_a_storage_arrives(nbytes: int) -> None:
+    """torch's own pickle of it does not unpickle."""
+    storage = torch.arange(nbytes, dtype=torch.uint8).untyped_storage()
+    data, buffers = _pickle({"storage": storage, "again": storage})
+    opened = pickle.loads(data, buffers=[bytearray(buffer) for buffer in buffers])
+    assert isinstance(opened["storage"], torch.UntypedStorage)
+    assert opened["storage"].tolist() == storage.tolist()
+    assert opened["again"] is opened["storage"]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_dataset_may_hold_storages(method: str) -> None:
+    """Of either kind, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        typed = torch.arange(4.0).storage()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset = Held(
+            untyped=torch.arange(4.0).untyped_storage(),
+            typed=typed,
+            shared=torch.ones(4).share_memory_().untyped_storage(),
+        )
+        assert len(list(DataLoader(dataset, num_workers=1, multiprocessing_context=method))) == 4
+
+
+def test_a_class_below_the_guard_is_told_where_it_belongs(tmp_path: Path) -> None:
+    """Pickle finds it in the trainer's main module, and no worker does."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+from asyncloader import DataLoader
+
+if __name__ == "__main__":
+
+    class Numbers(list):
+        pass
+
+    next(iter(DataLoader(Numbers([1, 2]), num_workers=1, multiprocessing_context="spawn")))
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert "Can't get attribute 'Numbers'" in done.stderr
+    assert "Define classes and functions that the dataset needs above that line" in done.stderr
