@@ -22,6 +22,7 @@ import torch
 from asyncloader.comparison import CannotCompareError, difference, told_apart
 from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import DataLoader
+from asyncloader.protocols import is_async
 from asyncloader.settings import Scheduling, WorkerBackend
 
 __all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async"]
@@ -93,8 +94,8 @@ def assert_reproducible(
             those with workers get.
 
     Raises:
-        AssertionError: with the loader, the epoch and the place in its order of the first sample that differs or cannot
-            be compared.
+        AssertionError: with the likely cause and what to do, then the loader, the epoch and the place in its order of
+            the first sample that differs or cannot be compared.
 
     Example:
         >>> from asyncloader.testing import assert_reproducible
@@ -113,8 +114,50 @@ def assert_reproducible(
     for other in others:
         found = _samples(make_dataset(), epochs, seed, {**other, **fixed})
         told = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        for epoch, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            _compare(f"With {told}, epoch {epoch}", ours, theirs, thing="sample")
+        try:
+            for epoch, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+                _compare(f"With {told}, epoch {epoch}", ours, theirs, thing="sample")
+        except AssertionError as error:
+            if error.__cause__ is not None:  # samples that cannot be compared
+                raise
+            again = _samples(make_dataset(), epochs, seed, {**right, **fixed})
+            cause = _cause(again, expected, make_dataset(), {**other, **fixed})
+            raise AssertionError(f"{cause}\n{error}") from None
+
+
+def _cause(again: list[list[Any]], expected: list[list[Any]], dataset: Any, options: dict[str, Any]) -> str:
+    """Say why samples differ, as far as it can be known, and what to do.
+
+    Args:
+        again: What a second run of the first loader gave.
+        expected: What the first run gave.
+        dataset: A new one.
+        options: Of the loader that gave others.
+    """
+    if any(difference(one, other) is not None for one, other in zip(again, expected, strict=True)):
+        return (
+            "The same loader, seeded alike, gives other samples in a second run: something draws from a random "
+            "generator that nobody seeds, such as np.random.default_rng() or random.Random() made in __getitem__, a "
+            "library's hidden one, or the time. Draw from the global generators of random, numpy and torch, from "
+            "asyncloader.sample_rng(), or from generators that the dataset or its transforms have as attributes since "
+            "__init__: all of these are seeded."
+        )
+    overlaps = is_async(dataset) or (options["concurrency"] or 1) > 1 or options["worker_backend"] == "thread"
+    if overlaps and options["num_workers"]:
+        return (
+            "Samples that are made at the same time share random generators: draw from asyncloader.sample_rng(), or in "
+            "a `with asyncloader.sample_seed():` block."
+        )
+    if options["seeding"] != "sample":
+        return (
+            f"With seeding={options['seeding']!r}, what a sample draws depends on its batch or its worker: "
+            'seeding="sample" does without.'
+        )
+    return (
+        "A sample depends on what its worker has made before: the dataset keeps a state of its own. It counts calls, "
+        "caches what was random, or draws from a generator that it made after __init__. Make each sample of its index "
+        "and of random numbers drawn for it alone."
+    )
 
 
 def _varied(values: dict[str, Sequence[Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -9,6 +9,7 @@ import datetime
 import decimal
 import enum
 import functools
+import itertools
 import pickle
 import re
 import struct
@@ -433,7 +434,7 @@ def test_the_part_that_differs_is_told() -> None:
     with pytest.raises(AssertionError, match=words + r"the first, \[1\], is -0\.0, and should be 0\.0\."):
         assert_reproducible(lambda: Made(of_its_worker), num_workers=(0, 1), epochs=1, scheduling=["static"])
     with pytest.raises(AssertionError, match=r"epoch 0: sample 1 is 1, and should be 0\.$"):
-        seen = iter([0, 1])
+        seen = itertools.count()
         assert_reproducible(lambda: [next(seen)], num_workers=[0], batch_sizes=[1, 2], epochs=1, scheduling=["static"])
 
 

@@ -10,33 +10,18 @@ blocks the loop of the trainer. An object of another loop would never wake them 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-from collections import deque
 from collections.abc import Iterator
-from functools import partial
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from asyncloader.errors import ConfigurationError
-from asyncloader.protocols import members
+from asyncloader.holdings import attributes_of, held
 
 log = logging.getLogger("asyncloader")
-
-_DEEPEST = 6
-_MOST_ENTRIES = 64
-"""So many entries of a container are looked at, and no more."""
-_MOST_OBJECTS = 2000
 
 _HANDED_OVER = (asyncio.Queue, asyncio.Event, asyncio.Condition, asyncio.StreamReader)
 """What one task waits for and another one gives. It belongs to no loop until somebody has waited for it. Locks and
 semaphores, which belong to none either, are not among these: a dataset has them to limit its own samples."""
-
-_NOT_ENTERED = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor, np.ndarray, asyncio.AbstractEventLoop)
 
 
 class Bound(NamedTuple):
@@ -103,68 +88,18 @@ def is_here(home: asyncio.AbstractEventLoop | None) -> bool:
 
 
 def bound_objects(dataset: Any) -> Iterator[Bound]:
-    """Yield what the dataset holds that belongs to a loop, or will: in its attributes, and in closures of its methods.
-
-    Nothing of the user's is called: properties and ``__getattr__`` stay as they are.
-    """
-    rest = deque((member, "", 0) for member in members(dataset))
-    seen: set[int] = set()
-    while rest and len(seen) < _MOST_OBJECTS:
-        thing, path, depth = rest.popleft()
-        if id(thing) in seen or isinstance(thing, _NOT_ENTERED):
-            continue
-        seen.add(id(thing))
-        if path and (bound := _bound(path, thing)) is not None:
-            yield bound
-        elif depth < _DEEPEST:
-            rest.extend((inner, f"{path}.{name}".strip("."), depth + 1) for name, inner in _inside(thing))
+    """Yield what the dataset holds that belongs to a loop, or will."""
+    for path, thing in held(dataset, _is_bound):
+        yield Bound(path, thing, _loop_of(thing))
 
 
-def _bound(path: str, thing: Any) -> Bound | None:
+def _is_bound(thing: Any) -> bool:
+    return isinstance(thing, _HANDED_OVER) or _loop_of(thing) is not None
+
+
+def _loop_of(thing: Any) -> asyncio.AbstractEventLoop | None:
     if asyncio.isfuture(thing):
-        return Bound(path, thing, thing.get_loop())
-    held = _attributes(thing)
-    loop = held.get("_loop", held.get("loop"))
-    if isinstance(loop, asyncio.AbstractEventLoop):
-        return Bound(path, thing, loop)
-    return Bound(path, thing, None) if isinstance(thing, _HANDED_OVER) else None
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    found = inspect.getattr_static(thing, "__dict__", None)
-    return vars(thing) if found is not None else {}
-
-
-def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):
-        yield from ((str(key), value) for key, value in islice(thing.items(), _MOST_ENTRIES))
-    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
-        yield from ((str(number), value) for number, value in enumerate(islice(thing, _MOST_ENTRIES)))
-    elif isinstance(thing, FunctionType):
-        yield from _of_function(thing)
-    elif isinstance(thing, MethodType):
-        yield from (("__self__", thing.__self__), ("__func__", thing.__func__))
-    elif isinstance(thing, partial):
-        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
-    elif inspect.isasyncgen(thing) or inspect.iscoroutine(thing):
-        frame = thing.ag_frame if inspect.isasyncgen(thing) else thing.cr_frame
-        if frame is not None:
-            yield from list(frame.f_locals.items())
-    else:
-        yield from list(_attributes(thing).items())
-        for kind in type(thing).__mro__:
-            if not kind.__module__.startswith(("torch.", "asyncloader.", "builtins", "typing")):
-                yield from ((name, value) for name, value in vars(kind).items() if isinstance(value, FunctionType))
-
-
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to: its closure, and what its code calls by the name of a global."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # it is assigned later
-            continue
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, _HANDED_OVER) or asyncio.isfuture(value):
-            yield name, value
+        return thing.get_loop()
+    attributes = attributes_of(thing)
+    loop = attributes.get("_loop", attributes.get("loop"))
+    return loop if isinstance(loop, asyncio.AbstractEventLoop) else None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncloader.hashing import mix
+from asyncloader.seeding.own_generators import OwnGenerators
 from asyncloader.seeding.seeder import COLLATE, WHOLE, Seeder
 
 BATCH = -1
@@ -32,9 +33,11 @@ class EpochKey(tuple[int, int, int]):
 
     Attributes:
         is_over: The run has ended: its samples may not seed the global generators any more.
+        own: Generators of the dataset's own, which are seeded with the global ones; None if it has none.
     """
 
     is_over = False
+    own: OwnGenerators | None = None
 
 
 class Placed(NamedTuple):

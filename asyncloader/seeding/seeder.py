@@ -24,6 +24,7 @@ import torch
 from torch.utils.data._utils.worker import _generate_state
 
 from asyncloader.hashing import mix, mix_on
+from asyncloader.seeding.own_generators import OwnGenerators
 
 WHOLE = 1
 """The part of a batch that is fetched by one call."""
@@ -111,10 +112,14 @@ class Seeder:
 
     Args:
         key: Base seed, epoch of the loader, rank. With the number they make the seed.
+
+    Attributes:
+        own: Generators of the dataset's own, which are seeded as well; None if it has none.
     """
 
     def __init__(self, key: tuple[int, int, int]) -> None:
         self._numbers = key
+        self.own: OwnGenerators | None = getattr(key, "own", None)
         self._keys: dict[int, tuple[int, int]] = {}  # by part
         self._python: Any = random._inst
         self._seed_python = partial(Random.seed, self._python)
@@ -153,6 +158,8 @@ class Seeder:
         self._python.gauss_next = None
         self._seed_torch(seed)
         np.random.seed((seed ^ _FOR_NUMPY) & _WORD)
+        if self.own is not None:
+            self.own.seed(seed)
 
 
 @contextlib.contextmanager

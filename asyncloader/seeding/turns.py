@@ -75,7 +75,7 @@ class _Turn:
 
     def seeder_of(self, key: tuple[int, int, int]) -> Seeder:
         """Return what seeds the samples of an epoch. With the lock held."""
-        if self.seeder is None or self.seeder[0] != key:
+        if self.seeder is None or self.seeder[0] is not key:
             self.seeder = key, Seeder(key)
         return self.seeder[1]
 
@@ -288,12 +288,16 @@ class sample_seed:  # read as a function that returns a context manager
                 )
             self._release()  # a block inside a block: the outer one goes on
             return
-        aside = left_alone() if turn.is_trainers else contextlib.nullcontext()
-        aside.__enter__()
+        seeder = turn.seeder_of(sample.key)
+        aside = contextlib.ExitStack()
+        if turn.is_trainers:
+            aside.enter_context(left_alone())
+        if seeder.own is not None:
+            aside.enter_context(seeder.own.left_alone())
         turn.holder, self._aside = sample, aside
         _refuse_if_over(sample.key)
         part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
-        turn.seeder_of(sample.key)(sample.number, part)
+        seeder(sample.number, part)
 
     def _release(self) -> None:
         lock = self._turn.lock

@@ -29,7 +29,8 @@ from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
 from asyncloader.seeding import sample_context
-from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
+from asyncloader.seeding.own_generators import OwnGenerators
+from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, Placed, SampleContext, SeedingContext
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.transport.collate import is_default
 from asyncloader.transport.join import collated
@@ -170,6 +171,7 @@ class BatchMaker:
         self._aside = aside
         self._fetch: Fetcher | None = None
         self._seed: Seeder | None = None
+        self._own: OwnGenerators | None = None
         self._epoch: EpochSpec
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
@@ -251,15 +253,41 @@ class BatchMaker:
                 start = epoch.starts[self._id]
                 self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
                 tell(dataset, start.epochs, ())
+            self._find_generators(dataset)
             (open_source or self.open_fetcher)(dataset)
             if self._fetch is not None and self.keeper is not None and self.keeper.made:
                 with self._aside():
                     self._catch_up(self.keeper)
-            self._seed = Seeder(epoch.key) if spec.seeds_each_batch or spec.seeds_each_sample else None
+            self._seed = self._seeder(self.key)
         except Exception as error:
             self._hitch = error
         finally:
             sample_context.current.reset(outside)
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What the seeds of this run are made from; it knows the generators that the dataset has of its own."""
+        return self._epoch.key
+
+    def _find_generators(self, dataset: Any) -> None:
+        """Look for generators of the dataset's own, where samples are seeded."""
+        spec = self.spec
+        self._own = None
+        if not (spec.seeds_each_batch or spec.knows_places):
+            return
+        self._own = OwnGenerators(dataset, spec.collate_fn)
+        self._epoch = self._epoch._replace(key=self._with_own(self._epoch.key))
+
+    def _with_own(self, key: tuple[int, int, int]) -> tuple[int, int, int]:
+        if self._own:
+            key = key if isinstance(key, EpochKey) else EpochKey(key)
+            key.own = self._own
+        return key
+
+    def _seeder(self, key: tuple[int, int, int]) -> Seeder | None:
+        """Return what seeds each batch of such an epoch, or each of its samples."""
+        is_seeded = self.spec.seeds_each_batch or self.spec.seeds_each_sample
+        return Seeder(self._with_own(key)) if is_seeded else None
 
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
@@ -300,6 +328,16 @@ class BatchMaker:
         """Make a batch. What is raised stands for it, but for what the worker cannot go on after."""
         if (refused := self.refused(seq, keys)) is not None:
             return refused
+        if (own := self._own) is None or self._seed is None:
+            return self._make(seq, keys, waited_s)
+        with own.left_alone():
+            outcome = self._make(seq, keys, waited_s)
+        own.look_for_late_ones()
+        if not own:
+            self._own = None
+        return outcome
+
+    def _make(self, seq: int, keys: Any, waited_s: float) -> Outcome:
         work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
         assert fetch is not None
         rows: Sequence[Rows] = ()
@@ -349,8 +387,12 @@ class BatchMaker:
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
+        with self._own.left_alone() if self._own else contextlib.nullcontext():
+            self._make_again(keeper)
+
+    def _make_again(self, keeper: Keeper) -> None:
         for made in keeper.made:
-            self._seed = Seeder(made.key) if self.spec.seeds_each_batch or self.spec.seeds_each_sample else None
+            self._seed = self._seeder(made.key)
             here, keys = SampleContext(made.key, made.seq), made.keys
             if type(keys) is Placed:
                 here, keys = self._placed(made.key, made.seq, keys)

@@ -147,7 +147,7 @@ class OverlapLoop:
         for task in self._collating:
             task.cancel()
         tolerant, tell = spec.on_error != "raise", (self._on_finished, self._stop)
-        common = (self._epoch.key, spec.auto_collation, spec.samples_at_once, tolerant, *tell)
+        common = (self._maker.key, spec.auto_collation, spec.samples_at_once, tolerant, *tell)
         if spec.is_iterable:
             told = self._on_exhausted, self._transport.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)

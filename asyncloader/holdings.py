@@ -1,0 +1,100 @@
+"""What a dataset holds: in its attributes, a few levels in, in closures of its functions, as globals that these name.
+
+    dataset ── members of torch's wrappers ── attributes, containers, closures ── wanted? ──> (path, object)
+
+Nothing of the user's is called: properties and ``__getattr__`` are not asked. The number of objects that are looked at
+is bounded, so this takes some milliseconds at most, whatever a dataset holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncloader.protocols import members
+
+_DEEPEST = 10
+_MOST_ENTRIES = 64
+"""So many entries of a container are looked at, and no more."""
+_MOST_OBJECTS = 2000
+
+_CLOSED = (
+    str, bytes, bytearray, memoryview, int, float, complex, type(None), type, ModuleType, torch.Tensor, np.ndarray,
+    asyncio.AbstractEventLoop,
+)  # fmt: skip
+"""Nothing in these is looked for."""
+_LIBRARIES = ("torch.", "numpy.", "asyncio.", "builtins", "typing", "abc", "collections")
+"""Methods of classes from these hold nothing of the user's."""
+
+
+def held(dataset: Any, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield what the dataset holds and is wanted, once each, with its path from the dataset: "transform.rng".
+
+    The order is the same in each process. Sets, which have none, are not looked into.
+    """
+    rest = deque((member, "", 0) for member in members(dataset))
+    seen: set[int] = set()
+    kinds: set[type] = set()
+    while rest and len(seen) < _MOST_OBJECTS:
+        thing, path, depth = rest.popleft()
+        if id(thing) in seen or isinstance(thing, _CLOSED):
+            continue
+        seen.add(id(thing))
+        if path and is_wanted(thing):
+            yield path, thing
+        elif depth < _DEEPEST:
+            inside = _inside(thing, is_wanted, kinds)
+            rest.extend((inner, f"{path}.{name}" if path else name, depth + 1) for name, inner in inside)
+
+
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """Return the attributes in the ``__dict__`` of an object, if it has one; a ``__getattr__`` is not asked."""
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _inside(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, dict):
+        yield from ((str(key), value) for key, value in islice(thing.items(), _MOST_ENTRIES))
+    elif isinstance(thing, (list, tuple, deque)):
+        yield from ((str(number), value) for number, value in enumerate(islice(thing, _MOST_ENTRIES)))
+    elif isinstance(thing, FunctionType):
+        yield from _of_function(thing, is_wanted)
+    elif isinstance(thing, MethodType):
+        yield from (("__self__", thing.__self__), ("__func__", thing.__func__))
+    elif isinstance(thing, partial):
+        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
+    elif inspect.isasyncgen(thing) and thing.ag_frame is not None:
+        yield from list(thing.ag_frame.f_locals.items())
+    else:
+        yield from list(attributes_of(thing).items())
+        for kind in type(thing).__mro__:
+            if not (kind in kinds or kind.__module__.startswith(_LIBRARIES)):
+                kinds.add(kind)
+                found = list(vars(kind).items())
+                yield from ((name, value) for name, value in found if type(value) is FunctionType or is_wanted(value))
+
+
+def _of_function(function: FunctionType, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to: its closure, its defaults, and what is wanted among the globals it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it is assigned later
+            continue
+    yield from (("defaults", value) for value in function.__defaults__ or ())
+    for name in function.__code__.co_names:
+        if is_wanted(value := function.__globals__.get(name)):
+            yield name, value
