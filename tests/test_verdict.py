@@ -88,10 +88,12 @@ def test_too_few_workers(stage: str, seed: int) -> None:
     before_s, stats = judged(loader, step_s)
     verdict = stats.verdict
     assert verdict.limit == stage, str(stats)
-    assert "more workers would help" in verdict.text
-    assert "they mostly wait" in verdict.text
+    assert "they mostly wait" in verdict.text or stage == "collate"
     assert stats.waited_share == pytest.approx(1 - step_s / (work_s / workers), abs=0.12)
-    assert workers < verdict.advice["num_workers"] <= 7
+    if stage == "collate":  # samples at once are fetched at once, and collated one batch after the other
+        assert workers < verdict.advice["num_workers"] <= 7
+    else:
+        assert 2 <= verdict.advice["concurrency"] <= 7
     assert_gain(before_s, train(follow(loader, verdict.advice), step_s), verdict.gain)
 
 

@@ -6,7 +6,12 @@ work, so with k workers on c cores a batch comes every
     max(train, work / k, cpu / c)   seconds at best.
 
 Where the workers are busy and the trainer waits, the middle term is the largest: more workers help until another term
-is. Where workers stand idle and the trainer waits all the same, batches are held up behind a slow one, or on their way.
+is; or, where workers mostly wait themselves, more samples at once in each. Where workers stand idle and the trainer
+waits all the same, batches are held up behind a slow one, or on their way. Where most of the time went by before the
+first batch nothing of this was measured well, and starting is all there is to be said of.
+
+No advice goes beyond four times the workers, or 16 times the samples at once, that were measured: with more, something
+that was not seen yet will limit.
 """
 
 from __future__ import annotations
@@ -17,18 +22,21 @@ from typing import Any, Literal, TypeAlias
 
 from asyncloader.observe.figures import Figures
 from asyncloader.observe.memory_watch import show_bytes
+from asyncloader.observe.tally import show_s
 
 Limit: TypeAlias = Literal[
-    "unknown", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead", "ranks"
+    "unknown", "starting", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead", "ranks"
 ]
 
 _HARDLY = 0.05  # a trainer that waits a smaller share of its time than this does not wait
 _BUSY = 0.8  # workers busy for more than this share of their time are what limits
 _TRAINS = 0.8  # a trainer that is busy for more than this share of a batch's time is what limits
 _LATE = 0.2  # a first batch that takes a larger share of the time than this is worth a word
+_STARTS = 0.5  # starting that takes a larger share of the time than this is what limits
 _FULL = 0.85  # cores in use for more than this share of their time are full
+_TIMES_WORKERS = 4  # as many as were measured, advice goes no further
+_TIMES_CONCURRENCY = 16
 _MOST_WORKERS = 64
-_MOST_ELSEWHERE = 4096
 _MOST_CONCURRENCY = 4096
 _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
@@ -36,6 +44,7 @@ _MAX_BUFFERED_BYTES = 64 << 20
 _DIVIDED_S = 0.02  # a batch that takes a worker less is not divided under scheduling="split"
 _WELL_DIVIDED_S = 0.1  # behind one that takes less, other batches keep workers busier than its few slices would
 _LARGE_WINDOW_BYTES = 2 << 30  # batches that wait take much memory from so many bytes on
+_ON_THREADS = " (samples on threads, if the dataset bears that)"
 _SPLIT = {"scheduling": "split", "seeding": "sample"}
 _MUCH_GROWN = 1 << 30  # bytes of all workers together
 _LEAST_BOUND = 256 << 20
@@ -49,8 +58,8 @@ class Verdict:
     Attributes:
         limit: "training" (nothing to gain here), "fetch", "collate", "transfer", "pin" (that stage of the batches),
             "network" (the way from other machines), "order" (workers stood idle behind a slow batch), "overhead"
-            (batches too small), "ranks" (others are slower, with ``equal_steps``), or "unknown" (too few batches to
-            tell).
+            (batches too small), "ranks" (others are slower, with ``equal_steps``), "starting" (most of the time went by
+            before the first batch), or "unknown" (too few batches to tell).
         text: The sentence.
         advice: Options of the loader to change, and to what.
         gain: How many times as fast the whole would become by the advice, roughly; 1.0 if there is nothing to gain.
@@ -83,6 +92,7 @@ class _Costs:
     cores: int
     workers: int
     elsewhere: bool  # there are workers on other machines, or may be
+    batches: int
 
     @property
     def cpu_floor(self) -> float:
@@ -97,15 +107,30 @@ class _Costs:
     def enough_workers(self) -> int:
         """Return with how many workers something else limits."""
         other = max(self.train, self.cpu_floor, _LEAST_BATCH_S)
-        most = max(self.workers, self.cores) if self.computes else _MOST_WORKERS
-        if self.elsewhere:
-            most = _MOST_ELSEWHERE
-        return max(1, min(most, math.ceil(self.work / other - 0.05)))
+        return max(1, min(self.most_workers, math.ceil(self.work / other - 0.05)))
+
+    @property
+    def most_workers(self) -> int:
+        """Beyond so many workers advice would be a guess: by what was measured, cores, and batches of an epoch."""
+        measured = max(2, self.workers) * _TIMES_WORKERS
+        if not self.elsewhere:
+            measured = max(self.workers, self.cores) if self.computes else min(measured, _MOST_WORKERS)
+        return max(self.workers, min(measured, self.batches))
+
+    def gain_of(self, workers: int) -> float:
+        """Return how many times as fast so many workers would make it: at most as many times as there are more.
+
+        The first batch of an epoch takes as long as before, which counts where the epoch has few batches.
+        """
+        later, step_s = self.batches - 1, max(self.train, _LEAST_BATCH_S)
+        epoch_s = max(self.work + later * step_s, self.batches * max(self.work / workers, self.cpu_floor))
+        gain = (self.work + later * self.batch) / epoch_s
+        return min(gain, workers / self.workers) if self.workers else gain
 
     @property
     def computes(self) -> bool:
         """Whether work is computing, not waiting: then workers beyond the cores have nothing to run on."""
-        return self.worker_cpu > 0.5 * self.work
+        return (self.worker_cpu if self.workers else self.main_cpu) > 0.5 * self.work
 
 
 def judge(stats: Figures) -> Verdict:
@@ -130,7 +155,11 @@ def judge(stats: Figures) -> Verdict:
         cores=stats.cores,
         workers=stats.num_workers,
         elsewhere=bool(stats.options.get("elsewhere")),
+        batches=stats.batches,
     )
+    start_s = max(0.0, stats.first_batch_s - stats.work.mean_s) if stats.num_workers else 0.0
+    if start_s > _STARTS * stats.elapsed_s:
+        return _starting(stats, start_s)
     verdict = _judge(stats, costs)
     if costs.elsewhere:  # num_workers is that of this machine alone
         advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
@@ -145,13 +174,28 @@ def judge(stats: Figures) -> Verdict:
         verdict = Verdict(verdict.limit, text, advice, verdict.gain)
     late = stats.first_batch_s / stats.elapsed_s
     verdict = _with_split(stats, costs, verdict, is_late=late > _LATE)
-    if stats.num_workers and late > _LATE and not stats.options.get("persistent_workers"):
+    if start_s > _LATE * stats.elapsed_s and not stats.options.get("persistent_workers"):
         text = (
             f"{verdict.text}; {late:.0%} of the time passed before the first batch: persistent_workers=True spares "
             "later epochs that"
         )
         verdict = Verdict(verdict.limit, text, verdict.advice, verdict.gain)
     return _with_memory(stats, verdict)
+
+
+def _starting(stats: Figures, start_s: float) -> Verdict:
+    """Starting workers takes longer than the epoch itself."""
+    text = f"{start_s / stats.elapsed_s:.0%} of the time passed before the first batch, while workers started"
+    if stats.options.get("persistent_workers"):
+        return Verdict("starting", f"{text}; later epochs have them already")
+    # Batches that were made while others started came at once: a later epoch takes as long as they all take to make.
+    later_s = max(stats.elapsed_s - start_s, stats.training_s, stats.work.total_s / stats.num_workers)
+    gain = stats.elapsed_s / later_s
+    text += f": persistent_workers=True spares later epochs that, which then take about {show_s(later_s)}"
+    alone_s = stats.training_s + stats.work.total_s
+    if alone_s < stats.elapsed_s / 2:
+        text += f"; for one epoch, num_workers=0 would take {show_s(alone_s)} in place of {show_s(stats.elapsed_s)}"
+    return Verdict("starting", text, {"persistent_workers": True}, gain)
 
 
 def _with_memory(stats: Figures, verdict: Verdict) -> Verdict:
@@ -226,15 +270,19 @@ def _training(stats: Figures, costs: _Costs) -> Verdict:
 
 def _inline(stats: Figures, costs: _Costs, told: str) -> Verdict:
     enough = costs.enough_workers()
-    gain = costs.batch / costs.at_best(enough)
+    gain = costs.gain_of(enough)
     share = stats.stages.fetch.mean_s / costs.work
     stage: Limit = "fetch" if share >= 0.5 else "collate"
     told += f", and makes its batches itself ({stage} is {max(share, 1 - share):.0%} of that)"
+    if enough > 1 and stage == "fetch" and _can_overlap(stats, costs):
+        concurrency, gain = _at_once(stats, costs, max(costs.train, costs.cpu_floor))
+        text = f"{told}, mostly waiting; num_workers=1 with concurrency={concurrency}{_ON_THREADS} could make it "
+        return Verdict(stage, text + _times(gain), {"num_workers": 1, "concurrency": concurrency}, gain)
+    if costs.work < _SMALL_BATCH_S:
+        return Verdict(stage, f"{told}; workers would not help: to hand over such small batches takes as long")
     if gain < 1.1:
         return Verdict(stage, f"{told}; workers would not help: {_cores_full(costs)}")
-    return Verdict(
-        stage, f"{told}; {_worker_words(enough, 0)} would make it {_times(gain)}", {"num_workers": enough}, gain
-    )
+    return Verdict(stage, f"{told}; num_workers={enough} would make it {_times(gain)}", {"num_workers": enough}, gain)
 
 
 def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
@@ -244,13 +292,11 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
     mean_s = stages.fetch.mean_s if stage == "fetch" else stages.collate.mean_s
     told += f", {stage} is {mean_s / stats.work.mean_s:.0%} of that"
     enough = costs.enough_workers()
-    gain = costs.batch / costs.at_best(enough)
+    gain = costs.gain_of(enough)
     if enough > costs.workers and gain >= 1.1:
-        if stats.options.get("concurrency", 1) > 1 and not costs.computes:
+        if stage == "fetch" and _can_overlap(stats, costs):
             return _concurrency(stats, costs, told)
-        text = f"{told}: more workers would help, {_worker_words(enough, costs.workers)} make it {_times(gain)}"
-        if not costs.computes:
-            text += "; they mostly wait, so concurrency would help as well"
+        text = f"{told}: more workers would help, {_worker_words(enough, costs)} make it {_times(gain)}"
         return Verdict(stage, text, {"num_workers": enough}, gain)
     has_no_core = costs.workers >= costs.cores and not costs.elsewhere
     if costs.computes and (has_no_core or costs.cpu_floor > _FULL * costs.batch):
@@ -260,13 +306,27 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
 
 def _concurrency(stats: Figures, costs: _Costs, told: str) -> Verdict:
     """The workers await as many samples as they may, and have time left: more samples at once."""
-    best = max(costs.train, costs.cpu_floor, costs.worker_cpu / costs.workers, _LEAST_BATCH_S)
-    gain = costs.batch / best
+    least_s = max(costs.worker_cpu, stats.stages.collate.mean_s) / costs.workers  # which is not overlapped
+    concurrency, gain = _at_once(stats, costs, max(costs.train, costs.cpu_floor, least_s))
     if gain < 1.1:
         return Verdict("fetch", f"{told}: more workers would help, a higher concurrency hardly")
-    concurrency = min(_MOST_CONCURRENCY, math.ceil(stats.options["concurrency"] * gain))
-    text = f"{told}: they mostly wait, concurrency={concurrency} could make it {_times(gain)}"
+    threads = _ON_THREADS * (stats.options.get("concurrency", 1) == 1)
+    text = f"{told}: they mostly wait, concurrency={concurrency}{threads} could make it {_times(gain)}"
     return Verdict("fetch", text, {"concurrency": concurrency}, gain)
+
+
+def _can_overlap(stats: Figures, costs: _Costs) -> bool:
+    """Whether more samples at once would help: they are asked for one by one, and mostly waited for."""
+    return not (costs.computes or stats.options.get("is_iterable"))
+
+
+def _at_once(stats: Figures, costs: _Costs, other_s: float) -> tuple[int, float]:
+    """Return how many samples at once are enough until something else takes a batch's time, and what they gain."""
+    now = stats.options.get("concurrency", 1)
+    most = min(_TIMES_CONCURRENCY * now, max(_MOST_CONCURRENCY, now))
+    per_place = costs.work / max(1, costs.workers)
+    concurrency = min(most, math.ceil(now * per_place / max(other_s, _LEAST_BATCH_S)))
+    return concurrency, costs.batch / max(other_s, per_place * now / concurrency, _LEAST_BATCH_S)
 
 
 def _transfer(stats: Figures, costs: _Costs, told: str) -> Verdict:
@@ -332,12 +392,10 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     return Verdict("order", f"{told}; {said} could make it {_times(gain)}", advice, gain)
 
 
-def _worker_words(enough: int, now: int) -> str:
-    if enough in (_MOST_WORKERS, _MOST_ELSEWHERE):
+def _worker_words(enough: int, costs: _Costs) -> str:
+    if enough == costs.most_workers < costs.batches and not costs.computes:
         return f"{enough} or more"
-    if now:
-        return f"up to about {enough}" if enough > now + 1 else f"{enough}"
-    return f"num_workers={enough}"
+    return f"up to about {enough}" if enough > costs.workers + 1 else f"{enough}"
 
 
 def _cores_full(costs: _Costs) -> str:

@@ -100,7 +100,7 @@ def test_cores_of_other_machines_are_not_ours() -> None:
     """Workers there compute, and more of them would help: they do not fill the cores here."""
     computing = {"train": 0.001, "waited": 0.029, "fetch": 0.24, "busy": 0.95, "workers": 8}
     stats = figures(**computing, remote_cpu_s=0.24 * (BATCHES - 1), options=ELSEWHERE)
-    assert "more workers would help, up to about 240 make it" in stats.verdict.text
+    assert "more workers would help, up to about 32 make it 4.0 times" in stats.verdict.text
     assert stats.verdict.advice == {}  # num_workers is that of this machine
     assert "all 2 cores are full" in figures(**computing).verdict.text
 
