@@ -30,6 +30,7 @@ from asyncloader.protocols import (
     is_collated,
     probe,
 )
+from asyncloader.seeding.draw_watch import DrawWatch
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -115,6 +116,7 @@ class CachedDataset(Dataset[T_co]):
         self.transform = transform
         length = len(dataset) if hasattr(dataset, "__len__") else None
         self._run = secrets.token_bytes(16)  # who is told once that there is no room
+        self._watch = DrawWatch(dataset)
         if where == "ram":
             self._store = SampleStore.in_memory(length, max_bytes or int(available_bytes() * _SHARE_OF_MEMORY))
         else:
@@ -134,7 +136,9 @@ class CachedDataset(Dataset[T_co]):
         """Return a sample, from the cache or else of the dataset."""
         sample = self._store.get(key)
         if sample is MISSING:
+            before = self._watch.begin()
             sample = self.dataset[key]
+            self._warn_if_random(self._watch.end(before))
             if hasattr(type(sample), "__await__"):  # a dataset that turns out to be async
                 return self._awaited(key, sample)  # type: ignore[return-value]
             self._keep(key, sample)
@@ -145,7 +149,10 @@ class CachedDataset(Dataset[T_co]):
         samples = [self._store.get(key) for key in keys]
         missing = [at for at, sample in enumerate(samples) if sample is MISSING]
         if missing:
-            for at, sample in zip(missing, self.dataset.__getitems__([keys[at] for at in missing]), strict=True):
+            before = self._watch.begin()
+            made = self.dataset.__getitems__([keys[at] for at in missing])
+            self._warn_if_random(self._watch.end(before))
+            for at, sample in zip(missing, made, strict=True):
                 self._keep(keys[at], sample)
                 samples[at] = sample
         return [self._transformed(sample) for sample in samples]
@@ -155,7 +162,22 @@ class CachedDataset(Dataset[T_co]):
         return self._store.usage()
 
     def _transformed(self, sample: Any) -> T_co:
-        return sample if self.transform is None else decoded(self.transform, sample)
+        if self.transform is None:
+            return sample  # type: ignore[no-any-return]
+        self._watch.muddle()  # it may draw, while other samples are being made
+        return decoded(self.transform, sample)
+
+    def _warn_if_random(self, drawn: list[str]) -> None:
+        """Say once on this machine that samples draw random numbers before they are kept."""
+        other = bytes(255 - byte for byte in self._run)  # than who is told that there is no room
+        if drawn and self._store.first_to_tell(other):
+            log.warning(
+                "The samples of %s draw random numbers (from %s) before they are kept: CachedDataset returns the same "
+                "random choice in every epoch. Take what is random out of the dataset and put it after the cache: "
+                "CachedDataset(dataset, ..., transform=augment).",
+                type(self.dataset).__name__,
+                ", ".join(drawn[:3]),
+            )
 
     def _keep(self, key: Any, sample: Any) -> None:
         error = self._store.add(key, sample)
@@ -196,7 +218,9 @@ class _AsyncCachedDataset(OpensDataset, CachedDataset[T_co]):
         """Return a sample, from the cache or else of the dataset."""
         sample = await self._kept(key)
         if sample is MISSING:
+            before = self._watch.begin()
             sample = await self._made(key)
+            self._warn_if_random(self._watch.end(before))
             await self._kept_now(key, sample)
         return await _value(self._transformed(sample))
 
@@ -205,7 +229,9 @@ class _AsyncCachedDataset(OpensDataset, CachedDataset[T_co]):
         samples = [await self._kept(key) for key in keys]
         missing = [at for at, sample in enumerate(samples) if sample is MISSING]
         if missing:
+            before = self._watch.begin()
             made = await _value(self.dataset.__getitems__([keys[at] for at in missing]))
+            self._warn_if_random(self._watch.end(before))
             for at, sample in zip(missing, made, strict=True):
                 await self._kept_now(keys[at], sample)
                 samples[at] = sample

@@ -69,7 +69,7 @@ class OwnGenerators:
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
         """Leave them as they are, whatever is drawn from them, or seeded, meanwhile."""
-        states = [_state(generator) for generator in self._by_path.values()]
+        states = [state_of(generator) for generator in self._by_path.values()]
         try:
             yield
         finally:
@@ -114,7 +114,8 @@ def _seed_pcg64(bits: Any, seed: int) -> None:
     bits.state = {"bit_generator": "PCG64", "state": words, "has_uint32": 0, "uinteger": 0}
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator, which it can be set to."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):

@@ -80,6 +80,16 @@ class SampleContext:
         assert self.first is not None
         return self.first + max(self.position, 0)
 
+    @property
+    def has_generator(self) -> bool:
+        """Whether the sample has asked for its `generator`."""
+        return self._made_for == self.position
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks of the sample were seeded by themselves."""
+        return self._blocks[1] if self._blocks[0] == self.position else 0
+
     def of(self, position: int) -> SampleContext:
         """Return the context of a sample, in that of its batch; the same one each time."""
         if self._samples is None:

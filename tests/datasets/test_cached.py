@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from asyncloader import ConfigurationError, DataLoader, sample_rng
+from asyncloader import ConfigurationError, DataLoader, sample_rng, sample_seed
 from asyncloader.datasets import CachedDataset, FileDataset
 from asyncloader.workers.child.overlap import TaskFetcher
 from tests.nursery import Program
@@ -881,3 +881,83 @@ def test_ranks_share_a_folder(run: Callable[..., Program], tmp_path: Path) -> No
     assert done.returncode == 0, done.explain("")
     assert sorted(map(int, made(log))) == list(range(200))
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+class Augmented(Dataset[float]):
+    """Draws where nothing should be drawn: before the cache."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return index + self.draw()
+
+
+class AugmentedAtOnce(Augmented):
+    async def __getitem__(self, index: int) -> float:  # type: ignore[override]
+        await asyncio.sleep(0)
+        with sample_seed():
+            return index + self.draw()
+
+
+def own_draw() -> Callable[[], float]:
+    generator = np.random.default_rng()
+    return lambda: float(generator.random())
+
+
+DRAWS: dict[str, Callable[[], Callable[[], float]]] = {
+    "random": lambda: random.random,
+    "numpy.random": lambda: np.random.rand,
+    "torch": lambda: lambda: float(torch.rand(())),
+    "asyncloader.sample_rng()": lambda: lambda: float(sample_rng().random()),
+    "draw.generator": own_draw,
+}
+
+
+def random_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for record in caplog.records if "draw random numbers" in (text := record.getMessage())]
+
+
+@pytest.mark.parametrize("seeding", ["batch", "sample"])
+@pytest.mark.parametrize("source", DRAWS)
+def test_samples_that_are_random_before_they_are_kept_are_told_once(
+    source: str, seeding: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each epoch would have the augmentation of the first one; the log says from what, and what to do."""
+    cached = CachedDataset(Augmented(DRAWS[source]()), "ram")
+    loader = DataLoader(cached, 4, seeding=seeding)
+    assert torch.equal(torch.cat(list(loader)), torch.cat(list(loader)))
+    (told,) = random_warnings(caplog)
+    assert f"Augmented draw random numbers (from {source})" in told
+    assert "transform=augment" in told
+
+
+def test_samples_of_an_async_dataset_that_are_random_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of a folder of images whose transform is below the cache."""
+    cached: Any = CachedDataset(AugmentedAtOnce(random.random), "ram")
+
+    async def make() -> None:
+        await asyncio.gather(*(cached[index] for index in range(12)))
+
+    asyncio.run(make())
+    assert len(random_warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("seeding", ["batch", "sample"])
+def test_what_is_random_after_the_cache_is_not_told(seeding: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are seeds that blocks of the dataset set, in which nothing is drawn."""
+    augment = lambda sample: sample + random.random()  # noqa: E731
+    for dataset in (Augmented(lambda: 0.5), AugmentedAtOnce(lambda: 0.5)):
+        cached: Any = CachedDataset(dataset, "ram", transform=augment)
+        loader = DataLoader(cached, 4, seeding=seeding)
+        assert not torch.equal(torch.cat(list(loader)), torch.cat(list(loader)))
+
+        async def make(cached: Any = cached) -> None:
+            await asyncio.gather(*(cached[index] for index in range(12)))
+
+        if isinstance(dataset, AugmentedAtOnce):
+            asyncio.run(make())
+    assert random_warnings(caplog) == []
