@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from asyncloader.cli.app import app
 from asyncloader.cli.doctor import copies, crew, start_method
 from asyncloader.cli.measure import Run
 from asyncloader.cli.report import Report
-from asyncloader.cli.search import Search
+from asyncloader.cli.search import Search, choose
 from asyncloader.cli.source import Source, find
 from asyncloader.loader import DataLoader
+from asyncloader.observe.verdict import Verdict
 from tests.nursery import Program
 from tests.test_num_workers import Stream
 
@@ -37,7 +39,7 @@ def numbers():
     return [1, 2]
 """
 COMMAND = "from asyncloader.cli import main\nmain()"
-LIMITS = ("unknown", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead")
+LIMITS = ("unknown", "starting", "training", "fetch", "collate", "transfer", "network", "pin", "order", "overhead")
 
 
 def call(*arguments: str | Path) -> Result:
@@ -95,12 +97,13 @@ def test_tune_prints_the_line_to_paste(made: str, run: Callable[..., Program], t
     done = run(COMMAND, "tune", made, "--seconds", "0.3", "--max-workers", "1", "--picture", picture)
     lines = done.out.splitlines()
     assert done.returncode == 0, done.explain("")
-    assert lines[0] == "runs of 0.3 s; * is the best so far"
-    assert re.match(r"  options +batches/s +waited % +first batch ms +MB", lines[1])
-    assert re.match(r"  num_workers=0 +[\d.]+ .* \*$", lines[2])
-    (line,) = [line for line in lines if line.startswith("DataLoader(")]
-    assert re.fullmatch(r"DataLoader\(\.\.\., num_workers=[01](, prefetch_factor=\d)?\)", line)
-    assert any(line.startswith("What limits it now: ") for line in lines)
+    assert lines[0] == "medians of 3 runs of 0.3 s, taking turns; * is what to take"
+    assert re.match(r"  options +batches/s +low +high +waited % +first batch ms +MB", lines[1])
+    assert re.match(r"  num_workers=0 +[\d.]+ .*", lines[2])
+    found = [line for line in lines if line.startswith("DataLoader(")]
+    if not any(line.startswith("No num_workers stands out: 0 and 1 were") for line in lines):
+        assert re.fullmatch(r"DataLoader\(\.\.\., num_workers=[01](, prefetch_factor=\d)?\)", "".join(found))
+        assert any(line.startswith("What limits it now: ") for line in lines)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in done.out
 
@@ -110,6 +113,142 @@ def test_tune_keeps_to_its_memory(made: str) -> None:
     found = called_json("tune", made, "--seconds", "0.1", "--max-workers", "0", "--memory-gb", "0.01")
     assert [row[""] for row in found["tried"]] == ["too much memory"]
     assert found["line"] == {}
+
+
+@pytest.mark.parametrize(
+    ("rates", "value", "rivals"),
+    [
+        ({0: [10, 10, 10], 1: [20, 21, 19], 2: [20, 20, 20]}, 1, []),
+        ({0: [10, 10, 10], 1: [20, 21, 19], 2: [30, 31, 29]}, 2, []),
+        ({0: [10, 10, 10], 1: [10, 10.1, 10.2]}, 0, []),  # more workers bring less than 5 %
+        ({0: [10, 10, 10], 1: [12, 9, 12]}, None, [0, 1]),  # the rounds do not agree
+        ({0: [10, 20, 30], 1: [20, 40, 60]}, 1, []),  # the rounds differ, and agree in this
+        ({0: [10, 10, 10], 1: [20, 20, 20], 2: [24, 19, 24]}, None, [1, 2]),
+        ({0: [10, 10, 10], 1: [9, 9, 9], 2: [11, 11, 11]}, 2, []),
+        ({0: [10]}, 0, []),
+        ({0: [10], 1: [20]}, 1, []),
+    ],
+    ids=str,
+)
+def test_what_stands_out(rates: dict[int, list[float]], value: int | None, rivals: list[int]) -> None:
+    """The cheapest that no other is ahead of in every round; none where the rounds do not agree."""
+    choice = choose(rates)
+    assert choice.value == value
+    assert sorted(choice.rivals) == rivals
+
+
+class Scripted(Search):
+    """Runs whose rates are given, one after the other."""
+
+    def __init__(self, rates: dict[int, list[float]], **verdict: Any) -> None:
+        super().__init__(Source(DataLoader([1]), None), Report(True), seconds=1.0, memory_bytes=1e12)  # type: ignore[arg-type]
+        self.rates = {value: iter(each) for value, each in rates.items()}
+        self.stats = types.SimpleNamespace(verdict=Verdict("fetch", "more would help", verdict, 2.0))
+        self.order: list[int] = []
+
+    def _run(self, options: dict[str, Any]) -> Run:
+        value = options["num_workers"]
+        self.order.append(value)
+        rate = next(self.rates[value])
+        return Run(int(100 * rate), 100.0, 0.1, 50.0, 1.0, 0, self.stats)  # type: ignore[arg-type]
+
+
+def test_tune_takes_turns_and_does_not_contradict_itself() -> None:
+    """Round by round; what the verdict advises and was tried without gain is not advised."""
+    search = Scripted({0: [10, 10, 10], 1: [20, 20, 20], 2: [20, 20, 20], 3: [20, 20, 20]}, num_workers=2)
+    search.along("num_workers", [0, 1, 2, 3], lambda word: None)
+    assert search.order == [0, 1, 2, 3, 1, 2, 3, 1, 2, 3]
+    assert search.best is not None
+    assert search.best[0] == {"num_workers": 1}
+    found = search.limit()
+    assert found is not None
+    assert "num_workers=2 would be the next thing to try, and was tried: it is no faster here" in found[0]
+    assert found[1].advice == {}
+    assert [row[""] for row in search.rows] == ["", "*", "", ""]
+    search = Scripted({0: [10, 10, 10], 1: [20, 20, 20]}, num_workers=4)
+    search.along("num_workers", [0, 1], lambda word: None)
+    assert search.limit() == ("What limits it now: more would help", search.stats.verdict)
+
+
+def test_tune_names_nothing_where_nothing_stands_out() -> None:
+    """Five runs on a busy machine chose 0, 0, 2, 0 and 1 workers; it says what was ahead when."""
+    search = Scripted({0: [10, 12, 10], 1: [12, 10, 12], 2: [9, 9, 9]})
+    search.along("num_workers", [0, 1, 2], lambda word: None)
+    assert search.best is None
+    assert search.undecided == {"num_workers": [0, 1]}
+
+
+TRAINING = """
+import argparse, time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Photos(Dataset):
+    def __init__(self, size, bad): self.size, self.bad = size, bad
+    def __len__(self): return self.size
+    def __getitem__(self, index):
+        if index == self.bad: raise ValueError("a bad photo")
+        return torch.zeros(3)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--bad", type=int, default=-1)
+    parser.add_argument("--method", default="fork")
+    options = parser.parse_args()
+    loader = DataLoader(
+        Photos(options.size, options.bad), 4, num_workers=1, multiprocessing_context=options.method
+    )
+    for epoch in range(100):
+        for batch in loader:
+            time.sleep(0.002)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_script_is_measured_as_it_is(method: str, run: Callable[..., Program], tmp_path: Path) -> None:
+    """With its arguments, and steps as long as its own; workers that are not forked find its classes."""
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    done = run(
+        COMMAND, "bench", path, "--size", "400", f"--method={method}", "--rounds", "1", "--seconds", "0.2", "--json"
+    )
+    assert done.returncode == 0, done.explain("")
+    assert re.search(r"steps of [2-9]\.?\d* ms, as .*train.py takes, in place of its own", done.err)
+    assert [side[""] for side in json.loads(done.out)["sides"]] == ["torch", "asyncloader"]
+    done = run(COMMAND, "trace", path, "-o", tmp_path / "run.json", "--batches", "5", "--", "--size", "400")
+    assert (tmp_path / "run.html").exists(), done.explain("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--size", "400", "--bad", "90"], "asyncloader bench: ValueError: a bad photo"),
+        (["--size", "none"], "ended without reading from a loader"),
+        (["--size"], "ended without reading from a loader"),
+    ],
+)
+def test_errors_of_a_script_are_one_line(
+    arguments: list[str], words: str, run: Callable[..., Program], tmp_path: Path
+) -> None:
+    """And no traceback of the command's inside."""
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    done = run(COMMAND, "bench", path, "--rounds", "1", "--seconds", "0.2", *arguments)
+    assert done.returncode in (1, 2)
+    assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", done.err).split())
+    assert "Traceback" not in done.err
+    path.write_text("1 / 0")
+    done = run(COMMAND, "bench", path)
+    assert done.err == "asyncloader bench: ZeroDivisionError: division by zero (train.py, line 1)\n"
+
+
+def test_arguments_are_for_scripts(made: str) -> None:
+    """An option that is spelt wrong is not passed over."""
+    done = call("bench", made, "--round", "1")
+    assert done.exit_code == 2
+    assert "arguments are for a script, not for a function: --round 1" in " ".join(
+        re.sub("[│╭╮╰╯─]", " ", done.output).split()
+    )
 
 
 def test_trace_of_a_loader(made: str, tmp_path: Path) -> None:

@@ -1,50 +1,154 @@
-"""A user's script, run until it begins to read from a loader."""
+"""A user's script, run until it begins to read from a loader, or until some of its steps have been timed."""
 
 from __future__ import annotations
 
 import contextlib
-import runpy
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple, Self
 from unittest import mock
 
 import torch.utils.data
 
 from asyncloader.loader import DataLoader
 
+_LONGEST_S = 20.0  # of timing steps
+_TORCHS = torch.utils.data.DataLoader
+
+
+class FirstLoader(NamedTuple):
+    """What a script reads from first.
+
+    Attributes:
+        loader: The loader.
+        step_s: How long a step of the script takes, the median of those that were timed; None if none were.
+    """
+
+    loader: torch.utils.data.DataLoader[Any]
+    step_s: float | None
+
 
 class _Found(BaseException):
     """Ends the script; not an Exception, which scripts catch."""
 
-    def __init__(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+    def __init__(self, found: FirstLoader) -> None:
         super().__init__()
-        self.loader = loader
+        self.found = found
 
 
-def first_loader(script: Path, arguments: Sequence[str]) -> torch.utils.data.DataLoader[Any] | None:
-    """Run a script until it asks a loader with workers for its first batch; return that loader, None if none comes.
+class _Timed:
+    """Batches of a script's loader, for some steps.
 
-    What the script prints goes to stderr. Everything that it does before is done.
+    Args:
+        loader: What the script reads from.
+        batches: Its batches.
+        steps: How many steps are timed.
     """
 
-    def stop(loader: torch.utils.data.DataLoader[Any]) -> Any:
-        raise _Found(loader)
+    def __init__(self, loader: torch.utils.data.DataLoader[Any], batches: Any, steps: int) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._left = steps
+        self._times: list[float] = []
+        self._given_at: float | None = None
+        self._until = time.perf_counter() + _LONGEST_S
 
-    argv, path = sys.argv, sys.path[:]
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        now = time.perf_counter()
+        if self._given_at is not None:
+            self._times.append(now - self._given_at)
+        if len(self._times) == self._left or now > self._until:
+            self._stop()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._stop()
+        self._given_at = time.perf_counter()
+        return batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._batches.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_batches"], name)
+
+    def _stop(self) -> None:
+        if hasattr(self._batches, "close"):
+            self._batches.close()
+        del self._batches
+        raise _Found(FirstLoader(self._loader, statistics.median(self._times) if self._times else None))
+
+
+@contextlib.contextmanager
+def first_loader(script: Path, arguments: Sequence[str], *, steps: int = 0) -> Iterator[FirstLoader | None]:
+    """Run a script until it asks a loader for its first batch, or until so many steps were timed.
+
+    What the script prints goes to stderr. Everything that it does before is done. Inside the block the script is the
+    main module, with its arguments: workers that are not forked import it.
+
+    Args:
+        script: The file.
+        arguments: What the script finds in ``sys.argv``.
+        steps: How many of its steps are timed; 0 for none.
+
+    Yields:
+        The loader, or None if the script has ended without asking one.
+    """
+    main, argv, path = sys.modules["__main__"], sys.argv, sys.path[:]
+    module = ModuleType("__main__")
+    module.__file__ = str(script.resolve())
+    sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(script.parent.resolve())]
     try:
+        yield _run(module, steps)
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
+
+
+def _run(module: ModuleType, steps: int) -> FirstLoader | None:
+    own: dict[Any, Any] = {kind: kind.__iter__ for kind in (_TORCHS, DataLoader)}
+    inside = False
+
+    def begin(loader: torch.utils.data.DataLoader[Any]) -> Any:
+        nonlocal inside
+        if inside:  # ours calls torch's
+            return own[_TORCHS](loader)
+        if not steps:
+            raise _Found(FirstLoader(loader, None))
+        inside = True
+        try:
+            batches = own[DataLoader if isinstance(loader, DataLoader) else _TORCHS](loader)
+        finally:
+            inside = False
+        return _Timed(loader, batches, steps)
+
+    def abegin(loader: torch.utils.data.DataLoader[Any]) -> Any:
+        raise _Found(FirstLoader(loader, None))
+
+    assert module.__file__ is not None
+    code = compile(Path(module.__file__).read_bytes(), module.__file__, "exec")
+    try:
         with contextlib.ExitStack() as replaced, contextlib.redirect_stdout(sys.stderr):
-            torchs = torch.utils.data.DataLoader
-            for kind, name in ((torchs, "__iter__"), (DataLoader, "__iter__"), (DataLoader, "__aiter__")):
-                replaced.enter_context(mock.patch.object(kind, name, stop))
-            runpy.run_path(str(script), run_name="__main__")
+            for kind, name, function in (
+                (_TORCHS, "__iter__", begin),
+                (DataLoader, "__iter__", begin),
+                (DataLoader, "__aiter__", abegin),
+            ):
+                replaced.enter_context(mock.patch.object(kind, name, function))
+            exec(code, module.__dict__)
     except _Found as found:
-        return found.loader
+        return found.found
     except SystemExit:
         return None
-    finally:
-        sys.argv, sys.path[:] = argv, path
     return None
