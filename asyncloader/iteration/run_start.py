@@ -28,7 +28,7 @@ from asyncloader.iteration.data_rank import data_rank
 from asyncloader.iteration.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 from asyncloader.iteration.runs import Runs
-from asyncloader.protocols import is_stateful
+from asyncloader.protocols import is_stateful, leaves_out_buffer
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.turns import Drawing
 from asyncloader.settings import Settings
@@ -318,7 +318,13 @@ def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, 
         )
         return anew
     again = sum(start.batches + len(start.ahead) for start in starts.values() if start.snapshot is None)
-    if settings.is_iterable and again:
+    if again and leaves_out_buffer(settings.dataset):
+        log.warning(
+            "The state of a shuffled stream of `datasets` lacks what is in its shuffle buffer. To resume exactly, the "
+            "stream is read again: %d batches are read and dropped.",
+            again,
+        )
+    elif settings.is_iterable and again:
         log.warning(
             "Neither the dataset nor its iterator has given a state (state_dict, load_state_dict): to resume, %d "
             "batches are read again and dropped.",

@@ -26,7 +26,7 @@ from asyncloader.machine import usable_cores
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.traffic import Traffic
-from asyncloader.protocols import has_samples, is_collated, is_stateful, probe
+from asyncloader.protocols import has_samples, is_collated, is_stateful, leaves_out_buffer, probe
 from asyncloader.settings import Settings
 from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.slab import slab_pool
@@ -233,9 +233,9 @@ def policy_of(settings: Settings) -> Policy:
     stays = bool(settings.why_workers_stay)
     if not settings.is_iterable:
         return Policy(replaceable=True, stays=stays, on_timeout=settings.on_timeout)
-    tells_place = settings.on_crash != "skip"
+    tells_place, dataset = settings.on_crash != "skip", settings.dataset
     return Policy(
-        replaceable=tells_place and probe(settings.dataset, "deterministic") is True,
+        replaceable=tells_place and (probe(dataset, "deterministic") is True or leaves_out_buffer(dataset)),
         is_stream=True,
         stays=stays,
         tells_place=tells_place,

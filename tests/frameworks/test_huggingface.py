@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 import asyncloader
 from asyncloader import DataLoader
+from asyncloader.protocols import leaves_out_buffer
 from tests.frameworks.witness import Sample, assert_made_by_torch, assert_made_by_us, attest, indices
 
 VOCABULARY = 16
@@ -218,9 +221,11 @@ def test_epochs_reach_streams_in_persistent_workers(table: datasets.Dataset) -> 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("buffer_size", [None, 10])
-def test_streams_go_on_where_they_were(table: datasets.Dataset, num_workers: int, buffer_size: int | None) -> None:
-    """By the stream's own state; one that is shuffled, whose state lacks its buffer, is read again."""
-    options = {"batch_size": 4, "num_workers": num_workers, "snapshot_every_n_steps": 1 if buffer_size is None else 0}
+def test_streams_go_on_where_they_were(
+    table: datasets.Dataset, num_workers: int, buffer_size: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the stream's own state; one that is shuffled, whose state lacks its buffer, is read again; the log says so."""
+    options = {"batch_size": 4, "num_workers": num_workers}
 
     def loader() -> DataLoader[Any]:
         stream = table.to_iterable_dataset(num_shards=4)
@@ -237,6 +242,49 @@ def test_streams_go_on_where_they_were(table: datasets.Dataset, num_workers: int
     resumed.load_state_dict(state)
     assert [batch["index"].tolist() for batch in resumed] == rest
     assert sorted(index for batch in before + rest for index in batch) == list(range(40))
+    assert ("lacks what is in its shuffle buffer" in caplog.text) == (buffer_size is not None)
+
+
+@pytest.mark.parametrize("wrap", ["map", "interleave", "take"])
+def test_shuffle_buffers_are_found_below_what_is_done_with_a_stream(table: datasets.Dataset, wrap: str) -> None:
+    """Its state lacks them there too. A buffer of one row is none."""
+
+    def wrapped(buffer_size: int | None) -> Any:
+        stream = table.to_iterable_dataset(num_shards=4)
+        stream = stream if buffer_size is None else stream.shuffle(seed=3, buffer_size=buffer_size)
+        if wrap == "interleave":
+            return datasets.interleave_datasets([stream, table.to_iterable_dataset()])
+        return stream.map(lambda row: row) if wrap == "map" else stream.take(8)
+
+    assert leaves_out_buffer(wrapped(10))
+    assert not any(map(leaves_out_buffer, (wrapped(None), wrapped(1), table)))
+
+
+class KillsOnce:
+    """Kills the worker that maps a row, the first time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        if row["index"] == 20 and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return row
+
+
+def test_a_killed_worker_of_a_shuffled_stream_is_replaced(table: datasets.Dataset, tmp_path: Path) -> None:
+    """By one that reads the same again: no row is lost, none comes twice."""
+    mapped = table.map(lambda row: row)
+
+    def batches(path: Path) -> list[list[int]]:
+        stream = mapped.to_iterable_dataset(num_shards=4).map(KillsOnce(path)).shuffle(seed=3, buffer_size=10)
+        return [batch["index"].tolist() for batch in DataLoader(stream.with_format("torch"), 4, num_workers=2)]
+
+    (tmp_path / "never").touch()
+    whole = batches(tmp_path / "never")
+    assert batches(tmp_path / "once") == whole
+    assert (tmp_path / "once").exists()
 
 
 def test_ranks_share_a_stream(table: datasets.Dataset) -> None:
