@@ -1,4 +1,4 @@
-"""A data loader for training: torch's DataLoader with an asyncio heart.
+"""A data loader for training: torch's DataLoader, for `for` and for `async for`.
 
 from asyncloader import DataLoader
 

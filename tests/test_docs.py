@@ -127,13 +127,17 @@ def test_numbers_of_what_was_compared_are_those_of_the_page() -> None:
     assert f"tested on both | {counts[1]} |" in testing
 
 
-def test_the_readme_has_every_option_with_its_default() -> None:
-    """In its table of what there is beyond torch's arguments."""
-    readme = (ROOT / "README.md").read_text()
+def test_the_page_of_options_has_every_one_with_its_default() -> None:
+    """In one of its tables; those that the README has as well have the same default there."""
+    page = (ROOT / "docs" / "options.md").read_text()
+    readme = re.findall(r"^\| `(\w+)=(.*?)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(readme) == 5
+    assert all(f"| `{name}={default}` |" in page for name, default in readme)
+    assert page.count("\n| `") == len(OPTIONS)
     for name, option in OPTIONS.items():
         default = "64 MiB" if name == "max_buffered_bytes" else option.default
         shown = f'"{default}"' if isinstance(default, str) and default != "64 MiB" else str(default)
-        assert f"| `{name}={shown}` |" in readme
+        assert f"| `{name}={shown}` |" in page
 
 
 @pytest.mark.slow

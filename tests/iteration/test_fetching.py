@@ -59,11 +59,13 @@ def test_batches_of_a_stream_are_not_made_again_by_keys() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyError(1)])
 def test_what_a_sample_raises_is_raised_as_it_is(error: Exception) -> None:
-    """The same object, without words about workers."""
+    """The same object, with the indices of the batch, and without words about workers."""
     item = make_maker().item(0, [error])
     assert type(item.outcome) is Failure
     assert item.open() == (None, error)
-    assert not hasattr(error, "__notes__")
+    assert [note.partition(" [")[0] for note in error.__notes__] == ["The batch has the indices"]
+    assert error.keys == [error]  # type: ignore[attr-defined]
+    del error.keys  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), GeneratorExit()])

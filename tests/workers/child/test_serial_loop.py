@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.workers.child.serial_loop import SerialLoop
 from asyncloader.workers.child.transport import ParentGone
+from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, Outcome
 
@@ -38,9 +39,9 @@ class Played:
         """What is no Exception ends the worker."""
         return not isinstance(error, Exception)
 
-    def capture(self, error: BaseException) -> Any:
+    def capture(self, error: BaseException) -> LocalError:
         """As it is."""
-        return error
+        return LocalError(error, "")
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
         """As it would be anyway."""
@@ -65,7 +66,7 @@ class Played:
     def send_outcome(self, held: list[Outcome]) -> None:
         """Note what has become of a ticket."""
         outcome = held.pop()
-        what = outcome.data if type(outcome) is Batch else outcome.error if type(outcome) is Failure else None
+        what = outcome.data if type(outcome) is Batch else outcome.error.error if type(outcome) is Failure else None
         self.sent.append((type(outcome), outcome.record.seq, what))
 
     def mute(self) -> None:
