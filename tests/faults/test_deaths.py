@@ -337,7 +337,7 @@ def test_a_worker_that_cannot_be_set_up_says_why(
 def test_a_main_module_that_cannot_be_imported_again_is_said_once(start_method: str, tmp_path: Path) -> None:
     """With the traceback, however many workers there are; stderr is left alone.
 
-    From Python 3.14 on the fork server imports the main module itself, and writes the traceback to stderr.
+    On Python 3.14 the fork server imports the main module itself, and writes the traceback to stderr.
     """
     program = tmp_path / "training.py"
     program.write_text(
@@ -351,7 +351,7 @@ def test_a_main_module_that_cannot_be_imported_again_is_said_once(start_method: 
         "        print(error)\n"
     )
     done = run_python(program)
-    is_of_server = start_method == "forkserver" and sys.version_info >= (3, 14)
+    is_of_server = start_method == "forkserver" and sys.version_info[:2] == (3, 14)
     told, other = (done.stderr, done.stdout) if is_of_server else (done.stdout, done.stderr)
     assert told.count("ImportError: no such library here") == 1
     assert f'File "{program}", line 3' in told

@@ -652,7 +652,8 @@ def test_a_later_epoch_is_not_begun_from_the_first(folder: Path) -> None:
 def test_a_stream_is_not_skipped_over(folder: Path) -> None:
     """With on_timeout="skip" a hang is raised: what another worker would leave out is not what hangs."""
     plan(folder, "hang at 4")
-    iterator = iter(make_loader(Declared, folder, num_workers=1, timeout=0.5, on_timeout="skip"))
+    options: dict[str, Any] = {"timeout": 0.5, "on_timeout": "skip", "multiprocessing_context": "fork"}
+    iterator = iter(make_loader(Declared, folder, num_workers=1, **options))  # what is forked comes up at once
     next(iterator)
     with pytest.raises(BatchTimeoutError) as caught:
         next(iterator)
