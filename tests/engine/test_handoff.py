@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +133,25 @@ async def test_a_cancelled_task_withdraws_its_waiter() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert handoff.waiting == 0
+
+
+async def test_a_cancelled_task_keeps_nothing_alive() -> None:
+    """Who waits in a dropped iterator was its last user: its workers end by reference count, without a collection."""
+
+    class News:
+        def has_come(self) -> bool:
+            return False
+
+    handoff: Handoff[int] = Handoff()
+    news = News()
+    gone = weakref.ref(news)
+    task = asyncio.create_task(handoff.wait_async(news.has_come, None))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0)  # uvloop has the last callback until its next turn
+    del task, news
+    assert gone() is None
 
 
 async def test_a_wake_up_of_a_cancelled_task_is_passed_on() -> None:
