@@ -7,6 +7,8 @@ from pathlib import Path
 
 ALLOWED_WARNINGS = (
     "ignore:This process:DeprecationWarning",  # Python 3.12 and later, at any fork: see pyproject.toml
+    # Python 3.15, of multiprocessing's copy of the main module: as an error it ends torch's import in a fork server.
+    "ignore:Module globals is missing:DeprecationWarning",
     "ignore:This DataLoader will create:UserWarning",  # more workers than this machine has cores
 )
 

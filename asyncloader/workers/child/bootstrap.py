@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import threading
-import warnings
 from dataclasses import dataclass
 from multiprocessing import spawn
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -137,8 +136,6 @@ def start(
             if start_method == "fork":
                 origin.forget_imports_of_others()  # before anything is imported
             origin.adopt()
-        if start_method != "fork":  # multiprocessing runs the main module without a loader
-            warnings.filterwarnings("ignore", "Module globals is missing a __spec__.loader", DeprecationWarning)
         _become_worker(ends, start_method)
         if main:
             _import_main(main, ends.output)
