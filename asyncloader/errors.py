@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import re
 import signal
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncloader.stack_text import shorten
@@ -219,17 +219,30 @@ def last_words(output: str | bytearray) -> str:
 
 
 def died(
-    pid: int, exitcode: int | None, keys: Sequence[Hashable], tries: int, output: str, node: str = ""
+    pid: int, exitcode: int | None, keys: Sequence[Any], tries: int, output: str, node: str = "", note: str = ""
 ) -> WorkerDiedError:
-    """Build the error for a worker that died with work in hand, or was lost with this node."""
+    """Build the error for a worker that died with work in hand, or was lost with this node.
+
+    The ``note`` says what can be done about it. Batches of a stream have no indices.
+    """
     parts = [f"DataLoader worker (pid {pid}) is lost with node {node}." if node else describe_death(pid, exitcode)]
-    if keys:
+    are_of_a_stream = all(map(_is_of_a_stream, keys))
+    if keys and are_of_a_stream:
+        parts.append(f"It was reading an iterable dataset, and {len(keys)} batches were asked of it.")
+    elif keys:
         parts.append(f"It was working on the indices {describe_keys(keys[0])}.")
-    if len(keys) > 1:
+    if len(keys) > 1 and not are_of_a_stream:
         parts.append(f"Batches queued behind it: {', '.join(describe_keys(k) for k in keys[1:])}.")
     if tries > 1:
         parts.append(f"This batch was tried {tries} times.")
+    if note:
+        parts.append(note)
     return WorkerDiedError(" ".join(parts) + last_words(output), pid=pid, exitcode=exitcode, keys=keys, output=output)
+
+
+def _is_of_a_stream(keys: Any) -> bool:
+    """Whether the keys of a batch only say how many samples it has."""
+    return keys is None or (isinstance(keys, (list, tuple)) and len(keys) > 0 and all(key is None for key in keys))
 
 
 def could_not_start(error: OSError) -> WorkerStartError:
@@ -264,7 +277,8 @@ def timed_out(
     words = f"DataLoader timed out after {timeout_s} seconds."
     if worker is None:
         return BatchTimeoutError(f"{words} No worker has the awaited batch.", timeout_s=timeout_s)
-    words += f" The awaited batch has the indices {describe_keys(keys)}; worker {worker} (pid {pid}) has it. "
+    which = "is of an iterable dataset" if _is_of_a_stream(keys) else f"has the indices {describe_keys(keys)}"
+    words += f" The awaited batch {which}; worker {worker} (pid {pid}) has it. "
     if tries:
         words += f"The batch is given up after {tries} tries.\n"
     else:

@@ -360,6 +360,11 @@ class Settings:
         size = self.batch_size or probe(self.batch_sampler, "batch_size")
         return size if isinstance(size, int) and size > 0 else _UNKNOWN_BATCH_SIZE
 
+    def _check_collation(self) -> None:
+        """Let a batch sampler that plans what a batch looks like refuse a `collate_fn` that makes it otherwise."""
+        if callable(check := probe(self.batch_sampler, "check_collation")):
+            check(self.collate_fn)
+
     def _check_options(self) -> None:
         no_word(self.num_workers)
         one_of("scheduling", self.scheduling, Scheduling)
@@ -385,6 +390,7 @@ class Settings:
                     "samples: torch's DistributedSampler, or ElasticSampler"
                 )
         self._check_prefetch_epochs()
+        self._check_collation()
         if self.on_timeout != "raise" and self.num_workers and not self.timeout:
             raise ConfigurationError(
                 f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "

@@ -8,7 +8,6 @@ look from one document into another. Exits with 1 if any loss differs by more th
 """
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import sys
@@ -24,7 +23,7 @@ from torch.nn import functional
 from torch.utils.data import ConcatDataset, Dataset
 
 from asyncloader import DataLoader
-from asyncloader.samplers import MixtureSampler, PackingBatchSampler, Pieces, pack_collate
+from asyncloader.samplers import MixtureSampler, PackingBatchSampler, packed
 
 BLOCK = 256
 BLOCKS_PER_STEP = 8
@@ -104,11 +103,10 @@ def make_loader(texts: tuple[list[str], list[str]], rank: int, ranks: int) -> Da
     """Return the loader of one rank: a mixture, packed. However many ranks there are, a step has the same blocks."""
     sources = [Texts(own) for own in texts]
     dataset: ConcatDataset[Tensor] = ConcatDataset(sources)
-    own_blocks = BLOCKS_PER_STEP // ranks
     sampler = PackingBatchSampler(
         [len(row) for source in sources for row in source.rows],
         block_size=BLOCK,
-        batch_size=own_blocks,
+        batch_size=BLOCKS_PER_STEP // ranks,
         too_long="split",
         sampler=MixtureSampler(dataset, [3, 7]),
         num_replicas=ranks,
@@ -117,8 +115,7 @@ def make_loader(texts: tuple[list[str], list[str]], rank: int, ranks: int) -> Da
     if rank == 0:
         sizes = " and ".join(str(len(source)) for source in sources)
         print(f"{ranks} rank{'s' * (ranks > 1)}: {sizes} texts, blocks are {sampler.fill:.1%} full", flush=True)
-    collate = functools.partial(pack_collate, block_size=BLOCK, batch_size=own_blocks, shift_labels=True)
-    return DataLoader(Pieces(dataset), batch_sampler=sampler, collate_fn=collate, num_workers=1)
+    return DataLoader(**packed(dataset, sampler, shift_labels=True), num_workers=1)
 
 
 def train(

@@ -87,6 +87,7 @@ def test_public_names_of_the_samplers() -> None:
         "Pieces",
         "WeightedSampler",
         "pack_collate",
+        "packed",
     ]
     assert all(hasattr(asyncloader.samplers, name) for name in asyncloader.samplers.__all__)
 

@@ -32,6 +32,8 @@ from asyncloader.datasets.source import Version, kind_of, path_of, raise_changed
 from asyncloader.datasets.sources import Access, Sources
 from asyncloader.errors import ConfigurationError
 
+_SCANNED = 1 << 22
+"""So many tokens are looked through at once."""
 _MOST_INDEX_BYTES = 1 << 32  # of an .idx: 214 million sequences, all of which are in memory
 
 
@@ -55,6 +57,9 @@ class TokenBlocks(Dataset[torch.Tensor]):
             1 makes every window a sample.
         by_document: Cut each document into blocks by itself; the last one of a document may be shorter. Otherwise
             blocks run across documents, and what is left of a file behind its last whole block is left out.
+        end_of_text: With `by_document`, the token that ends each document of flat files: 50256 in nanoGPT's of GPT-2.
+            It belongs to the document that it ends. The files, which have to be local, are looked through for it when
+            the dataset is made, at the speed of the disk.
         pad: The token with which short blocks are filled up; None leaves them short, for a sampler or ``collate_fn``
             that packs them (``lengths`` says how long they are).
         header_bytes: At the beginning of each flat file, to be passed over (1,024 in llm.c's).
@@ -102,6 +107,7 @@ class TokenBlocks(Dataset[torch.Tensor]):
         dtype: DTypeLike | None = None,
         stride: int | None = None,
         by_document: bool = False,
+        end_of_text: int | None = None,
         pad: int | None = None,
         header_bytes: int = 0,
         as_dtype: torch.dtype | None = None,
@@ -115,6 +121,7 @@ class TokenBlocks(Dataset[torch.Tensor]):
         self.block_size = block_size
         self.stride = block_size if stride is None else stride
         self.by_document = by_document
+        self.end_of_text = end_of_text
         self.pad = pad
         self.header_bytes = header_bytes
         self.as_dtype = as_dtype
@@ -215,8 +222,21 @@ class TokenBlocks(Dataset[torch.Tensor]):
                     f"{path}: truncated, or of another dtype: {version.size:,} bytes, of which {self.header_bytes} are "
                     f"a header, are no whole number of {dtype}; {rest} are left over at byte {version.size - rest:,}"
                 )
-            starts.append(np.array([0, count], np.int64))
+            starts.append(self._documents(path, dtype, count))
         return starts
+
+    def _documents(self, path: str, dtype: np.dtype[Any], count: int) -> NDArray[np.int64]:
+        """Return where documents of a flat file begin, and where the last one ends; without a mark, it is one."""
+        if self.end_of_text is None:
+            return np.array([0, count], np.int64)
+        found, at = [np.zeros(1, np.int64)], 0
+        with open_regular(path) as file:
+            file.seek(self.header_bytes)
+            while len(tokens := np.frombuffer(file.read(_SCANNED * dtype.itemsize), dtype.newbyteorder("<"))):
+                found.append(np.flatnonzero(tokens == self.end_of_text) + at + 1)
+                at += len(tokens)
+        starts = np.concatenate(found)
+        return starts if starts[-1] == count else np.append(starts, count)
 
     def _from_indices(self) -> tuple[np.dtype[Any], list[NDArray[np.int64]]]:
         """Return the dtype that all indices name, and for each file where its documents begin."""
@@ -356,8 +376,13 @@ def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
     if dtype is None:
         if dataset.header_bytes:
             raise ConfigurationError("header_bytes is for flat files, whose dtype is given")
-    elif dataset.by_document:
-        raise ConfigurationError("where documents begin is told by an .idx, whose dtype is not given besides")
+        if dataset.end_of_text is not None:
+            raise ConfigurationError("end_of_text is for flat files, whose dtype is given; an .idx tells of documents")
+    elif dataset.by_document and dataset.end_of_text is None:
+        raise ConfigurationError(
+            "where documents begin is told by an .idx, without a dtype; or in flat files by the token that ends each "
+            "of them: end_of_text=50256 for nanoGPT's"
+        )
     elif np.dtype(dtype).kind not in "iu":
         raise ConfigurationError(f"tokens are whole numbers, which {np.dtype(dtype)} is not")
     elif np.dtype(dtype) != np.dtype(dtype).newbyteorder("<"):
@@ -368,12 +393,26 @@ def _check(dataset: TokenBlocks, dtype: DTypeLike | None) -> None:
         )
     elif dataset.header_bytes % np.dtype(dtype).itemsize:
         raise ConfigurationError(f"header_bytes={dataset.header_bytes} is no whole number of {np.dtype(dtype)}")
+    if dtype is not None and dataset.end_of_text is not None:
+        _check_end_of_text(dataset, np.dtype(dtype))
     if dataset.as_dtype is not None and (
         dataset.as_dtype.is_floating_point or dataset.as_dtype.is_complex or dataset.as_dtype is torch.bool
     ):
         raise ConfigurationError(f"tokens are whole numbers, which as_dtype={dataset.as_dtype} is not")
     if dataset.pad is not None and not dataset.by_document:
         raise ConfigurationError("pad is for short blocks, of which there are none unless by_document=True")
+
+
+def _check_end_of_text(dataset: TokenBlocks, dtype: np.dtype[Any]) -> None:
+    mark, bounds = dataset.end_of_text, np.iinfo(dtype)
+    if not dataset.by_document:
+        raise ConfigurationError("end_of_text says where documents end, which only by_document=True asks for")
+    if isinstance(mark, bool) or not isinstance(mark, int) or not bounds.min <= mark <= bounds.max:
+        raise ConfigurationError(f"end_of_text={mark!r} is no {dtype}")
+    if remote := [path for path in dataset.paths if kind_of(path) != "file"]:
+        raise ConfigurationError(
+            f"end_of_text has the files looked through, which have to be local for that, and {remote[0]} is not"
+        )
 
 
 def _check_pad(dataset: TokenBlocks) -> None:

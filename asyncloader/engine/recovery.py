@@ -45,9 +45,9 @@ _MOST_LAUNCHES = 30
 _LONGEST_POSTPONED_S = 60.0
 
 _NOT_REPLACED = (
-    "The worker was not replaced: no batch has told where it was in its iterable dataset. Give the dataset "
-    "state_dict() and load_state_dict(); or, if it yields the same samples each time it is iterated over, the "
-    "attribute deterministic = True."
+    "The worker was not replaced, since nobody knows where it was in its iterable dataset. To have such workers "
+    "replaced, set the attribute deterministic = True on the dataset if it yields the same samples each time it is "
+    "iterated over; or give the dataset state_dict() and load_state_dict()."
 )
 
 _NOT_REPLACEABLE = (
@@ -266,10 +266,7 @@ def _death(process: Worker, tickets: Sequence[Ticket], note: str = "") -> Except
     keys = [ticket.keys for ticket in tickets]
     tries = tickets[0].tries if tickets else 1
     node = process.node if process.is_lost else ""
-    error = died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"), node)
-    if note:
-        error.add_note(note)
-    return error
+    return died(process.pid, process.exitcode, keys, tries, process.output.decode(errors="replace"), node, note)
 
 
 def _failed_starts(process: Worker, count: int) -> WorkerStartError:

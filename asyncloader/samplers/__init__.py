@@ -5,7 +5,7 @@
     MixtureSampler         sources by weight
     WeightedSampler        samples by weights of their own
     LengthBatchSampler     batches of like length, under a budget of tokens
-    PackingBatchSampler    blocks of a fixed number of tokens, with pack_collate and Pieces
+    PackingBatchSampler    blocks of a fixed number of tokens; packed gives a loader what it needs for it
 
 The order of each is a function of seed and epoch that can be looked at anywhere: nothing of it is stored, and a state
 of any one rank, taken after the same number of steps on all, is resumed on any number of ranks. The last two can
@@ -17,7 +17,7 @@ from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.length_batches import LengthBatchSampler
 from asyncloader.samplers.mixture import MixtureSampler
 from asyncloader.samplers.pack_collate import pack_collate
-from asyncloader.samplers.packing import PackingBatchSampler
+from asyncloader.samplers.packing import PackingBatchSampler, packed
 from asyncloader.samplers.pieces import Piece, Pieces
 from asyncloader.samplers.weighted import WeightedSampler
 
@@ -31,4 +31,5 @@ __all__ = [
     "Pieces",
     "WeightedSampler",
     "pack_collate",
+    "packed",
 ]

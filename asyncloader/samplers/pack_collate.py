@@ -28,8 +28,8 @@ def pack_collate(
     """Lay samples one behind the other into blocks: the `collate_fn` for :class:`PackingBatchSampler`.
 
     Samples are put in as they come, and the next block begins where the next sample does not fit: in the order of
-    `PackingBatchSampler` that takes no more blocks than it has planned. Give it to a loader with
-    ``functools.partial(pack_collate, block_size=2048, batch_size=8)``.
+    `PackingBatchSampler` that takes no more blocks than it has planned. :func:`packed` gives it to a loader, with the
+    sizes of the sampler; by hand that is ``functools.partial(pack_collate, block_size=2048, batch_size=8)``.
 
     Args:
         samples: Rows of tokens (tensors, arrays or lists of integers), or dictionaries with such a row under

@@ -1,23 +1,61 @@
-"""PackingBatchSampler: samples packed into blocks of a fixed number of tokens."""
+"""PackingBatchSampler: samples packed into blocks of a fixed number of tokens; and what a loader needs for it."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import HasOrder
-from asyncloader.samplers.pieces import Piece
+from asyncloader.samplers.pack_collate import pack_collate
+from asyncloader.samplers.pieces import Piece, Pieces
 from asyncloader.samplers.shuffle import Shuffle
 from asyncloader.samplers.windows import Units, WindowedBatchSampler, count_of
 
 TooLong = Literal["raise", "split", "cut"]
 _WINDOW = 1 << 13
+_PACKED = "asyncloader.samplers.packed says it once, for both: DataLoader(**packed(dataset, sampler), num_workers=...)"
+
+
+def packed(
+    dataset: Any, sampler: PackingBatchSampler, *, pad_id: int = 0, shift_labels: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of a loader that packs a dataset as this sampler plans it: torch's loader, or ours.
+
+    Args:
+        dataset: Map-style, plain or async, of rows of tokens or dictionaries with them: see :func:`pack_collate`.
+        sampler: Says how large blocks are, how many are in a batch, and what becomes of samples that are too long.
+        pad_id: What fills the end of a block.
+        shift_labels: Let labels be the tokens that come next.
+
+    Returns:
+        ``dataset``, in :class:`Pieces` where samples are split; ``batch_sampler``; and ``collate_fn``, which makes
+        batches of `batch_size` blocks.
+
+    Example:
+        >>> from asyncloader import DataLoader
+        >>> rows = [list(range(length)) for length in (5, 3, 4, 2)]
+        >>> sampler = PackingBatchSampler([5, 3, 4, 2], block_size=7, batch_size=2)
+        >>> [batch["input_ids"].shape for batch in DataLoader(**packed(rows, sampler))]
+        [torch.Size([2, 7])]
+    """
+    collate = partial(
+        pack_collate,
+        block_size=sampler.block_size,
+        batch_size=sampler.batch_size,
+        too_long="cut" if sampler.too_long == "cut" else "raise",
+        pad_id=pad_id,
+        shift_labels=shift_labels,
+    )
+    is_split = sampler.too_long == "split" and not isinstance(dataset, Pieces)
+    return {"dataset": Pieces(dataset) if is_split else dataset, "batch_sampler": sampler, "collate_fn": collate}
 
 
 class PackingBatchSampler(WindowedBatchSampler):
@@ -91,6 +129,27 @@ class PackingBatchSampler(WindowedBatchSampler):
     def fill(self) -> float:
         """Share of blocks, between 0 and 1, that are tokens in what was planned so far; at first, one window is."""
         return self._share_of_tokens()
+
+    def check_collation(self, collate_fn: Any) -> None:
+        """Refuse a `collate_fn` that does not make the blocks that were planned. Our loader asks; see `packed`.
+
+        Raises:
+            ConfigurationError: if it is torch's, which packs nothing, or `pack_collate` with other sizes.
+        """
+        if collate_fn is default_collate:
+            raise ConfigurationError(f"PackingBatchSampler needs a collate_fn that packs a batch's samples. {_PACKED}")
+        is_partial = isinstance(collate_fn, partial)
+        if (collate_fn.func if is_partial else collate_fn) is not pack_collate:
+            return
+        given = collate_fn.keywords if is_partial else {}
+        wanted: dict[str, Any] = {"block_size": self.block_size, "batch_size": self.batch_size}
+        if self.too_long == "cut":
+            wanted["too_long"] = "cut"
+        for name, value in wanted.items():
+            if given.get(name, value if name == "batch_size" else None) != value:
+                raise ConfigurationError(
+                    f"PackingBatchSampler has {name}={value!r}, and pack_collate {name}={given.get(name)!r}. {_PACKED}"
+                )
 
     def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
         lengths = self._lengths_of(indices)

@@ -19,6 +19,26 @@ class Piece(NamedTuple):
     start: int
     stop: int
 
+    def __index__(self) -> int:
+        """Refuse to be the index of a list: a dataset that is asked for pieces has to know them.
+
+        Raises:
+            TypeError: It says what to do.
+        """
+        raise TypeError(_NO_INDEX)
+
+    def __lt__(self, other: Any) -> bool:
+        """Compare with another piece; with a number, as torch's ConcatDataset does, it is refused."""
+        if isinstance(other, int):
+            raise TypeError(_NO_INDEX)
+        return tuple.__lt__(self, other)
+
+
+_NO_INDEX = (
+    'PackingBatchSampler(too_long="split") asks for pieces of samples, and this dataset has only whole ones: wrap it '
+    "in asyncloader.samplers.Pieces; DataLoader(**packed(dataset, sampler)) does so"
+)
+
 
 class Pieces(Dataset[Any]):
     """A dataset that can be asked for a :class:`Piece` of a sample too: that sample is read, and cut.

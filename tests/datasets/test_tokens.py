@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, Retries, TokenBlocks
+from asyncloader.datasets import tokens as datasets_tokens
 from asyncloader.datasets.tokens import Layout
 from tests.nursery import Program
 from tests.services.fault_server import FaultServer
@@ -255,6 +256,23 @@ def test_ranges_in_an_object_store(s3: str) -> None:
     assert found == [[*block, 0, 0, 0][:4] for block in BY_DOCUMENT]
 
 
+@pytest.mark.parametrize("scanned", [1, 3, 1 << 22])
+@pytest.mark.parametrize("header_bytes", [0, 4])
+def test_documents_of_flat_files_end_with_a_token(
+    scanned: int, header_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nanoGPT writes them: the token belongs to the document that it ends; what follows the last one is one too."""
+    monkeypatch.setattr(datasets_tokens, "_SCANNED", scanned)
+    path = tmp_path / "train.bin"
+    for rest in ([], [6, 7]):
+        content = [1, 2, 3, 50256, 50256, 4, 5, 50256, *rest]
+        path.write_bytes(b"\0" * header_bytes + np.array(content, np.uint16).tobytes())
+        options: Any = {"dtype": "uint16", "by_document": True, "header_bytes": header_bytes}
+        dataset = TokenBlocks(path, 3, end_of_text=50256, **options)
+        assert blocks(dataset) == [[1, 2, 3], [50256], [50256], [4, 5, 50256], *[rest] * bool(rest)]
+        assert dataset.lengths.tolist() == [3, 1, 1, 3, *[2] * bool(rest)]
+
+
 def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None:
     """By its name and the place in it."""
 
@@ -290,6 +308,10 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
     for as_dtype in (torch.float16, torch.bool, torch.complex64):
         refuses("whole numbers, which as_dtype=.* is not", as_dtype=as_dtype)
     refuses("where documents begin is told by an .idx", dtype="uint16", by_document=True)
+    refuses("end_of_text=50256 for nanoGPT's", dtype="uint16", by_document=True)
+    refuses("end_of_text=70000 is no uint16", dtype="uint16", by_document=True, end_of_text=70000)
+    refuses("only by_document=True asks for", dtype="uint16", end_of_text=3)
+    refuses("an .idx tells of documents", by_document=True, end_of_text=3)
     refuses("pad=70000 is no uint16", pad=70000, by_document=True)
     refuses("pad is for short blocks", pad=0)
     refuses("header_bytes is for flat files", header_bytes=2)
@@ -298,6 +320,8 @@ def test_what_is_wrong_with_a_file_is_said_at_construction(folder: Path) -> None
     (folder / "1.idx").write_bytes(index_bytes([5], "int32"))
     with pytest.raises(ConfigurationError, match=r"of one dtype, but got uint16 in .*0.idx, int32 in .*1.idx"):
         TokenBlocks([folder / "0.bin", folder / "1.bin"], 4)
+    with pytest.raises(ConfigurationError, match="which have to be local for that, and http"):
+        TokenBlocks("http://localhost/0.bin", 4, dtype="uint16", by_document=True, end_of_text=3)
     with pytest.raises(ConfigurationError, match="there are no files"):
         TokenBlocks([], 4)
     with pytest.raises(FileNotFoundError):

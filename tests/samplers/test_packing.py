@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
+import asyncloader
 from asyncloader import ConfigurationError
-from asyncloader.samplers import PackingBatchSampler, Piece, Pieces, pack_collate
+from asyncloader.samplers import PackingBatchSampler, Piece, Pieces, pack_collate, packed
 from asyncloader.samplers.best_fit import best_fit
 
 Tokens = list[torch.Tensor]
@@ -301,3 +302,43 @@ def test_pieces_are_cut_of_their_samples() -> None:
     assert pickle.loads(pickle.dumps(bulk)).epoch == bulk.dataset.epoch == 3
     sample = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "mask": [0, 1, 0, 1, 0, 1, 0], "name": "of seven", "source": 2}
     assert Pieces([sample])[piece] == {"input_ids": [5, 6], "mask": [0, 1], "name": "of seven", "source": 2}
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, asyncloader.DataLoader])
+@pytest.mark.parametrize("too_long", ["raise", "split", "cut"])
+def test_sizes_are_said_once(loader_class: Any, too_long: Any) -> None:
+    """`packed` gives any loader the dataset, the sampler and the collation that belong together."""
+    lengths = [5, 3, 9, 2] if too_long != "raise" else [5, 3, 4, 2]
+    rows = documents(lengths)
+    sampler = PackingBatchSampler(lengths, block_size=6, batch_size=2, too_long=too_long)
+    batches = list(loader_class(**packed(rows, sampler, pad_id=99), num_workers=1))
+    assert {batch["input_ids"].shape for batch in batches} == {(2, 6)}
+    tokens = Counter(token for batch in batches for token in batch["input_ids"].flatten().tolist() if token != 99)
+    whole = Counter(token for row in rows for token in (row[:6] if too_long == "cut" else row).tolist())
+    assert tokens == whole
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    """Another shape, unpacked rows and pieces that nobody cuts used to come in silence, or as a riddle."""
+    rows = documents([5, 3, 4, 2])
+    sampler = PackingBatchSampler([5, 3, 4, 2], block_size=6, batch_size=2)
+
+    def refuses(words: str, collate: Any, sampler: PackingBatchSampler = sampler) -> None:
+        with pytest.raises(ConfigurationError, match=words + r".*DataLoader\(\*\*packed\(dataset, sampler\)"):
+            asyncloader.DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
+
+    refuses("needs a collate_fn that packs", None)
+    refuses("has block_size=6, and pack_collate block_size=7", partial(pack_collate, block_size=7))
+    refuses("has block_size=6, and pack_collate block_size=None", pack_collate)
+    refuses("has batch_size=2, and pack_collate batch_size=3", partial(pack_collate, block_size=6, batch_size=3))
+    cuts = PackingBatchSampler([5, 3, 4, 2], block_size=4, too_long="cut")
+    refuses("has too_long='cut', and pack_collate too_long=None", partial(pack_collate, block_size=4), cuts)
+    for fits in (list, partial(pack_collate, block_size=6), partial(pack_collate, block_size=6, batch_size=2)):
+        asyncloader.DataLoader(rows, batch_sampler=sampler, collate_fn=fits)
+    splits = PackingBatchSampler([5, 3, 4, 2], block_size=4, too_long="split")
+    collate = partial(pack_collate, block_size=4)
+    for whole in (rows, ConcatDataset([rows])):  # type: ignore[list-item]
+        loader = asyncloader.DataLoader(whole, batch_sampler=splits, collate_fn=collate)
+        with pytest.raises(TypeError, match=r"wrap it in asyncloader\.samplers\.Pieces"):
+            list(loader)
+    assert sorted([Piece(1, 2, 3), Piece(0, 5, 6)]) == [Piece(0, 5, 6), Piece(1, 2, 3)]
