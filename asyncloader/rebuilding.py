@@ -22,13 +22,13 @@ class AskedByAccelerate:
         if loader is not None and built in self._ours.__bases__:
             warnings.warn(
                 "Accelerate builds a torch DataLoader in place of this one, and asyncloader is not used. To keep it, "
-                "write this before: accelerate.data_loader.DataLoader = asyncloader.DataLoader",
+                "call this before: asyncloader.accelerate.use_asyncloader()",
                 stacklevel=2,
             )
         elif loader is not None and built is self._ours and (lost := loader._changed_options()):
             warnings.warn(
-                f"Accelerate builds this loader anew, without {lost}. To keep that, write this before: "
-                f"accelerate.data_loader.DataLoader = functools.partial(asyncloader.DataLoader, {lost})",
+                f"Accelerate builds this loader anew, without {lost}. To keep that, call this before: "
+                f"asyncloader.accelerate.use_asyncloader({lost})",
                 stacklevel=2,
             )
         return False

@@ -1,25 +1,24 @@
-"""Train the CNN of train_digits.py with Accelerate: one line before, and what it prepares is still our loader.
+"""Train the CNN of train_digits.py with Accelerate: one call before, and what it prepares is still our loader.
 
     pip install accelerate
     python examples/train_accelerate.py [--epochs 15] [--workers 2]
     accelerate launch --cpu --num_processes 2 examples/train_accelerate.py
 
 Ends with the test accuracy; exits with 1 if it is below 97 %. `prepare` builds a DataLoader of its own from the one it
-is given, to shard it among processes and to move batches to the device. The line marked below says of which class.
+is given, to shard it among processes and to move batches to the device. `use_asyncloader` says of which class.
 """
 
 import sys
 
-import accelerate.data_loader
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-import asyncloader
 from asyncloader import DataLoader
+from asyncloader.accelerate import use_asyncloader
 from digits import small_cnn, train_and_test_sets, training_arguments, write_digits
 
-accelerate.data_loader.DataLoader = asyncloader.DataLoader  # this line keeps asyncloader
+use_asyncloader()  # otherwise Accelerate builds torch's loader
 
 
 def main() -> None:

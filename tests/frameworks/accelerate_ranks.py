@@ -8,17 +8,16 @@ from __future__ import annotations
 import os
 import sys
 
-import accelerate.data_loader
 import torch
 from accelerate import Accelerator, skip_first_batches
 from torch import nn
 
-import asyncloader
 from asyncloader import DataLoader
+from asyncloader.accelerate import use_asyncloader
 from tests.frameworks.witness import Line, Stream, assert_made_by_us, indices
 from tests.ranks import tell
 
-accelerate.data_loader.DataLoader = asyncloader.DataLoader
+use_asyncloader()
 
 
 def main(kind: str) -> None:

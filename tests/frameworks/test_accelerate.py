@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
-import asyncloader
-from asyncloader import DataLoader
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.accelerate import use_asyncloader
 from tests.frameworks.witness import (
     Line,
     Stream,
@@ -35,6 +36,7 @@ PROGRAM = Path(__file__).with_name("accelerate_ranks.py")
 def accelerate_as_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let each test begin with Accelerate as it is after its import, and with nothing of it in this process."""
     monkeypatch.setattr(accelerate.data_loader, "DataLoader", torch.utils.data.DataLoader)
+    monkeypatch.setattr(accelerate.data_loader.DataLoaderAdapter, "__aiter__", None, raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     yield
     for state in (AcceleratorState, GradientState, PartialState):
@@ -47,7 +49,7 @@ def make_loader(length: int = 40, **options: Any) -> DataLoader[Any]:
 
 def test_without_the_line_torch_loads_and_a_warning_says_so() -> None:
     """Prepare builds a torch DataLoader; we notice it being asked about, and name the line that helps."""
-    with pytest.warns(UserWarning, match=r"accelerate.data_loader.DataLoader = asyncloader.DataLoader"):
+    with pytest.warns(UserWarning, match=r"asyncloader.accelerate.use_asyncloader\(\)"):
         prepared = Accelerator().prepare(make_loader())
     assert type(prepared.base_dataloader) is torch.utils.data.DataLoader
     assert_made_by_torch(list(prepared))
@@ -55,7 +57,7 @@ def test_without_the_line_torch_loads_and_a_warning_says_so() -> None:
 
 def test_with_the_line_our_loader_trains() -> None:
     """One line, and what prepare builds is ours: batches, gradients, gathered metrics, without a warning."""
-    accelerate.data_loader.DataLoader = asyncloader.DataLoader
+    use_asyncloader()
     accelerator = Accelerator(gradient_accumulation_steps=2)
     layer = nn.Linear(1, 1)
     model, optimizer, prepared = accelerator.prepare(
@@ -80,7 +82,7 @@ def test_with_the_line_our_loader_trains() -> None:
 
 def test_the_line_makes_ours_of_torchs_loaders_too() -> None:
     """What others make, as the Trainer of Hugging Face does, becomes ours at prepare."""
-    accelerate.data_loader.DataLoader = asyncloader.DataLoader
+    use_asyncloader()
     batches = list(Accelerator().prepare(torch.utils.data.DataLoader(Line(16), batch_size=4, num_workers=2)))
     assert indices(batches) == list(range(16))
     assert_made_by_us(batches, num_workers=2)
@@ -88,7 +90,7 @@ def test_the_line_makes_ours_of_torchs_loaders_too() -> None:
 
 def test_skip_first_batches_keeps_our_loader() -> None:
     """Skipping gives the rest of the batches, from our workers: of a prepared loader and of one that is not."""
-    accelerate.data_loader.DataLoader = asyncloader.DataLoader
+    use_asyncloader()
     for loader in (Accelerator().prepare(make_loader()), make_loader()):
         batches = list(skip_first_batches(loader, 3))
         assert indices(batches) == list(range(12, 40))
@@ -97,7 +99,7 @@ def test_skip_first_batches_keeps_our_loader() -> None:
 
 def test_iterable_dataset_is_dispatched_by_our_loader() -> None:
     """A stream goes through Accelerate's dispatcher, and is skipped there; our workers make it."""
-    accelerate.data_loader.DataLoader = asyncloader.DataLoader
+    use_asyncloader()
     loader = DataLoader(Stream(32), batch_size=4, num_workers=2)
     prepared = Accelerator().prepare(loader)
     assert type(prepared).__name__ == "DataLoaderDispatcher"
@@ -109,8 +111,8 @@ def test_iterable_dataset_is_dispatched_by_our_loader() -> None:
 
 def test_options_that_would_be_lost_are_warned_of() -> None:
     """Accelerate hands on torch's arguments only; the warning says which of ours are lost, and how to keep them."""
-    accelerate.data_loader.DataLoader = asyncloader.DataLoader
-    remedy = r"functools.partial\(asyncloader.DataLoader, scheduling='dynamic', on_crash='raise'\)"
+    use_asyncloader()
+    remedy = r"use_asyncloader\(scheduling='dynamic', on_crash='raise'\)"
     with pytest.warns(UserWarning, match=remedy):
         prepared = Accelerator().prepare(make_loader(scheduling="dynamic", on_crash="raise"))
     assert prepared.base_dataloader.scheduling == "static"
@@ -118,7 +120,7 @@ def test_options_that_would_be_lost_are_warned_of() -> None:
 
 def test_options_are_kept_by_a_partial() -> None:
     """With the options in the line they are kept, without a warning, by prepare and by skip_first_batches."""
-    accelerate.data_loader.DataLoader = functools.partial(asyncloader.DataLoader, scheduling="dynamic", max_retries=5)
+    use_asyncloader(scheduling="dynamic", max_retries=5)
     prepared = Accelerator().prepare(make_loader(scheduling="dynamic", max_retries=5))
     for loader in (prepared, skip_first_batches(prepared, 2)):
         assert (loader.base_dataloader.scheduling, loader.base_dataloader.max_retries) == ("dynamic", 5)
@@ -155,7 +157,7 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """A prepared loader that is registered is saved with the rest, and goes on where training was, in a new process."""
-    accelerate.data_loader.DataLoader = asyncloader.DataLoader
+    use_asyncloader()
     batches, states = [], []
     prepared = Accelerator().prepare(make_loader(40, shuffle=True))
     for number, batch in enumerate(prepared, 1):
@@ -179,3 +181,52 @@ def test_a_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     last = accelerator.prepare(make_loader(40, shuffle=True))
     last.load_state_dict(states[-1])
     assert indices(last) == second
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shard", "dispatcher", "skipped"])
+async def test_prepared_loaders_take_async_for(kind: str, num_workers: int) -> None:
+    """The batches that `for` gives, while the caller's loop turns; they used to have no `__aiter__`."""
+    use_asyncloader()
+    loader = DataLoader(Stream(32) if kind == "dispatcher" else Line(32), batch_size=4, num_workers=num_workers)
+    prepared = Accelerator().prepare(loader)
+    if kind == "skipped":
+        prepared = skip_first_batches(prepared, 3)
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    found, seen = [], [turns]
+    with torch.no_grad():
+        async for batch in prepared:
+            found.append(batch)
+            seen.append(turns)
+    turning.cancel()
+    assert indices(found) == indices(list(prepared))
+    assert all(after > before for before, after in itertools.pairwise(seen))
+    if num_workers:
+        assert_made_by_us(found, num_workers=2)
+    assert prepared.end_of_dataloader
+
+
+async def test_a_prepared_loader_is_left_and_begun_again() -> None:
+    """By `break`, and by a task that is cancelled while it waits: the next epoch is whole, no thread is left."""
+    use_asyncloader()
+    prepared = Accelerator().prepare(make_loader(16))
+    async for _ in prepared:
+        break
+    waiting = asyncio.ensure_future(anext(aiter(prepared)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert indices([batch async for batch in prepared]) == list(range(16))
+
+
+def test_options_that_are_none_are_refused() -> None:
+    """Those of torch's loader are not for this call, nor is what nobody knows."""
+    with pytest.raises(ConfigurationError, match="batch_size, schedulin: no option beyond torch's"):
+        use_asyncloader(schedulin="dynamic", batch_size=4)

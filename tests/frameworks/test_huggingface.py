@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-import asyncloader
 from asyncloader import DataLoader
+from asyncloader.accelerate import use_asyncloader
 from asyncloader.protocols import leaves_out_buffer
 from tests.frameworks.witness import Sample, assert_made_by_torch, assert_made_by_us, attest, indices
 
@@ -29,8 +29,10 @@ VOCABULARY = 16
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one line that keeps our loader, taken back afterwards."""
-    monkeypatch.setattr(accelerate.data_loader, "DataLoader", asyncloader.DataLoader)
+    """The one call that keeps our loader, taken back afterwards."""
+    monkeypatch.setattr(accelerate.data_loader, "DataLoader", accelerate.data_loader.DataLoader)
+    monkeypatch.setattr(accelerate.data_loader.DataLoaderAdapter, "__aiter__", None, raising=False)
+    use_asyncloader()
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -85,7 +87,7 @@ def make_trainer(folder: Path, **options: Any) -> tuple[Trainer, Classifier]:
 
 @pytest.mark.usefixtures("kept")
 def test_trainer_trains_and_evaluates_from_our_workers(tmp_path: Path) -> None:
-    """One line before, and train, evaluate and predict iterate over our loader; every sample once an epoch."""
+    """One call before, and train, evaluate and predict iterate over our loader; every sample once an epoch."""
     trainer, model = make_trainer(tmp_path)
     trainer.train()
     first, second = indices(model.seen[:10]), indices(model.seen[10:])
@@ -100,8 +102,8 @@ def test_trainer_trains_and_evaluates_from_our_workers(tmp_path: Path) -> None:
     assert type(trainer.get_train_dataloader().base_dataloader) is DataLoader
 
 
-def test_without_the_line_the_trainer_uses_torchs(tmp_path: Path) -> None:
-    """Without the line the Trainer's loader is torch's: what the line is for."""
+def test_without_the_call_the_trainer_uses_torchs(tmp_path: Path) -> None:
+    """Without the call the Trainer's loader is torch's: what the call is for."""
     trainer, model = make_trainer(tmp_path, num_train_epochs=1)
     trainer.train()
     assert_made_by_torch(model.seen)
