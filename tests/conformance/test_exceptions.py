@@ -48,10 +48,10 @@ def story(it: Any, limit: int = 50) -> list[Any]:
 
 @same_as_torch("errors without workers")
 def test_error_without_workers_is_the_object_itself(make: Subject) -> object:
-    """Nothing is wrapped or changed."""
+    """Nothing is wrapped or changed; ours has notes with the indices besides."""
     it = iter(make(FailingByKind(), sampler=RAISED, batch_size=None))
     errors = {kind: caught(lambda: next(it)) for kind in RAISED}
-    return {kind: (type(error), repr(error), getattr(error, "__notes__", None)) for kind, error in errors.items()}
+    return {kind: (type(error), repr(error), getattr(error, "__cause__", None)) for kind, error in errors.items()}
 
 
 @same_as_torch("errors in workers")

@@ -23,7 +23,7 @@ from asyncloader.workers.protocol.indices import listed
 
 Raised = TypeVar("Raised", bound=BaseException)
 
-_OF_BATCH = "The batch has the indices"
+_OF_BATCH, _OF_SAMPLE = "The batch has the indices", "The sample has the index"
 
 _NO_CUDA_HERE = (
     "This worker was forked from a process that had initialised CUDA, and no forked process can use CUDA then. Pass "
@@ -94,12 +94,15 @@ def _notes_of_batch(error: BaseException, keys: Any, blame: Blame | None) -> lis
     """Return notes that name the batch, and the sample in it; the error gets the indices as its attribute."""
     if keys is None:
         return [blame.describe(None)] if blame is not None and blame.odd else []
-    words = f"{_OF_BATCH} {describe_keys(keys, None if blame is None else blame.position)}"
-    is_own = "keys" in vars(error) and not any(note.startswith(_OF_BATCH) for note in getattr(error, "__notes__", ()))
+    is_batch = isinstance(keys, (list, tuple))
+    shown = describe_keys(keys, None if blame is None else blame.position)
+    words = f"{_OF_BATCH if is_batch else _OF_SAMPLE} {shown}"
+    said = (note.startswith((_OF_BATCH, _OF_SAMPLE)) for note in getattr(error, "__notes__", ()))
+    is_own = "keys" in vars(error) and not any(said)
     if not is_own and not hasattr(type(error), "keys"):
         BaseException.__setattr__(error, "keys", listed(keys))
         words += ", all of them in error.keys" * words.endswith(")")
-    is_one = not isinstance(keys, (list, tuple)) or (len(keys) == 1 and not (blame is not None and blame.odd))
+    is_one = not is_batch or (len(keys) == 1 and not (blame is not None and blame.odd))
     sample = "" if blame is None or is_one else blame.describe(keys)
     return [sample, f"{words}."] if sample else [f"{words}."]
 
