@@ -206,7 +206,7 @@ def maker(num_workers: int, noise: bool = True, length: int = LENGTH, **options:
     return make
 
 
-ON_PROCESSES = ("shuffled", "weighted, dynamic", "a subset, persistent workers", "distributed")
+ON_PROCESSES = ("a subset, persistent workers", "distributed")
 """Some of those that are about orders; all others of these run on threads, and on processes each night."""
 
 

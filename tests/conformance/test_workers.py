@@ -230,7 +230,7 @@ class InformedAugmentedFailing(Informed):
         return super().__getitem__(index), Augmented(0)[index]
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 @same_as_torch("start methods", async_for=False, defaults=False)
 def test_workers_start_in_every_way(make: Subject, start_method: str) -> object:
     """Order, random streams, worker info, worker_init_fn and errors are the same with fork, forkserver and spawn."""

@@ -333,7 +333,7 @@ def test_a_worker_that_cannot_be_set_up_says_why(
         next(iterator)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_a_main_module_that_cannot_be_imported_again_is_said_once(start_method: str, tmp_path: Path) -> None:
     """With the traceback, however many workers there are; stderr is left alone.
 

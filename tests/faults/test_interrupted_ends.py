@@ -85,7 +85,9 @@ def wait_until_nothing_lives() -> None:
     assert not left
 
 
-@pytest.mark.parametrize("ends", [read, drop, close, pytest.param(load, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ends", [pytest.param(read, marks=pytest.mark.slow), drop, close, pytest.param(load, marks=pytest.mark.slow)]
+)
 def test_workers_end_wherever_an_interrupt_hits(ends: Callable[[CtrlC], None]) -> None:
     """What is left of an iterator closes it, whether the interrupted step was taken or not."""
     moment = uninterrupted = 0

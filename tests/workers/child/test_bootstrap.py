@@ -52,8 +52,10 @@ def test_memory_of_a_batch_is_used_again(start_method: str) -> None:
 @glibc
 @pytest.mark.parametrize(
     "setting",
-    [{"MALLOC_MMAP_THRESHOLD_": "65536"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}],
-    ids=lambda setting: next(iter(setting)),
+    [
+        pytest.param({"MALLOC_MMAP_THRESHOLD_": "65536"}, id="MALLOC_", marks=pytest.mark.slow),
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}, id="GLIBC_TUNABLES"),
+    ],
 )
 def test_what_the_environment_says_wins(setting: dict[str, str]) -> None:
     """Who sets malloc's thresholds has reasons."""

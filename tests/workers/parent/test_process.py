@@ -132,9 +132,8 @@ class Sharing(Squares):
         return index
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("by_value", [False, True], ids=["by reference", "by value"])
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_what_is_shared_stays_shared(method: str, by_value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, raw memory, tensors; also with a lambda beside them, which plain pickle refuses.
 
@@ -155,7 +154,7 @@ def test_what_is_shared_stays_shared(method: str, by_value: bool, monkeypatch: p
     assert dataset.tensor.tolist() == [0, 1, 3, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_zeros_without_memory(method: str) -> None:
     """Forward-mode gradients and the backward of some functions are such; torch refuses to pickle them."""
     zeros = torch._efficientzerotensor((4, 3))
