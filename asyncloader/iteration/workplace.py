@@ -188,6 +188,7 @@ def make_meter(settings: Settings, runs: Runs, epoch: int, window: int, faults: 
         concurrency=settings.samples_at_once,
         in_process=settings.is_in_process,
         elsewhere=settings.remote is not None,
+        wanted_elsewhere=None if settings.remote is None else settings.remote.num_workers,
         auto=settings.is_auto,
         renews=settings.renews,
         can_renew=not (settings.is_in_process or settings.why_workers_stay),

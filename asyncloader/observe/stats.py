@@ -140,6 +140,11 @@ class LoaderStats(Figures):
     def _of_nodes(self) -> list[str]:
         """Say what each other machine did."""
         lines = []
+        count = len({worker.worker_id for worker in self.workers if worker.node})
+        if count < (wanted := self.options.get("wanted_elsewhere") or 0):
+            lines.append(
+                f"{count} of {wanted} workers on other machines took part: there was no room for the others yet"
+            )
         for node in sorted({worker.node for worker in self.workers} - {""}):
             there = [worker for worker in self.workers if worker.node == node]
             busy_s, idle_s = (sum(getattr(worker, name) for worker in there) for name in ("busy_s", "idle_s"))

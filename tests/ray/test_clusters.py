@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,6 +91,26 @@ def test_the_batches_are_those_of_local_workers(add_node: Any) -> None:
     expected.close()
     assert len({int(pid) for batch in batches[len(loader) :] for pid in batch[2]}) == 5
     wait_until(lambda: not agents())
+
+
+def test_fewer_workers_than_were_asked_for_are_told_of(add_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """RayWorkers(8) that get 4: the log says so and why, stats too; and two raylets of one host have two names."""
+    for _ in range(2):
+        add_node()
+    loader = DataLoader(Drawing(), 4, num_workers=1, worker_backend=RayWorkers(num_workers=8), persistent_workers=True)
+    list(loader)
+    wait_until(lambda: loader.stats().num_workers == 5)
+    wait_until(lambda: "4 of 8 workers on other machines are there" in caplog.text)
+    assert "the cluster has no room for the others, each of which takes {'CPU': 1.0}" in caplog.text
+    list(loader)
+    stats = loader.stats()
+    loader.close()
+    assert "4 of 8 workers on other machines took part" in str(stats)
+    host = socket.gethostname()
+    names = sorted({worker.node for worker in stats.workers} - {""})
+    assert names[0] == host
+    assert re.fullmatch(rf"{re.escape(host)}/[0-9a-f]{{8}}", names[1])
+    assert len(names) == 2
 
 
 class Wishes:

@@ -13,6 +13,8 @@ import socket
 
 import torch
 
+from asyncloader.workers.remote.launcher import NODE_ID
+
 FACTS = ("asyncloader", "Python", "torch", "numpy", "machine", "vectors of torch")
 """What is compared."""
 
@@ -27,6 +29,7 @@ def facts() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}",
         "vectors of torch": torch.backends.cpu.get_cpu_capability(),
         "node": socket.gethostname(),
+        "node_id": os.environ.get(NODE_ID, ""),
         "pid": str(os.getpid()),
     }
 

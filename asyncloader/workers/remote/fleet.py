@@ -120,6 +120,7 @@ class Fleet:
         self._free = list(range(first, first + slots))  # a heap: of places that there have been, whose agent is gone
         self._has_slots = slots > 0
         self._num_agents = 0
+        self._node_ids: dict[str, str] = {}  # by name
         self._lost: dict[int, str] = {}  # lost before they served: what to say once the launcher knows of their node
         self._door = Door(loop, self, self.is_expected, allocate, traffic)
         self._beating: asyncio.TimerHandle | None = None
@@ -314,7 +315,7 @@ class Fleet:
 
     def _on_hello(self, agent: RemoteAgent, frame: Frame) -> None:
         there = {str(name): str(value) for name, value in json.loads(bytes(frame.body)).items()}
-        agent.node = there.get("node", agent.link.peer if agent.link else "")
+        agent.node = self._name(there.get("node", agent.link.peer if agent.link else ""), there.get("node_id", ""))
         here = facts()
         if differs := differences(here, there):
             words = f"Batches of the agent on node {agent.node} may differ from those made here: {', '.join(differs)}."
@@ -329,6 +330,12 @@ class Fleet:
         agent.send(Word.WELCOME, 0, pickle.dumps((self._spec, self.epoch)))
         self._ping(agent)
         self._owner.on_here(agent)
+
+    def _name(self, host: str, node_id: str) -> str:
+        """Return how a node is called: as its host; from the second one on the same host on, with its id too."""
+        name = host if self._node_ids.setdefault(host, node_id) == node_id else f"{host}/{node_id[:8]}"
+        self._node_ids[name] = node_id
+        return name
 
     def _on_leaving(self, agent: RemoteAgent) -> None:
         """Who runs its machine wants that back: its workers finish what they have, and go."""

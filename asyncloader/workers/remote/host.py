@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asyncloader.workers.protocol.parts import write_parts
-from asyncloader.workers.remote.launcher import Order
+from asyncloader.workers.remote.launcher import NODE_ID, Order
 
 _LOOK_EVERY_S = 1.0
 
@@ -52,6 +52,10 @@ class AgentHost:
         self._spec_fd = -1
         self._sizes: list[int] = []
 
+    def where(self) -> str:
+        """Return what tells the node that this is on from others on the same host; "" if there is no such thing."""
+        return ""
+
     def load(self, parts: Sequence[Any]) -> None:
         """Take what the agent's workers work with, in pieces. Not with `run`: Ray keeps what a call is given."""
         self._spec_fd, self._sizes = write_parts(list(parts))
@@ -69,7 +73,11 @@ class AgentHost:
         try:
             try:
                 self.process = subprocess.Popen(
-                    COMMAND, stdin=subprocess.PIPE, pass_fds=(self._spec_fd, liveness), start_new_session=True
+                    COMMAND,
+                    stdin=subprocess.PIPE,
+                    pass_fds=(self._spec_fd, liveness),
+                    start_new_session=True,
+                    env={**os.environ, NODE_ID: self.where()},
                 )
             finally:
                 os.close(liveness)

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 
+NODE_ID = "ASYNCLOADER_NODE_ID"
+"""In the environment of an agent: what tells nodes apart that are on one host, by whoever has launched the agent."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:

@@ -29,7 +29,7 @@ from asyncloader.workers.child import threads
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote.host import AgentHost
 from asyncloader.workers.remote.launcher import Order, Yard
-from asyncloader.workers.remote.rooms import Place, Places, Room, find_rooms
+from asyncloader.workers.remote.rooms import Place, Places, Room, Shortage, find_rooms
 
 log = logging.getLogger("asyncloader")
 
@@ -138,6 +138,7 @@ class RayLauncher:
         self._shunned: dict[Place, float] = {}
         self._keeps_at = 0.0
         self._warns_at = math.nan  # if there is still no room; nan while there is
+        self._shortage = Shortage(places.what.lower(), need, at_least)
         self._loop: GuardedLoop
         self._yard: Yard
         self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -249,6 +250,9 @@ class RayLauncher:
                     self._tell_none(str(error))
             for room in rooms:
                 self._launch(room)
+        placed = sum(actor.room.size for actor in self._actors.values() if actor.room.place.node)
+        if words := self._shortage.look(placed, self._wanted, now):
+            log.warning("%s", words)
         self._maybe_warn(is_full)
 
     def _find_free(self, drained: set[str]) -> dict[Place, Mapping[str, float]]:

@@ -2,17 +2,23 @@
 
     what nodes have free ── Nodes.free, Bundles.free ──> {Place: amounts} ── find_rooms ──> [Room(place, size)]
 
+`Shortage` says when there is room for some of the workers, and not for all.
+
 A bundle's room is told by its node, as resources of other names: "CPU_group_0_<group>" are the CPUs of its bundle 0. So
 what has been taken of a bundle is known, and one that is not yet placed has none.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.errors import ConfigurationError
+
+SHORT_AFTER_S = 4.0
+"""What has been taken is told by nodes a little later. Seconds."""
 
 
 class Place(NamedTuple):
@@ -180,3 +186,40 @@ def find_rooms(
             rooms.append(Room(place, count))
             wanted = None if wanted is None else wanted - count
     return rooms
+
+
+class Shortage:
+    """Fewer workers than were asked for, though some are there: says so once for each time that it lasts.
+
+    Args:
+        what: In which there is no room, in words.
+        need: What a worker takes.
+        expected: So many were asked for.
+    """
+
+    def __init__(self, what: str, need: Mapping[str, float], expected: int) -> None:
+        self._what = what
+        self._need = dict(need)
+        self._expected = expected
+        self._told_at = math.nan  # nan while there is none, inf when it was told
+
+    def look(self, there: int, wanted: int | None, now: float) -> str:
+        """Return what the user is to be told now; mostly "".
+
+        Args:
+            there: Workers for which there was room.
+            wanted: So many are wanted at the moment; None for as many as there is room for.
+            now: In seconds.
+        """
+        expected = self._expected if wanted is None else min(self._expected, wanted)
+        if not 0 < there < expected:
+            self._told_at = math.nan
+        elif math.isnan(self._told_at):
+            self._told_at = now + SHORT_AFTER_S
+        elif now >= self._told_at:
+            self._told_at = math.inf
+            return (
+                f"{there} of {expected} workers on other machines are there: {self._what} has no room for the others, "
+                f"each of which takes {self._need}. They are started as soon as there is."
+            )
+        return ""

@@ -184,6 +184,17 @@ async def test_a_worker_has_a_place_from_when_it_is_ready(pool: RemotePool) -> N
     assert pool.processes[2].pid == 1000 + first
 
 
+async def test_nodes_of_one_host_are_told_apart(pool: RemotePool) -> None:
+    """By Ray's ids of them; an agent that comes later to the same node has its name."""
+    names = []
+    for node_id in ("a" * 56, "b" * 56, "a" * 56, "b" * 56):
+        order = pool.fleet.admit(1)
+        assert order is not None
+        Line(pool, order.number).hello(node="host", node_id=node_id)
+        names.append(pool.fleet.agents[order.number].node)
+    assert names == ["host", "host/bbbbbbbb", "host", "host/bbbbbbbb"]
+
+
 async def test_a_number_is_good_for_one_agent_once(pool: RemotePool) -> None:
     """While it is there, and after it was given up: one that comes back from silence is refused."""
     line = come(pool, 1)

@@ -17,7 +17,7 @@ from asyncloader.ray import RayWorkers
 from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.remote import ray_launcher
 from asyncloader.workers.remote.ray_launcher import RayLauncher, has_died
-from asyncloader.workers.remote.rooms import Nodes, Place, Room, find_rooms, free_in_bundles
+from asyncloader.workers.remote.rooms import SHORT_AFTER_S, Nodes, Place, Room, Shortage, find_rooms, free_in_bundles
 
 FREE = {"here": {"CPU": 4.0}, "a": {"CPU": 2.0, "disk": 1.0}, "b": {"CPU": 8.0}, "full": {"memory": 1.0}}
 
@@ -119,7 +119,7 @@ def test_nobody_is_admitted_after_the_wait_for_it_is_over(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray_launcher, "_ANSWER_S", 0.05)
     portal, go_on, admitted = get_portal(), threading.Event(), []
     yard = SimpleNamespace(admit=admitted.append)
-    launcher = RayLauncher({"CPU": 1.0}, {}, SimpleNamespace())  # type: ignore[arg-type]
+    launcher = RayLauncher({"CPU": 1.0}, {}, Nodes())
     launcher._yard, launcher._loop = yard, GuardedLoop(portal.loop)  # type: ignore[assignment]
     portal.post(go_on.wait)
     with pytest.raises(TimeoutError):
@@ -129,3 +129,24 @@ def test_nobody_is_admitted_after_the_wait_for_it_is_over(monkeypatch: pytest.Mo
     assert admitted == []
     launcher._admit(3)
     assert admitted == [3]
+
+
+def test_fewer_workers_than_were_asked_for_are_told_once_each_time() -> None:
+    """With how many there are and what the others would take; not while nodes are only slow to tell."""
+    shortage = Shortage("the cluster", {"CPU": 1.0}, 8)
+    assert shortage.look(2, 8, 0.0) == ""
+    assert shortage.look(2, 8, SHORT_AFTER_S / 2) == ""
+    words = shortage.look(2, 8, SHORT_AFTER_S)
+    assert words.startswith("2 of 8 workers on other machines are there: the cluster has no room for the others")
+    assert "{'CPU': 1.0}" in words
+    assert shortage.look(3, 8, 100.0) == ""
+    assert shortage.look(8, 8, 200.0) == ""
+    assert shortage.look(5, 8, 300.0) == ""
+    assert shortage.look(5, 8, 300.0 + SHORT_AFTER_S).startswith("5 of 8 workers")
+
+
+@pytest.mark.parametrize(("there", "wanted"), [(0, 8), (8, None), (2, 2), (9, 8)])
+def test_no_shortage_is_told_of_where_there_is_none(there: int, wanted: int | None) -> None:
+    """Where nobody is there something else is told; fewer may be wanted for a while."""
+    shortage = Shortage("the cluster", {"CPU": 1.0}, 8)
+    assert [shortage.look(there, wanted, at) for at in (0.0, SHORT_AFTER_S, 100.0)] == ["", "", ""]
