@@ -221,6 +221,7 @@ class Meter:
         work = now - began
         self._made.add((0.0, work - collate_s, collate_s, 0.0, 0.0, 0.0, work))
         self._samples += record.samples
+        self._stalled_s += record.stalled_s
         if self._trace is not None:
             self._trace.batch(record.seq, -1, 0.0, began, (("fetch", work - collate_s), ("collate", collate_s)), 0.0)
         return BatchTimes(record.seq, now)

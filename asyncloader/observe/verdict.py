@@ -33,6 +33,7 @@ _BUSY = 0.8  # workers busy for more than this share of their time are what limi
 _TRAINS = 0.8  # a trainer that is busy for more than this share of a batch's time is what limits
 _LATE = 0.2  # a first batch that takes a larger share of the time than this is worth a word
 _STARTS = 0.5  # starting that takes a larger share of the time than this is what limits
+_CROWDED = 0.2  # a worker that wants a core and has none for more than this share of its work has company there
 _FULL = 0.85  # cores in use for more than this share of their time are full
 _TIMES_WORKERS = 4  # as many as were measured, advice goes no further
 _TIMES_CONCURRENCY = 16
@@ -112,6 +113,8 @@ class _Costs:
     @property
     def most_workers(self) -> int:
         """Beyond so many workers advice would be a guess: by what was measured, cores, and batches of an epoch."""
+        if self.is_crowded:
+            return max(1, self.workers)
         measured = max(2, self.workers) * _TIMES_WORKERS
         if not self.elsewhere:
             measured = max(self.workers, self.cores) if self.computes else min(measured, _MOST_WORKERS)
@@ -130,7 +133,12 @@ class _Costs:
     @property
     def computes(self) -> bool:
         """Whether work is computing, not waiting: then workers beyond the cores have nothing to run on."""
-        return (self.worker_cpu if self.workers else self.main_cpu) > 0.5 * self.work
+        return self.worker_cpu + (0.0 if self.workers else self.main_cpu) > 0.5 * self.work
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether others use the cores as well: nobody knows how much of them further workers would get."""
+        return self.computes and self.stalled > _CROWDED * self.work and self.workers < self.cores
 
 
 def judge(stats: Figures) -> Verdict:
@@ -299,7 +307,7 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
         text = f"{told}: more workers would help, {_worker_words(enough, costs)} make it {_times(gain)}"
         return Verdict(stage, text, {"num_workers": enough}, gain)
     has_no_core = costs.workers >= costs.cores and not costs.elsewhere
-    if costs.computes and (has_no_core or costs.cpu_floor > _FULL * costs.batch):
+    if costs.computes and (has_no_core or costs.is_crowded or costs.cpu_floor > _FULL * costs.batch):
         return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
     return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")
 
@@ -403,7 +411,7 @@ def _cores_full(costs: _Costs) -> str:
     here = costs.main_cpu / costs.batch
     if here > 0.5 and costs.main_cpu > costs.worker_cpu / 2:
         return f"{full} ({here:.1f} of them by this process itself)"
-    others = costs.stalled > 0.2 * costs.work and costs.workers <= costs.cores
+    others = costs.stalled > _CROWDED * costs.work and costs.workers <= costs.cores
     return full + " (others use them as well)" * others
 
 

@@ -39,7 +39,9 @@ def figures(
         waited=timing(waited),
         work=timing(fetch),
         stages=replace(stats.stages, fetch=timing(fetch)),
-        workers=tuple(WorkerStats(n, BATCHES // workers, busy * elapsed, (1 - busy) * elapsed) for n in range(workers)),
+        workers=tuple(
+            WorkerStats(n, BATCHES // max(1, workers), busy * elapsed, (1 - busy) * elapsed) for n in range(workers)
+        ),
         worker_cpu_s=cpu * fetch * (BATCHES - 1),
         **more,
     )
@@ -166,3 +168,18 @@ def test_workers_that_are_renewed_all_the_time_are_told_of() -> None:
     assert replace(stats, renewals=2).verdict == stats.verdict
     waits_not = figures(train=0.03, waited=0.0, fetch=0.02, busy=0.3)
     assert replace(waits_not, renewals=10).verdict == waits_not.verdict
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_cores_that_others_use_as_well(workers: int) -> None:
+    """How much of them further workers would get is not known; and what waits for a core does not wait for a disk."""
+    crowded: dict[str, Any] = {"train": 0.001, "waited": 0.030, "fetch": 0.030, "busy": 0.95, "workers": workers}
+    cpu_s, stalled_s = 0.4 * 0.030 * (BATCHES - 1), 0.55 * 0.030 * (BATCHES - 1)
+    cpu = {"cpu": 0.4} if workers else {"cpu": 0.0, "main_cpu_s": cpu_s}
+    verdict = figures(**crowded, **cpu, worker_stalled_s=stalled_s).verdict
+    assert verdict.limit == "fetch"
+    assert verdict.gain == 1.0
+    assert verdict.advice == {}
+    assert "(others use them as well)" in verdict.text
+    waits = figures(**crowded, **cpu).verdict
+    assert waits.advice["concurrency"] > 1
