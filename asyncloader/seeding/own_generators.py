@@ -66,15 +66,27 @@ class OwnGenerators:
         for number, put in enumerate(self._seeders, 1):
             put(mix(seed, number))
 
+    def states(self) -> list[Any]:
+        """Return their states, for `give_back`."""
+        return [state_of(generator) for generator in self._by_path.values()]
+
+    def give_back(self, states: list[Any]) -> None:
+        """Set them to what they were."""
+        for generator, state in zip(self._by_path.values(), states, strict=True):
+            _set_state(generator, state)
+
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
         """Leave them as they are, whatever is drawn from them, or seeded, meanwhile."""
-        states = [state_of(generator) for generator in self._by_path.values()]
+        states = self.states()
         try:
             yield
         finally:
-            for generator, state in zip(self._by_path.values(), states, strict=True):
-                _set_state(generator, state)
+            try:
+                self.give_back(states)
+            except BaseException:  # a Ctrl-C came between two of them
+                self.give_back(states)
+                raise
 
     def look_for_late_ones(self) -> None:
         """Say so, once, if the first batch has brought generators that nobody could seed for it."""

@@ -163,18 +163,27 @@ class Seeder:
 
 
 @contextlib.contextmanager
-def left_alone() -> Iterator[None]:
-    """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile. Some 100 us."""
-    python, numpys, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+def left_alone(own: OwnGenerators | None = None) -> Iterator[None]:
+    """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile. Some 100 us.
+
+    Args:
+        own: Others that are left alone too.
+    """
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    of_own = [] if own is None else own.states()
     try:
         yield
     finally:
         try:
-            random.setstate(python)
-            np.random.set_state(numpys)
-            torch.default_generator.set_state(torchs)
+            _give_back(*states, own, of_own)
         except BaseException:  # a Ctrl-C came between two of them
-            random.setstate(python)
-            np.random.set_state(numpys)
-            torch.default_generator.set_state(torchs)
+            _give_back(*states, own, of_own)
             raise
+
+
+def _give_back(python: Any, numpys: Any, torchs: torch.Tensor, own: OwnGenerators | None, of_own: list[Any]) -> None:
+    random.setstate(python)
+    np.random.set_state(numpys)
+    torch.default_generator.set_state(torchs)
+    if own is not None:
+        own.give_back(of_own)

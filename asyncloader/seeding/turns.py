@@ -289,11 +289,12 @@ class sample_seed:  # read as a function that returns a context manager
             self._release()  # a block inside a block: the outer one goes on
             return
         seeder = turn.seeder_of(sample.key)
-        aside = contextlib.ExitStack()
+        aside: Any = contextlib.nullcontext()
         if turn.is_trainers:
-            aside.enter_context(left_alone())
-        if seeder.own is not None:
-            aside.enter_context(seeder.own.left_alone())
+            aside = left_alone(seeder.own)
+        elif seeder.own is not None:
+            aside = seeder.own.left_alone()
+        aside.__enter__()
         turn.holder, self._aside = sample, aside
         _refuse_if_over(sample.key)
         part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
