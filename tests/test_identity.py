@@ -188,7 +188,7 @@ TORCHS: dict[type, tuple[Options, dict[str, Decision]]] = {
         {"dataset": range(COUNT), "num_replicas": 2, "rank": 0},
         {
             "dataset": Same(range(COUNT), range(40), "samples"),
-            "num_replicas": Same(2, 3, "samples"),
+            "num_replicas": Same(2, 3),
             "rank": Same(0, 1),
             "shuffle": Same(True, False),
             "seed": Same(0, 1),

@@ -367,7 +367,7 @@ def test_a_stream_that_nobody_knows_the_place_in_is_not_gone_on_with(tmp_path: P
     with pytest.raises(WorkerDiedError) as caught:
         while True:
             found += next(iterator).tolist()
-    assert "deterministic = True" in "".join(caught.value.__notes__)
+    assert "deterministic = True" in str(caught.value)
     found += [number for batch in iterator for number in batch.tolist()]
     assert set(range(1, LENGTH - 4, 2)) <= set(found)
 

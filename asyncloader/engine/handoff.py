@@ -79,13 +79,14 @@ class _TaskWaiter:
     async def wait(self, timeout_s: float) -> bool:
         # Not asyncio.wait: from Python 3.14 on its frame holds the task, and the error of a cancelled task holds its
         # frames. The iterator, and its workers, would stay until a collection.
+        until = self._loop.time() + timeout_s
         timer = self._loop.call_later(timeout_s, self._future.cancel) if timeout_s >= 0 else None
         try:
             await asyncio.gather(self._future, return_exceptions=True)
         finally:
             if timer is not None:
                 timer.cancel()
-        return timer is None or self._loop.time() < timer.when()
+        return timer is None or self._loop.time() < until
 
 
 class Handoff(Generic[T]):

@@ -159,6 +159,6 @@ def test_a_stream_that_hangs_is_not_thrown_away(tmp_path: Path) -> None:
     assert int(next(iterator)) == 0
     with pytest.raises(BatchTimeoutError) as caught:
         next(iterator)
-    assert "no batch has told where it was in its iterable dataset" in caught.value.__notes__[0]
+    assert "nobody knows where it was in its iterable dataset" in caught.value.__notes__[0]
     gate.touch()
     assert [int(batch) for batch in iterator] == [1]

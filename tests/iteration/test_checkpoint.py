@@ -137,7 +137,8 @@ def elastic(num_replicas: int = 1, rank: int = 0) -> ElasticSampler:
 
 
 def packing(batch_size: int) -> dict[str, Any]:
-    return {"batch_size": 1, "batch_sampler": PackingBatchSampler([4] * 12, block_size=8, batch_size=batch_size)}
+    sampler = PackingBatchSampler([4] * 12, block_size=8, batch_size=batch_size)
+    return {"batch_size": 1, "batch_sampler": sampler, "collate_fn": list}
 
 
 @pytest.mark.parametrize(

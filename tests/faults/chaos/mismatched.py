@@ -34,6 +34,7 @@ from asyncloader.samplers import (
 from tests import generators
 from tests.faults.chaos.chaotic import Drawing
 from tests.faults.chaos.left import nothing_left
+from tests.faults.chaos.sampling import unpacked
 
 SHARDS = 6
 IN_A_SHARD = 8
@@ -124,7 +125,7 @@ class Configuration:
         dataset = Drawing(self.length, "sample_rng", {}, folder)
         made = KINDS[self.kind].make(self)
         if self.kind in ("LengthBatchSampler", "PackingBatchSampler"):
-            return {"dataset": dataset, "batch_sampler": made}
+            return {"dataset": dataset, "batch_sampler": made, "collate_fn": unpacked}
         own = {} if made is None else {"shuffle": True} if made is True else {"sampler": made}
         return {"dataset": dataset, "batch_size": self.batch_size, "drop_last": self.drop_last, **own}
 

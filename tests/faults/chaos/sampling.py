@@ -21,6 +21,7 @@ from torch.utils.data import (
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from asyncloader.samplers import (
@@ -178,6 +179,11 @@ def _sampler(make: Callable[[Size, torch.Generator | None], Any]) -> Make:
     return lambda size, generator: {"batch_size": size.batch_size, "sampler": make(size, generator)}
 
 
+def unpacked(samples: list[Any]) -> Any:
+    """Collate samples as they are: what a packing sampler has planned is not what is tested."""
+    return default_collate(samples)
+
+
 def _batches(make: Callable[[Size, torch.Generator | None], Any]) -> Make:
     return lambda size, generator: {"batch_sampler": make(size, generator)}
 
@@ -266,7 +272,10 @@ SAMPLINGS = (
     ),
     Sampling(
         "PackingBatchSampler",
-        _batches(lambda s, g: PackingBatchSampler(lengths(s), block_size=40, batch_size=2, window=40, seed=s.seed)),
+        lambda s, g: {
+            "batch_sampler": PackingBatchSampler(lengths(s), block_size=40, batch_size=2, window=40, seed=s.seed),
+            "collate_fn": unpacked,
+        },
         has_epochs=True,
     ),
 )
