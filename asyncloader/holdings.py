@@ -46,14 +46,17 @@ def held(dataset: Any, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, 
     kinds: set[type] = set()
     while rest and len(seen) < _MOST_OBJECTS:
         thing, path, depth = rest.popleft()
-        if id(thing) in seen or isinstance(thing, _CLOSED):
+        if id(thing) in seen or issubclass(type(thing), _CLOSED):
             continue
         seen.add(id(thing))
-        if path and is_wanted(thing):
+        try:
+            found = bool(path) and is_wanted(thing)
+            inside = list(_inside(thing, is_wanted, kinds)) if not found and depth < _DEEPEST else []
+        except Exception:  # a lazy proxy whose `__class__` raises, a key without a text: it holds nothing for us
+            continue
+        if found:
             yield path, thing
-        elif depth < _DEEPEST:
-            inside = _inside(thing, is_wanted, kinds)
-            rest.extend((inner, f"{path}.{name}" if path else name, depth + 1) for name, inner in inside)
+        rest.extend((inner, f"{path}.{name}" if path else name, depth + 1) for name, inner in inside)
 
 
 def attributes_of(thing: Any) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 def _inside(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, dict):
-        yield from ((str(key), value) for key, value in islice(thing.items(), _MOST_ENTRIES))
+        yield from ((str(key), value) for key, value in islice(dict.items(thing), _MOST_ENTRIES))
     elif isinstance(thing, (list, tuple, deque)):
         yield from ((str(number), value) for number, value in enumerate(islice(thing, _MOST_ENTRIES)))
     elif isinstance(thing, FunctionType):
@@ -81,7 +84,7 @@ def _inside(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> I
     else:
         yield from list(attributes_of(thing).items())
         for kind in type(thing).__mro__:
-            if not (kind in kinds or kind.__module__.startswith(_LIBRARIES)):
+            if not (kind in kinds or str(kind.__module__).startswith(_LIBRARIES)):
                 kinds.add(kind)
                 found = list(vars(kind).items())
                 yield from ((name, value) for name, value in found if type(value) is FunctionType or is_wanted(value))

@@ -11,7 +11,9 @@ import logging
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -244,3 +246,56 @@ def test_albumentations_itself() -> None:
         assert_reproducible(
             lambda seed=seed: Photos(partial(transform, seed)), num_workers=(0, 2), shuffle=True, epochs=1
         )
+
+
+class _RaisesItsClass:
+    @property
+    def __class__(self):
+        raise RuntimeError("not loaded")
+
+
+class _RaisesItsAttributes:
+    @property
+    def __dict__(self):
+        raise RuntimeError("not loaded")
+
+
+class _RaisesItsItems(dict):
+    def items(self):
+        raise RuntimeError("not loaded")
+
+
+class _RaisesItsEntries(list):
+    def __iter__(self):
+        raise RuntimeError("not loaded")
+
+
+class _RaisesItsText:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class _OfNoModule:
+    __module__ = None
+
+
+@pytest.mark.parametrize(
+    "make_odd",
+    [
+        _RaisesItsClass,
+        _RaisesItsAttributes,
+        partial(_RaisesItsItems, a=1),
+        partial(_RaisesItsEntries, [1]),
+        lambda: {_RaisesItsText(): 1},
+        _OfNoModule,
+        partial(mock.MagicMock, spec=np.random.Generator),
+    ],
+    ids=["class", "attributes", "items", "entries", "text", "module", "mock"],
+)
+def test_odd_objects_beside_a_generator_do_not_stop_the_search(make_odd):
+    holder = SimpleNamespace(odd=make_odd(), rng=random.Random(1))
+    own = OwnGenerators(holder)
+    assert len(own) == 1
+    with own.left_alone():
+        own.seed(5)
+    assert holder.rng.getstate() == random.Random(1).getstate()
