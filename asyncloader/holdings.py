@@ -68,6 +68,15 @@ def attributes_of(thing: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables that a function closes over, by their names, but for those that are assigned later."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue
+
+
 def _inside(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, dict):
         yield from ((str(key), value) for key, value in islice(dict.items(thing), _MOST_ENTRIES))
@@ -92,11 +101,7 @@ def _inside(thing: Any, is_wanted: Callable[[Any], bool], kinds: set[type]) -> I
 
 def _of_function(function: FunctionType, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Yield what a function refers to: its closure, its defaults, and what is wanted among the globals it names."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # it is assigned later
-            continue
+    yield from closed_over(function)
     yield from (("defaults", value) for value in function.__defaults__ or ())
     for name in function.__code__.co_names:
         if is_wanted(value := function.__globals__.get(name)):

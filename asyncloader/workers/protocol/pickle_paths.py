@@ -15,6 +15,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from asyncloader.holdings import closed_over
 from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.pickled_spec import count_copied_bytes, is_picklable
 
@@ -88,8 +89,7 @@ def _parts(whole: _Part) -> list[_Part]:
     if isinstance(thing, type):
         return []
     if isinstance(thing, types.FunctionType):
-        closed = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
-        found = [_Part(f"{path}'s variable {name}", cell.cell_contents) for name, cell in closed if _is_set(cell)]
+        found = [_Part(f"{path}'s variable {name}", value) for name, value in closed_over(thing)]
         defaults = [*enumerate(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
         return found + [_Part(f"{path}'s default {key}", value) for key, value in defaults]
     if isinstance(thing, types.MethodType):
@@ -123,10 +123,3 @@ def _state(whole: _Part) -> list[_Part]:
         )
         for name, value in attributes
     ]
-
-
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # not yet
-        return False
