@@ -1,38 +1,40 @@
 """The next run over the data, begun while the last batches of this one are taken: ``prefetch_epochs``.
 
     run n: everything is made, the last batches wait to be taken
-      └─ foresee: draw the first keys of run n + 1, put back what that has moved ──> Run n + 1 ──> session, workers
+      └─ foresee: draw the first keys of run n + 1, from copies of samplers and generators ──> Run n + 1 ──> session
     iter(loader): draws run n + 1 as ever ── the same keys, seeds and epochs? ─ yes ──> its batches are there
                                                                              └─ no ───> they are dropped, begin anew
 
 Nothing that was foreseen is relied on: the run is drawn as it is without this, at the moment at which it is, and then
-compared. So it does not matter what the trainer does between two runs, nor how well it was guessed.
+compared. So it does not matter what the trainer does between two runs, nor how well it was guessed; and nothing of the
+user's is moved ahead of time, also where a Ctrl-C ends the drawing.
 
 All of it happens in the consumer's thread: samplers are the user's.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from itertools import chain, islice, pairwise
+from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.run import Run
 from asyncloader.epochs import Told, epoch_of
 from asyncloader.iteration.plan import Plan, samplers_within, set_epochs
-from asyncloader.iteration.rng_snapshot import KNOWN_SAMPLERS, RNGSnapshot
+from asyncloader.iteration.rng_snapshot import KNOWN_SAMPLERS
 from asyncloader.observe.notices import warn
 from asyncloader.samplers.elastic import ElasticSampler
-from asyncloader.seeding.turns import Drawing
+from asyncloader.seeding.turns import untouched
 from asyncloader.settings import Settings
 from asyncloader.workers.protocol.indices import listed
 from asyncloader.workers.protocol.messages import EpochSpec
@@ -137,8 +139,8 @@ class Foresight:
             log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
             return
         if keys:
-            run = begin(keys, progress, next_told, is_whole=is_whole)
-            self._foreseen = _Foreseen(run, len(keys), text, is_whole, settings, heard)
+            self._foreseen = foreseen = _Foreseen(next_told, heard, settings, len(keys), text, is_whole)
+            foreseen.run = begin(keys, progress, next_told, is_whole=is_whole)
 
     def compare(self, settings: Settings, spec: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
         """Return the run that was begun ahead, if it is the one that begins now, and the keys that are to be read.
@@ -161,33 +163,36 @@ class Foresight:
             if error is None and foreseen.has(keys):
                 return foreseen.run, plan
             plan = chain(keys, _raised(error), plan)
-        self._tells = self._tells and foreseen.run.epoch.epochs == foreseen.heard
+        self._tells = self._tells and foreseen.epochs == foreseen.heard
         self.told_in_vain = foreseen.told(spec.epochs)
         return None, plan
 
 
-class _Foreseen(NamedTuple):
+@dataclasses.dataclass
+class _Foreseen:
     """A run that was begun before it was asked for.
 
     Attributes:
-        run: What workers are at.
+        epochs: What copies of the dataset are told in it.
+        heard: What they had heard before it.
+        settings: What it is made with.
         batches: How many were begun.
         text: Their keys, written down.
         is_whole: There are no others.
-        settings: What it is made with.
-        heard: What copies of the dataset had heard before it.
+        run: What workers are at; None where a Ctrl-C came before this was known.
     """
 
-    run: Run
+    epochs: Sequence[Told]
+    heard: Sequence[Told]
+    settings: Settings
     batches: int
     text: bytes
     is_whole: bool
-    settings: Settings
-    heard: Sequence[Told]
+    run: Run | None = None
 
     def told(self, epochs: Sequence[Told]) -> bool:
         """Whether copies have heard of some of these epochs in it, and not before."""
-        of_each = zip(epochs, self.run.epoch.epochs, self.heard, strict=False)
+        of_each = zip(epochs, self.epochs, self.heard, strict=False)
         return any(now == ahead != before for now, ahead, before in of_each)
 
     def has(self, keys: list[Any]) -> bool:
@@ -199,7 +204,8 @@ class _Foreseen(NamedTuple):
 
     def is_of(self, settings: Settings, spec: EpochSpec) -> bool:
         """Whether its batches are those of another run, as far as their keys are the same."""
-        return _seen_by_workers(self.run.epoch) == _seen_by_workers(spec) and _same(self.settings, settings)
+        is_alike = self.run is not None and _seen_by_workers(self.run.epoch) == _seen_by_workers(spec)
+        return is_alike and _same(self.settings, settings)
 
 
 def make_foresight(settings: Settings) -> Foresight | None:
@@ -216,7 +222,7 @@ def make_foresight(settings: Settings) -> Foresight | None:
 
 
 def _draw(settings: Settings, epochs: Sequence[int | None], count: int, progress: Progress) -> tuple[list[Any], bool]:
-    """Draw the keys of the first batches of a run, and whether they are all; leave generators and samplers as they are.
+    """Draw the keys of the first batches of a run, and whether they are all.
 
     Args:
         settings: What is iterated over.
@@ -224,25 +230,44 @@ def _draw(settings: Settings, epochs: Sequence[int | None], count: int, progress
         count: How many batches to draw.
         progress: Where they are counted.
     """
-    index_sampler = settings.index_sampler
-    samplers = samplers_within(index_sampler)
-    rng = RNGSnapshot(settings.generator, samplers)
-    generators, attributes = rng.capture(), [dict(vars(sampler)) for sampler in samplers]
-    try:
-        for sampler, epoch in zip(samplers, epochs, strict=True):
-            if epoch is not None and epoch_of(sampler) != epoch:
-                sampler.set_epoch(epoch)
-        with Drawing():
-            drawn = iter(index_sampler)
-        plan = Plan(index_sampler, drawn, progress, Pace(), is_batched=settings.auto_collation)
-        keys = list(islice(plan, count))
-        return keys, len(keys) < count
-    finally:
-        for sampler, before in zip(samplers, attributes, strict=True):
-            vars(sampler).update(before)
-            for name in vars(sampler).keys() - before.keys():
-                delattr(sampler, name)
-        rng.restore(generators)
+    sampler = _apart(samplers_within(settings.index_sampler), epochs)
+    plan = Plan(sampler, iter(sampler), progress, Pace(), is_batched=settings.auto_collation)
+    keys = list(islice(plan, count))
+    return keys, len(keys) < count
+
+
+def _apart(samplers: Sequence[Any], epochs: Sequence[int | None]) -> Any:
+    """Return a copy of the outermost sampler that gives what it would give, and moves no generator but copies.
+
+    Args:
+        samplers: From the outermost on.
+        epochs: What they will have been told.
+    """
+    copies = [copy.copy(sampler) for sampler in samplers]
+    for sampler, within in pairwise(copies):
+        sampler.sampler = within
+    for sampler, epoch in zip(copies, epochs, strict=True):
+        if epoch is not None and epoch_of(sampler) != epoch:
+            sampler.set_epoch(epoch)
+        if hasattr(sampler, "generator"):
+            sampler.generator = _generator_apart(sampler)
+    return copies[0]
+
+
+def _generator_apart(sampler: Any) -> torch.Generator:
+    """Return a generator that gives what the sampler would draw, from its own generator or the global one.
+
+    A RandomSampler without one seeds a new one by the first number that it draws from the global one.
+    """
+    own: torch.Generator | None = sampler.generator
+    generator = torch.default_generator if own is None else own
+    apart = torch.Generator(generator.device)
+    with untouched():
+        apart.set_state(generator.get_state())
+    if own is None and isinstance(sampler, RandomSampler):
+        seed = torch.empty((), dtype=torch.int64).random_(generator=apart)
+        apart.manual_seed(int(seed))
+    return apart
 
 
 class _Writer(pickle.Pickler):

@@ -128,6 +128,34 @@ print(torch.cat(list(DataLoader(Numbers(), num_workers=2))).tolist() == list(ran
     assert (program.out, program.err) == ("True\nTrue\n", "")
 
 
+def test_workers_that_may_not_be_signalled(run: Run) -> None:
+    """A trainer that has become another user since: its workers end all the same, also one that hangs."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    main = """
+class Hangs(Numbers):
+    def __getitem__(self, index):
+        if index == 8:
+            time.sleep(1000)
+        return super().__getitem__(index)
+loader = DataLoader(Hangs(), batch_size=4, num_workers=2)
+iterator = iter(loader)
+first = next(iterator).tolist()
+workers = [each.pid for each in iterator._workers]
+os.setuid(54321)
+iterator.close()
+def is_running(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+print(first, [is_running(pid) for pid in workers])
+"""
+    program = run(NUMBERS + main)
+    assert program.returncode == 0, program.explain("failed")
+    assert (program.out, program.err) == ("[0, 1, 2, 3] [False, False]\n", "")
+
+
 class Range(Dataset[int]):
     """Numbers."""
 

@@ -8,8 +8,10 @@ import itertools
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from random import SystemRandom
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, Worke
 from asyncloader.epochs import Told
 from asyncloader.iteration.foresight import Foresight, Guess
 from asyncloader.samplers import ElasticSampler
+from tests.faults.test_interrupts_everywhere import CtrlC
 
 LENGTH = 23
 AHEAD: dict[str, Any] = {"persistent_workers": True, "prefetch_epochs": 1, "worker_backend": "thread"}
@@ -666,3 +669,82 @@ def test_the_next_epoch_is_guessed_by_the_latest_step() -> None:
     assert (guess.samplers([1]), guess.dataset([Told(1, 2)])) == ([2], (Told(2, 3),))
     guess.learn([1], [Told(1, 2)], [6], [Told(6, 3)])
     assert (guess.samplers([6]), guess.dataset([Told(6, 3)])) == ([11], (Told(11, 4),))
+
+
+class Moved:
+    """What an epoch's order is drawn from, to see whether it has moved.
+
+    Args:
+        loader: Whose samplers and generators are looked at.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        samplers = [loader.batch_sampler, loader.sampler]
+        self._attributes = [dict(vars(each)) for each in samplers if each is not None]
+        own = [generator for each in samplers if (generator := getattr(each, "generator", None)) is not None]
+        self._states = [each.get_state().tolist() for each in (torch.default_generator, *own)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moved) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where it is traced")
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawing_ahead_moves_nothing_wherever_it_is_interrupted(kind: str) -> None:
+    """Neither generators nor samplers: at every bytecode, what the next epoch is drawn from is as it was."""
+    loader = make_loader(kind)
+    before, settings = Moved(loader), loader._settings()
+    begun: list[Any] = []
+    moment, is_interrupted = 0, True
+    while is_interrupted:
+        moment, is_interrupted = moment + 1, False
+        try:
+            with CtrlC(moment):
+                Foresight(settings).foresee(settings, (), (), lambda keys, *_, **__: begun.append(keys))
+        except KeyboardInterrupt:
+            is_interrupted = True
+        assert Moved(loader) == before
+    assert moment > 20
+    if isinstance(loader.sampler, (DistributedSampler, ElasticSampler)):
+        loader.sampler.set_epoch(1)
+    assert begun[-1] == list(itertools.islice(loader.batch_sampler or loader.sampler, len(begun[-1])))
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where it is traced")
+@pytest.mark.parametrize("face", ["for", "async for"])
+@pytest.mark.parametrize("one_in", [9, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_an_interrupt_leaves_the_next_epochs_as_they_are(one_in: int, face: str) -> None:
+    """In order, and with their samples' own numbers."""
+
+    async def take(iterator: Any) -> list[Any]:
+        return [plain(batch) async for batch in iterator]
+
+    def epochs(moment: int) -> tuple[list[Any], bool]:
+        torch.manual_seed(moment)
+        loader = make_loader("shuffle", prefetch_epochs=1, batch_size=8)
+        seen: list[Any] = []
+        is_interrupted, iterator = False, iter(loader)
+        seen += [plain(next(iterator)), plain(next(iterator))]
+        wait_for(lambda: iterator._run.ended)  # type: ignore[attr-defined]
+        taking = asyncio.new_event_loop()
+        try:
+            with CtrlC(moment) if moment else contextlib.nullcontext():
+                seen += taking.run_until_complete(take(iterator)) if face == "async for" else map(plain, iterator)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        taking.close()
+        seen = [*seen[:2], *(plain(batch) for _ in range(2) for batch in loader)]
+        loader.close()
+        return seen, is_interrupted
+
+    moment, is_interrupted = 0, True
+    while is_interrupted:
+        moment += SystemRandom().randint(1, 2 * one_in - 1)
+        torch.manual_seed(moment)
+        plainly = make_loader("shuffle", batch_size=8)
+        whole = [plain(batch) for _ in range(3) for batch in plainly]
+        plainly.close()
+        seen, is_interrupted = epochs(moment)
+        assert seen == [*whole[:2], *whole[3:]], f"interrupted at moment {moment}"

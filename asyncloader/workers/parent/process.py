@@ -317,8 +317,12 @@ class WorkerProcess:
             return
         self._was_killed = True
         self._kill_group()
-        with self._closing, contextlib.suppress(KeyError, ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptors["pid"], signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: int) -> None:
+        """Send a signal, if the process is there and the trainer has not become another user since."""
+        with self._closing, contextlib.suppress(KeyError, ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self._descriptors["pid"], number)
 
     def _close(self) -> None:
         """Let go of everything, whatever of it fails."""
@@ -405,8 +409,7 @@ class WorkerProcess:
         if self.overlaps:
             self.channel.send(Kind.WHERE, pickle.dumps(seq))
         self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self._tell_stack)
-        with contextlib.suppress(KeyError, ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptors["pid"], STACK_SIGNAL)
+        self._send_signal(STACK_SIGNAL)
 
     def _on_quiet(self) -> None:
         """What faulthandler writes is here. Its loop, if it has one that turns, answers within a moment as well."""
