@@ -31,7 +31,16 @@ _SHOWN = 3
 
 def _is_generator(thing: Any) -> bool:
     kind = type(thing)  # a mock of a generator, or a proxy, only says it were one
-    return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom) and not _is_global(thing)
+    return issubclass(kind, _KINDS) and not _is_global(thing) and _has_state(thing)
+
+
+def _has_state(generator: Any) -> bool:
+    """Whether a generator could be given back. That of the system has no state, nor has one of a device without it."""
+    try:
+        state_of(generator)
+    except Exception:
+        return False
+    return True
 
 
 def _is_global(thing: Any) -> bool:
@@ -40,7 +49,7 @@ def _is_global(thing: Any) -> bool:
 
 
 def generators_of(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:
-    """Return the random generators that these hold, by their paths; the global ones are nobody's own."""
+    """Return the random generators that these hold, by their paths: not the global ones, nor those without a state."""
     of_collate_fn = {f"collate_fn.{path}": generator for path, generator in held(collate_fn, _is_generator)}
     return {**dict(held(dataset, _is_generator)), **of_collate_fn}
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncloader.hashing import mix
-from asyncloader.seeding.own_generators import OwnGenerators
 from asyncloader.seeding.seeder import COLLATE, WHOLE, Seeder
 
 BATCH = -1
@@ -33,11 +32,9 @@ class EpochKey(tuple[int, int, int]):
 
     Attributes:
         is_over: The run has ended: its samples may not seed the global generators any more.
-        own: Generators of the dataset's own, which are seeded with the global ones; None if it has none.
     """
 
     is_over = False
-    own: OwnGenerators | None = None
 
 
 class Placed(NamedTuple):
@@ -56,16 +53,16 @@ class SampleContext:
     """Where in the run the running code is.
 
     Args:
-        key: Base seed, epoch of the loader, rank.
+        seeder: Of the worker, for this epoch.
         seq: Number of the batch.
         position: In the batch, from 0.
         first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
     """
 
-    __slots__ = ("_blocks", "_generator", "_made_for", "_samples", "first", "key", "position", "seq")
+    __slots__ = ("_blocks", "_generator", "_made_for", "_samples", "first", "position", "seeder", "seq")
 
-    def __init__(self, key: tuple[int, int, int], seq: int, position: int = BATCH, first: int | None = None) -> None:
-        self.key = key
+    def __init__(self, seeder: Seeder, seq: int, position: int = BATCH, first: int | None = None) -> None:
+        self.seeder = seeder
         self.seq = seq
         self.first = first
         self._made_for: int | None = None
@@ -95,7 +92,7 @@ class SampleContext:
         if self._samples is None:
             self._samples = {}
         if position not in self._samples:
-            self._samples[position] = SampleContext(self.key, self.seq, position, self.first)
+            self._samples[position] = SampleContext(self.seeder, self.seq, position, self.first)
         return self._samples[position]
 
     def generator(self) -> np.random.Generator:
@@ -104,7 +101,7 @@ class SampleContext:
             # Philox counts blocks of numbers: a position begins 2^192 of them after the last one, so none ever meet.
             number, part = (self.seq, self.position) if self.first is None else (self.number, min(self.position, 0))
             counter = np.array([0, 0, 0, part & _WORD], np.uint64)
-            key = np.array([mix(*self.key), mix(number)], np.uint64)
+            key = np.array([mix(*self.seeder.key), mix(number)], np.uint64)
             self._generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
             self._made_for = self.position
         return self._generator
@@ -121,19 +118,17 @@ class SeedingContext(SampleContext):
     """The context of a batch whose samples are made one after the other: seeds the generators for each.
 
     Args:
-        key: Base seed, epoch of the loader, rank.
+        seeder: Of the worker, for this epoch.
         seq: Number of the batch.
         first: Number of the batch's first sample in the epoch.
-        seeder: Of the epoch.
         count: How many samples the batch has.
     """
 
-    __slots__ = ("_position", "_seed", "_seeds")
+    __slots__ = ("_position", "_seeds")
 
-    def __init__(self, key: tuple[int, int, int], seq: int, first: int, seeder: Seeder, count: int) -> None:
-        self._seed = seeder
+    def __init__(self, seeder: Seeder, seq: int, first: int, count: int) -> None:
         self._seeds = seeder.seeds(first, count)
-        super().__init__(key, seq, BATCH, first)
+        super().__init__(seeder, seq, BATCH, first)
         seeder(first, WHOLE)
 
     @property
@@ -145,17 +140,17 @@ class SeedingContext(SampleContext):
     def position(self, position: int) -> None:
         self._position = position
         if position >= 0:
-            self._seed.set(self._seeds[position])
+            self.seeder.set(self._seeds[position])
         elif position == COLLATION:
-            self._seed(self.first, COLLATE)  # type: ignore[arg-type]
+            self.seeder(self.first, COLLATE)  # type: ignore[arg-type]
 
 
 current: ContextVar[SampleContext] = ContextVar("asyncloader sample")
 
 
-def enter(key: tuple[int, int, int], seq: int, position: int = BATCH, first: int | None = None) -> None:
+def enter(seeder: Seeder, seq: int, position: int = BATCH, first: int | None = None) -> None:
     """Note that what this context does from now on is done for this sample, or batch."""
-    current.set(SampleContext(key, seq, position, first))
+    current.set(SampleContext(seeder, seq, position, first))
 
 
 @contextlib.contextmanager
@@ -174,7 +169,7 @@ def sample_at(position: int) -> Iterator[None]:
 
 def here() -> SampleContext:
     """Return what is being fetched in this context; a new one for a fetcher that was not told."""
-    return current.get(None) or SampleContext((0, 0, 0), 0)
+    return current.get(None) or SampleContext(Seeder((0, 0, 0)), 0)
 
 
 def sample_rng() -> np.random.Generator:

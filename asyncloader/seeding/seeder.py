@@ -108,18 +108,16 @@ def _seeds(key: int, mixed_key: int, first: int, count: int) -> list[int]:
 
 
 class Seeder:
-    """Seeds the generators for one batch after another, or one sample.
+    """Seeds the generators for one batch after another, or one sample. Each worker has its own, for each epoch.
 
     Args:
         key: Base seed, epoch of the loader, rank. With the number they make the seed.
-
-    Attributes:
-        own: Generators of the dataset's own, which are seeded as well; None if it has none.
+        own: Generators that the worker's copy of the dataset holds, which are seeded as well; None if it has none.
     """
 
-    def __init__(self, key: tuple[int, int, int]) -> None:
-        self._numbers = key
-        self.own: OwnGenerators | None = getattr(key, "own", None)
+    def __init__(self, key: tuple[int, int, int], own: OwnGenerators | None = None) -> None:
+        self.key = key
+        self.own = own
         self._keys: dict[int, tuple[int, int]] = {}  # by part
         self._python: Any = random._inst
         self._seed_python = partial(Random.seed, self._python)
@@ -143,7 +141,7 @@ class Seeder:
     def _keys_of(self, part: int) -> tuple[int, int]:
         keys = self._keys.get(part)
         if keys is None:
-            key = mix(*self._numbers, part) if part else mix(*self._numbers)
+            key = mix(*self.key, part) if part else mix(*self.key)
             keys = self._keys[part] = key, mix(key)
         return keys
 

@@ -36,7 +36,7 @@ from typing import Any
 
 from asyncloader.errors import LoaderClosedError
 from asyncloader.seeding.sample_context import BATCH, EpochKey, SampleContext, current
-from asyncloader.seeding.seeder import BLOCK, Seeder, left_alone
+from asyncloader.seeding.seeder import BLOCK, left_alone
 
 log = logging.getLogger("asyncloader")
 
@@ -63,7 +63,6 @@ class _Turn:
         self.holder: SampleContext | None = None
         self.is_trainers = is_trainers
         self.drawings: list[weakref.ref[Drawing]] = []  # one that a Ctrl-C keeps from ending is gone by itself
-        self.seeder: tuple[tuple[int, int, int], Seeder] | None = None  # of the last epoch
 
     def going_on(self) -> list[Drawing]:
         """Return the drawings that have begun."""
@@ -72,12 +71,6 @@ class _Turn:
     def keeps_out(self) -> bool:
         """Whether somebody draws in another thread, whose end a block waits for."""
         return any(drawing.keeps_out() for drawing in self.going_on())
-
-    def seeder_of(self, key: tuple[int, int, int]) -> Seeder:
-        """Return what seeds the samples of an epoch. With the lock held."""
-        if self.seeder is None or self.seeder[0] is not key:
-            self.seeder = key, Seeder(key)
-        return self.seeder[1]
 
 
 _turn = _Turn()
@@ -192,7 +185,7 @@ def end(epochs: Sequence[EpochKey]) -> bool:
     turn = _turn
     at_work: list[Any] = [drawing.epoch for drawing in turn.going_on()]
     if (holder := turn.holder) is not None:
-        at_work.append(holder.key)
+        at_work.append(holder.seeder.key)
     return any(each is epoch for each in at_work for epoch in epochs)
 
 
@@ -288,7 +281,7 @@ class sample_seed:  # read as a function that returns a context manager
                 )
             self._release()  # a block inside a block: the outer one goes on
             return
-        seeder = turn.seeder_of(sample.key)
+        seeder = sample.seeder
         aside: Any = contextlib.nullcontext()
         if turn.is_trainers:
             aside = left_alone(seeder.own)
@@ -296,7 +289,7 @@ class sample_seed:  # read as a function that returns a context manager
             aside = seeder.own.left_alone()
         aside.__enter__()
         turn.holder, self._aside = sample, aside
-        _refuse_if_over(sample.key)
+        _refuse_if_over(seeder.key)
         part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
         seeder(sample.number, part)
 

@@ -39,7 +39,7 @@ def measure(bench: Bench) -> None:
 
     def block() -> None:
         for position in keys:
-            current.set(SampleContext(KEY, 0, position, first))
+            current.set(SampleContext(seed, 0, position, first))
             with turns.sample_seed():
                 pass
 
@@ -52,8 +52,8 @@ def measure(bench: Bench) -> None:
         return min(spent)
 
     bench.note("a seed, us", seconds=of(lambda: [seed(next(numbers)) for _ in keys], SAMPLES))
-    plain = of(lambda: fetched(SampleContext(KEY, 0)), SAMPLES)
-    seeded = of(lambda: fetched(SeedingContext(KEY, 0, 0, seed, SAMPLES)), SAMPLES)
+    plain = of(lambda: fetched(SampleContext(seed, 0)), SAMPLES)
+    seeded = of(lambda: fetched(SeedingContext(seed, 0, 0, SAMPLES)), SAMPLES)
     bench.check("a sample seeded, us", seeded - plain, Target("<=", 10))
     first: int | None = None
     bench.note("a block that seeds nothing, us", seconds=of(block, SAMPLES))

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 from asyncloader import DataLoader, sample_seed
 from asyncloader.seeding.own_generators import OwnGenerators, generators_of
@@ -129,6 +129,30 @@ def test_generators_of_transforms_are_seeded_in_blocks() -> None:
     )
 
 
+class PhotosInBlocks(Photos):
+    def __getitem__(self, index: int) -> Any:
+        with sample_seed():
+            return self.transform(float(index))
+
+
+def give_transform(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.transform = TRANSFORMS["albumentations"]()
+
+
+@pytest.mark.parametrize("dataset", [PhotosInBlocks, PhotosAtOnce])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_each_worker_thread_seeds_the_generators_of_its_own_copy(dataset: type[Photos], persistent: bool) -> None:
+    """Threads share the process and the epoch, but each has a copy, to which worker_init_fn may give what it likes."""
+    options: Any = {"seeding": "sample", "worker_init_fn": give_transform, "persistent_workers": persistent}
+
+    def drawn(num_workers: int, backend: str) -> list[list[Any]]:
+        transform = TRANSFORMS["albumentations"]()
+        return samples(dataset(transform), num_workers, worker_backend=backend, **options)
+
+    assert drawn(2, "thread") == drawn(1, "thread") == drawn(1, "process")
+
+
 def test_each_generator_draws_numbers_of_its_own() -> None:
     """Those of an image's rotation say nothing of its brightness."""
     for sample in samples(Photos(TRANSFORMS["albumentations"]()), 1)[0]:
@@ -195,10 +219,31 @@ def test_generators_that_come_too_late_are_told(caplog: pytest.LogCaptureFixture
     assert "Make them in __init__" in told[0]
 
 
+class OfADevice(random.Random):
+    """Has no state that it could be set back to."""
+
+    def random(self) -> float:
+        return 0.5
+
+    def getstate(self) -> Any:
+        raise OSError("the device tells nothing")
+
+
+def test_generators_that_could_not_be_given_back_are_left_alone() -> None:
+    """They stop no batch, and others beside them are seeded."""
+
+    def make() -> Photos:
+        device, own = OfADevice(), np.random.default_rng()
+        return Photos(lambda image: image + device.random() + float(own.random()))
+
+    assert_reproducible(make, num_workers=(0, 1), epochs=1)
+    assert samples(make(), 1) == samples(make(), 1)
+
+
 def test_the_global_generators_and_those_of_the_system_are_nobodys_own() -> None:
     """Nor is a generator looked for in what holds none."""
     held: Any = Photos(lambda image: image)
-    held.all = [random._inst, np.random.mtrand._rand, torch.default_generator, random.SystemRandom()]  # type: ignore[attr-defined]
+    held.all = [random._inst, np.random.mtrand._rand, torch.default_generator, random.SystemRandom(), OfADevice()]  # type: ignore[attr-defined]
     assert generators_of(held) == {}
     assert not OwnGenerators(held)
 

@@ -24,6 +24,7 @@ from asyncloader.seeding.seeder import Seeder, left_alone
 from tests.faults.test_interrupts_everywhere import CtrlC
 
 KEY = (7, 1, 0)
+SEEDER = Seeder(KEY)
 
 
 def draw() -> tuple[float, float, float]:
@@ -60,10 +61,10 @@ def within(sample: SampleContext | None) -> Any:
 
 def test_what_is_drawn_depends_on_the_place_in_the_epoch_alone() -> None:
     """Not on batch and position; and each block, sample and epoch has numbers of its own."""
-    expected = within(SampleContext(KEY, 3, 2, first=10))
-    assert within(SampleContext(KEY, 0, 0, first=12)) == expected
+    expected = within(SampleContext(SEEDER, 3, 2, first=10))
+    assert within(SampleContext(SEEDER, 0, 0, first=12)) == expected
     others = [
-        within(SampleContext(key, 3, position, first=10))
+        within(SampleContext(Seeder(key), 3, position, first=10))
         for key, position in [(KEY, 1), (KEY, BATCH), (KEY, COLLATION), ((7, 2, 0), 2), (KEY, 0)]
     ]
     drawn = [number for blocks in [expected, *others] for block in blocks for number in block]
@@ -77,8 +78,8 @@ def test_the_trainer_has_its_generators_back() -> None:
     torch.manual_seed(1)
     with left_alone():
         expected = draw()
-    within(SampleContext(KEY, 0, 0, first=0))
-    outside = current.set(SampleContext(KEY, 0, BATCH, first=0))
+    within(SampleContext(SEEDER, 0, 0, first=0))
+    outside = current.set(SampleContext(SEEDER, 0, BATCH, first=0))
     with pytest.raises(KeyError), sample_at(0), sample_seed():
         raise KeyError
     current.reset(outside)
@@ -88,7 +89,7 @@ def test_the_trainer_has_its_generators_back() -> None:
 @pytest.fixture
 def in_a_sample() -> Iterator[SampleContext]:
     """A sample is being fetched."""
-    sample = SampleContext(KEY, 0, 0, first=5)
+    sample = SampleContext(SEEDER, 0, 0, first=5)
     outside = current.set(sample)
     yield sample
     current.reset(outside)
@@ -117,7 +118,7 @@ def test_a_block_in_a_block_goes_on_where_the_outer_one_is(in_a_sample: SampleCo
     assert found == expected
 
 
-@pytest.mark.parametrize("sample", [None, SampleContext(KEY, 0, 0)], ids=["nothing is fetched", "another seeding"])
+@pytest.mark.parametrize("sample", [None, SampleContext(SEEDER, 0, 0)], ids=["nothing is fetched", "another seeding"])
 def test_elsewhere_it_changes_nothing(sample: SampleContext | None) -> None:
     """A dataset with blocks works by itself, and under any seeding."""
     random.seed(1)
@@ -133,7 +134,7 @@ def test_an_await_inside_a_block_is_refused() -> None:
     """The other samples of the loop would run inside it."""
 
     async def sample(position: int, go_on: asyncio.Event) -> None:
-        current.set(SampleContext(KEY, 0, position, first=0))
+        current.set(SampleContext(SEEDER, 0, position, first=0))
         with sample_seed():
             await go_on.wait()
 
@@ -155,14 +156,14 @@ def test_blocks_of_several_threads_take_turns() -> None:
     order: list[str] = []
 
     def first() -> None:
-        current.set(SampleContext(KEY, 0, 0, first=0))
+        current.set(SampleContext(SEEDER, 0, 0, first=0))
         with sample_seed():
             inside.set()
             leave.wait(30)
             order.append("first")
 
     def second() -> None:
-        current.set(SampleContext(KEY, 0, 1, first=0))
+        current.set(SampleContext(SEEDER, 0, 1, first=0))
         with sample_seed():
             order.append("second")
 
@@ -186,7 +187,7 @@ class Beside:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        current.set(SampleContext(KEY, 0, 0, first=0))
+        current.set(SampleContext(SEEDER, 0, 0, first=0))
         with self._around():
             self.inside.set()
             self.was_disturbed = self.meanwhile.wait(0.2)
@@ -241,7 +242,7 @@ def test_a_sampler_that_waits_for_a_block_does_not_wait_for_ever(
     given = threading.Event()
 
     def sample() -> None:
-        current.set(SampleContext(KEY, 0, 0, first=0))
+        current.set(SampleContext(SEEDER, 0, 0, first=0))
         with sample_seed():
             given.set()
 
@@ -270,7 +271,7 @@ def test_a_fork_has_no_turn_that_another_thread_had(monkeypatch: pytest.MonkeyPa
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        current.set(SampleContext(KEY, 0, 0, first=0))
+        current.set(SampleContext(SEEDER, 0, 0, first=0))
         with sample_seed():
             inside.set()
             leave.wait(30)
@@ -291,13 +292,13 @@ def test_a_fork_has_no_turn_that_another_thread_had(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("first", [None, 4])
 def test_samples_of_one_call_have_their_own_numbers(first: int | None) -> None:
     """Of `sample_rng` under any seeding: what a sample that is fetched alone has, each time it is asked."""
-    outside = current.set(SampleContext(KEY, 2, BATCH, first=first))
+    outside = current.set(SampleContext(SEEDER, 2, BATCH, first=first))
     found = []
     for position in (1, 0, 1):
         with sample_seed(position):
             found.append((sample_rng().random(), random.random()))
     current.reset(outside)
-    outside = current.set(SampleContext(KEY, 2, 1, first=first))
+    outside = current.set(SampleContext(SEEDER, 2, 1, first=first))
     with sample_seed(7):  # the position is that of a batch: this is one sample
         by_itself = [(sample_rng().random(), random.random())]
     with sample_seed():
@@ -319,7 +320,7 @@ def is_free() -> bool:
 
 @contextlib.contextmanager
 def block(position: int | None = None) -> Iterator[None]:
-    outside = current.set(SampleContext(KEY, 0, BATCH if position is not None else 0, first=0))
+    outside = current.set(SampleContext(SEEDER, 0, BATCH if position is not None else 0, first=0))
     try:
         with sample_seed(position):
             yield
@@ -367,7 +368,7 @@ def test_no_block_of_an_epoch_that_is_over_begins() -> None:
     over, other = EpochKey(KEY), EpochKey(KEY)
     assert not turns.end([over])
     for epoch in (over, other):
-        outside = current.set(SampleContext(epoch, 0, 0, first=0))
+        outside = current.set(SampleContext(Seeder(epoch), 0, 0, first=0))
         expected = pytest.raises(LoaderClosedError) if epoch is over else contextlib.nullcontext()
         with expected, sample_seed():
             pass
@@ -383,7 +384,7 @@ def test_the_end_of_an_epoch_tells_whether_a_sample_has_the_generators(seeding: 
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
-        outside = current.set(SampleContext(epoch, 0, 0, first=0))
+        outside = current.set(SampleContext(Seeder(epoch), 0, 0, first=0))
         with seeding() if seeding is sample_seed else seeding(epoch):
             yield
         current.reset(outside)

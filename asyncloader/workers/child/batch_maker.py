@@ -30,7 +30,7 @@ from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.own_generators import OwnGenerators
-from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, Placed, SampleContext, SeedingContext
+from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
 from asyncloader.seeding.seeder import Seeder
 from asyncloader.transport.collate import is_default
 from asyncloader.transport.join import collated
@@ -150,9 +150,11 @@ class BatchMaker:
 
     Attributes:
         keeper: Keeps the state of the dataset in this run, if it has one.
+        seeder: Of this run.
     """
 
     spec: WorkerSpec
+    seeder: Seeder
 
     def __init__(
         self,
@@ -170,7 +172,6 @@ class BatchMaker:
         self._run = run
         self._aside = aside
         self._fetch: Fetcher | None = None
-        self._seed: Seeder | None = None
         self._own: OwnGenerators | None = None
         self._epoch: EpochSpec
         self._cpu_clock = host.cpu_clock
@@ -244,7 +245,8 @@ class BatchMaker:
         self._hitch = self.keeper = None
         if self._unfit is not None:
             return
-        spec, outside = self.spec, sample_context.current.set(sample_context.SampleContext(epoch.key, 0))
+        self.seeder = Seeder(epoch.key)
+        spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
         try:
             dataset = self._reseed_pipe(spec.dataset)
             tell(dataset, epoch.epochs, self._epochs)
@@ -258,36 +260,22 @@ class BatchMaker:
             if self._fetch is not None and self.keeper is not None and self.keeper.made:
                 with self._aside():
                     self._catch_up(self.keeper)
-            self._seed = self._seeder(self.key)
         except Exception as error:
             self._hitch = error
         finally:
             sample_context.current.reset(outside)
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """What the seeds of this run are made from; it knows the generators that the dataset has of its own."""
-        return self._epoch.key
-
     def _find_generators(self, dataset: Any) -> None:
         """Look for generators of the dataset's own, where samples are seeded."""
         spec = self.spec
-        self._own = None
-        if not (spec.seeds_each_batch or spec.knows_places):
-            return
-        self._own = OwnGenerators(dataset, spec.collate_fn)
-        self._epoch = self._epoch._replace(key=self._with_own(self._epoch.key))
+        is_seeded = spec.seeds_each_batch or spec.knows_places
+        self._own = OwnGenerators(dataset, spec.collate_fn) if is_seeded else None
+        self.seeder = Seeder(self._epoch.key, self._own or None)
 
-    def _with_own(self, key: tuple[int, int, int]) -> tuple[int, int, int]:
-        if self._own:
-            key = key if isinstance(key, EpochKey) else EpochKey(key)
-            key.own = self._own
-        return key
-
-    def _seeder(self, key: tuple[int, int, int]) -> Seeder | None:
-        """Return what seeds each batch of such an epoch, or each of its samples."""
-        is_seeded = self.spec.seeds_each_batch or self.spec.seeds_each_sample
-        return Seeder(self._with_own(key)) if is_seeded else None
+    @property
+    def _seeds(self) -> bool:
+        """Whether each batch is seeded here, or each of its samples; otherwise blocks are at most."""
+        return self.spec.seeds_each_batch or self.spec.seeds_each_sample
 
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
@@ -328,7 +316,7 @@ class BatchMaker:
         """Make a batch. What is raised stands for it, but for what the worker cannot go on after."""
         if (refused := self.refused(seq, keys)) is not None:
             return refused
-        if (own := self._own) is None or self._seed is None:
+        if (own := self._own) is None or not self._seeds:
             return self._make(seq, keys, waited_s)
         with own.left_alone():
             outcome = self._make(seq, keys, waited_s)
@@ -344,11 +332,11 @@ class BatchMaker:
         if is_slice := type(keys) is Slice:
             keys, rows = keys
         if type(keys) is Placed:
-            here, keys = self._placed(self._epoch.key, seq, keys)
+            here, keys = self._placed(self.seeder, seq, keys)
         else:
-            here = SampleContext(self._epoch.key, seq)
-            if self._seed is not None:
-                self._seed(seq)
+            here = SampleContext(self.seeder, seq)
+            if self._seeds:
+                self.seeder(seq)
         outside, samples = sample_context.current.set(here), None
         try:
             if keeper is not None and (gap := keeper.gap()):
@@ -375,15 +363,15 @@ class BatchMaker:
         finally:
             sample_context.current.reset(outside)
 
-    def _placed(self, key: tuple[int, int, int], seq: int, placed: Placed) -> tuple[SampleContext, Any]:
+    def _placed(self, seeder: Seeder, seq: int, placed: Placed) -> tuple[SampleContext, Any]:
         """Return the context of a batch whose samples know their places, and its keys."""
-        seed, (keys, first) = self._seed, placed
-        if seed is None:
-            return SampleContext(key, seq, first=first), keys
+        keys, first = placed
+        if not self._seeds:
+            return SampleContext(seeder, seq, first=first), keys
         if not self.spec.auto_collation:
-            return SeedingContext(key, seq, first, seed, 1), keys
+            return SeedingContext(seeder, seq, first, 1), keys
         keys = keys if hasattr(keys, "__len__") else list(keys)
-        return SeedingContext(key, seq, first, seed, len(keys)), keys
+        return SeedingContext(seeder, seq, first, len(keys)), keys
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
@@ -392,22 +380,22 @@ class BatchMaker:
 
     def _make_again(self, keeper: Keeper) -> None:
         for made in keeper.made:
-            self._seed = self._seeder(made.key)
-            here, keys = SampleContext(made.key, made.seq), made.keys
+            seeder = Seeder(made.key, self.seeder.own)
+            here, keys = SampleContext(seeder, made.seq), made.keys
             if type(keys) is Placed:
-                here, keys = self._placed(made.key, made.seq, keys)
-            elif self._seed is not None:
-                self._seed(made.seq)
+                here, keys = self._placed(seeder, made.seq, keys)
+            elif self._seeds:
+                seeder(made.seq)
             sample_context.current.set(here)
             fetch_and_drop(self._fetch, keys)
 
     def _leave_out(self, count: int, seq: int, keys: Any) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
         for _ in range(count):
-            sample_context.enter(self._epoch.key, seq)
+            sample_context.enter(self.seeder, seq)
             if not fetch_and_drop(self._fetch, keys):
                 break
-        sample_context.enter(self._epoch.key, seq)  # the generator of a sample begins anew
+        sample_context.enter(self.seeder, seq)  # the generator of a sample begins anew
 
     # ---------------------------------------------------------------------------------------- samples of many at once
 
@@ -416,7 +404,7 @@ class BatchMaker:
 
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
-        sample_context.enter(self._epoch.key, work.seq, COLLATION if work.first is not None else BATCH, work.first)
+        sample_context.enter(self.seeder, work.seq, COLLATION if work.first is not None else BATCH, work.first)
         samples: Any = None
         try:
             if self.keeper is not None and not self.spec.is_iterable:

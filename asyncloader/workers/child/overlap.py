@@ -30,6 +30,7 @@ from torch.utils.data import StackDataset, Subset
 from asyncloader.protocols import has_samples, is_async, members, probe
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import Placed
+from asyncloader.seeding.seeder import Seeder
 from asyncloader.workers.child.batch_maker import Gathered
 from asyncloader.workers.child.fetch import settle
 from asyncloader.workers.child.gather import WholeBatches
@@ -93,7 +94,7 @@ class Base:
     """What all ways of overlapping share: jobs, slots, and what becomes of a sample.
 
     Args:
-        key: Base seed, epoch, rank: for `sample_rng`.
+        seeder: Of the worker, for this run.
         auto_collation: The keys of a ticket are a list; otherwise they are the one key of the one sample.
         concurrency: Samples in flight at most.
         tolerant: Go on with the other samples of a job when one raises.
@@ -103,14 +104,14 @@ class Base:
 
     def __init__(
         self,
-        key: tuple[int, int, int],
+        seeder: Seeder,
         auto_collation: bool,
         concurrency: int,
         tolerant: bool,
         finished: Callable[[Job], None],
         stop: Callable[[BaseException], None],
     ) -> None:
-        self._key = key
+        self._seeder = seeder
         self._auto_collation = auto_collation
         self._free = concurrency
         self._tolerant = tolerant
@@ -287,7 +288,7 @@ class TaskFetcher(Base):
 
     def _take_nowait(self, get_nowait: Callable[[Any], tuple[Any] | None], job: Job, position: int) -> bool:
         """Take a sample if the dataset has it at hand, without a task for it; return whether it has."""
-        outside = sample_context.current.set(sample_context.SampleContext(self._key, job.seq, position, job.first))
+        outside = sample_context.current.set(sample_context.SampleContext(self._seeder, job.seq, position, job.first))
         found: tuple[Any] | None = None
         error: BaseException | None = None
         try:
@@ -314,7 +315,7 @@ class TaskFetcher(Base):
         self._spawn(job, sample_context.BATCH, self._get_whole(job))
 
     async def _get(self, job: Job, position: int, begun: Any = None) -> None:
-        sample_context.enter(self._key, job.seq, position, job.first)
+        sample_context.enter(self._seeder, job.seq, position, job.first)
         sample, error = None, None
         try:
             sample = begun
@@ -335,7 +336,7 @@ class TaskFetcher(Base):
             del job, sample, error  # a traceback refers to this frame
 
     async def _get_whole(self, job: Job) -> None:
-        sample_context.enter(self._key, job.seq, first=job.first)
+        sample_context.enter(self._seeder, job.seq, first=job.first)
         samples: Any = None
         error: BaseException | None = None
         try:

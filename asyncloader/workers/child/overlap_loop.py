@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncloader.protocols import is_resource, members
 from asyncloader.seeding import sample_context
+from asyncloader.seeding.seeder import Seeder
 from asyncloader.workers.child import loops
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.child.gather import WholeBatches
@@ -130,7 +131,7 @@ class OverlapLoop:
         for member in members(dataset):
             if is_resource(member):
                 await resources.enter_async_context(member)
-        sample_context.enter(self._epoch.key, 0)
+        sample_context.enter(Seeder(self._epoch.key), 0)
         await relive(dataset, self._maker.past)
 
     def _begin(self) -> None:
@@ -147,7 +148,7 @@ class OverlapLoop:
         for task in self._collating:
             task.cancel()
         tolerant, tell = spec.on_error != "raise", (self._on_finished, self._stop)
-        common = (self._maker.key, spec.auto_collation, spec.samples_at_once, tolerant, *tell)
+        common = (self._maker.seeder, spec.auto_collation, spec.samples_at_once, tolerant, *tell)
         if spec.is_iterable:
             told = self._on_exhausted, self._transport.ends
             self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.seeding import sample_context
+from asyncloader.seeding.seeder import Seeder
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.child.stream import relive
 from asyncloader.workers.child.transport import WorkerTransport
@@ -92,7 +93,7 @@ class SerialLoop:
         maker.enter(self._epoch)
         if maker.failure is None and maker.past:
             with maker.opening():
-                sample_context.enter(self._epoch.key, 0)
+                sample_context.enter(Seeder(self._epoch.key), 0)
                 _run_at_once(relive(maker.spec.dataset, maker.past))
         self._begin()
         self._transport.send(Kind.READY)

@@ -140,7 +140,7 @@ class Stream(Base):
     async def _leave_out(self, job: Job) -> None:
         """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
         for position in range(job.count):
-            sample_context.enter(self._key, job.seq, position)
+            sample_context.enter(self._seeder, job.seq, position)
             try:
                 _discard(await self._next(job))
             except _End:
@@ -160,7 +160,7 @@ class Stream(Base):
         position = job.started
         if not position:
             job.began = perf_counter()
-        sample_context.enter(self._key, job.seq, position)
+        sample_context.enter(self._seeder, job.seq, position)
         try:
             sample = await self._next(job)
         except _End:
@@ -215,7 +215,7 @@ class Stream(Base):
             job.snapshot = self._keeper.take(ended=self._has_ended)
 
     async def _await(self, job: Job, position: int, sample: Any) -> None:
-        sample_context.enter(self._key, job.seq, position)
+        sample_context.enter(self._seeder, job.seq, position)
         error: BaseException | None = None
         try:
             sample = await settle(sample)

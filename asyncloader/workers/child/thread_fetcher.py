@@ -23,6 +23,7 @@ from typing import Any
 
 from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
+from asyncloader.seeding.seeder import Seeder
 from asyncloader.stack_text import stack_of
 from asyncloader.workers.child import threads
 from asyncloader.workers.child.fetch import settle
@@ -40,12 +41,12 @@ class ThreadFetcher(Base):
         dataset: Any,
         batches: WholeBatches,
         origin: Origin | None,
-        key: tuple[int, int, int],
+        seeder: Seeder,
         auto_collation: bool,
         concurrency: int,
         *rest: Any,
     ) -> None:
-        super().__init__(key, auto_collation, concurrency, *rest)
+        super().__init__(seeder, auto_collation, concurrency, *rest)
         self._dataset = dataset
         self._batches = batches
         self._is_filling = False
@@ -150,7 +151,7 @@ class ThreadFetcher(Base):
     def _get(self, job: Job, position: int) -> None:
         if job.is_over or (job.costs_at is not None and position > job.costs_at):
             return
-        sample_context.enter(self._key, job.seq, position, job.first)
+        sample_context.enter(self._seeder, job.seq, position, job.first)
         if position <= 0:
             job.began = perf_counter()
         try:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from asyncloader import sample_rng
 from asyncloader.seeding import sample_context
+from asyncloader.seeding.seeder import Seeder
 from asyncloader.workers.child.batch_maker import BatchMaker, Gathered
 from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
@@ -28,7 +29,7 @@ KEY = (11, 0, 0)
 @pytest.fixture(autouse=True)
 def _nowhere() -> Iterator[None]:
     """Leave the context of the test run as it was."""
-    outside = sample_context.current.set(sample_context.SampleContext(KEY, 0))
+    outside = sample_context.current.set(sample_context.SampleContext(Seeder(KEY), 0))
     yield
     sample_context.current.reset(outside)
 

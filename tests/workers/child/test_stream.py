@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from asyncloader.engine.tracks import Track
+from asyncloader.seeding.seeder import Seeder
 from asyncloader.workers.child.overlap import Job
 from asyncloader.workers.child.stream import Stream, relive
 from asyncloader.workers.protocol.snapshot import Frozen, Keeper, Start
@@ -84,7 +85,7 @@ def test_an_end_is_told_of_data_that_have_ended(
             lambda error: isinstance(error, SystemExit),
             None,
             None,
-            (0, 0, 0),
+            Seeder((0, 0, 0)),
             True,
             concurrency,
             False,
