@@ -276,7 +276,8 @@ def timed_out(
     """
     words = f"DataLoader timed out after {timeout_s} seconds."
     if worker is None:
-        return BatchTimeoutError(f"{words} No worker has the awaited batch.", timeout_s=timeout_s)
+        words += " No worker has the awaited batch: it waits for one, or it is being joined or pinned."
+        return BatchTimeoutError(words, timeout_s=timeout_s)
     which = "is of an iterable dataset" if _is_of_a_stream(keys) else f"has the indices {describe_keys(keys)}"
     words += f" The awaited batch {which}; worker {worker} (pid {pid}) has it. "
     if tries:

@@ -29,6 +29,9 @@ log = logging.getLogger("asyncloader")
 _STARTING_S = 60.0
 """A worker that has not opened the dataset is not taken for hung before this time. Seconds."""
 
+_FINISHING_S = 60.0
+"""A batch that no worker has is waited for so long after the last outcome, however short the timeout. Seconds."""
+
 _MOST_PAST = 10
 """So many runs without a state told are read again to replace a worker."""
 
@@ -229,6 +232,20 @@ class Recovery:
         return min(_FIRST_REST_S * 2.0 ** (excess - 1), _LONGEST_REST_S) if excess > 0 else 0.0
 
     # ------------------------------------------------------------------------------------------------------- hangs
+
+    def waits_on(self, timeout_s: float, silent_s: float, *, is_anybody_there: bool) -> bool:
+        """Whether to wait on for a batch that has not come in time, and that no worker has: nobody is to be replaced.
+
+        The batch is about to be given to a worker, or was made, and is being joined or pinned. Where a hung worker
+        would be replaced, a busy machine is no reason to raise.
+
+        Args:
+            timeout_s: How long it was waited for. Seconds.
+            silent_s: For how long no worker has come to an outcome. Seconds.
+            is_anybody_there: There is a worker at all.
+        """
+        is_late = silent_s >= max(2 * timeout_s, _FINISHING_S)
+        return self._policy.on_timeout != "raise" and is_anybody_there and not is_late
 
     def overdue(self, found: Overdue, start: Start | None) -> BatchTimeoutError | Sequence[Discard | Lose]:
         """The awaited batch has not come in time: do what ``on_timeout`` says, or return the error to raise.

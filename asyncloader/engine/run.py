@@ -338,6 +338,10 @@ class Run:
         """Return what follows from the outcome of a ticket; see `Scheduler.ready`."""
         return (self.splitter or self.scheduler).ready(seq, item, nbytes)
 
+    def awaited(self) -> Ticket | None:
+        """Return the ticket that holds up the consumer; None if no worker has it."""
+        return None if (self.splitter or self.scheduler).is_finishing() else self.scheduler.awaited()
+
     def contents(self, ticket: Ticket) -> Any:
         """Return what a worker is to know of a ticket."""
         if self.splitter is not None:

@@ -269,6 +269,14 @@ class Scheduler:
         in_flight = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
         return min(in_flight, key=lambda ticket: ticket.seq, default=None)
 
+    def is_finishing(self) -> bool:
+        """Whether the ticket whose turn it is was returned, and nothing but its outcome is missing."""
+        first_unsent = self._unsent[0][0] if self._unsent else self.planned_count
+        suspects = [ticket.seq for tickets in self._suspects.values() for ticket in tickets]
+        in_flight = self.awaited()
+        first = min([first_unsent, *suspects] if in_flight is None else [first_unsent, in_flight.seq, *suspects])
+        return self._in_order and self.gone_count < first
+
     def validate(self) -> None:
         """Check what must hold between any two events."""
         flying = [seq for tickets in self.in_flight.values() for seq in tickets]

@@ -112,6 +112,7 @@ class Session:
         self._closed = threading.Event()
         self.error: BaseException | None = None
         self._num_errors = 0
+        self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
         self._outbox = Outbox(pool, supervisor.held)
         supervisor.attach(self)
@@ -324,6 +325,7 @@ class Session:
         """What has become of a ticket has come, and began to be read at this time."""
         if not self.takes_outcomes:
             return
+        self._heard_at = arrived_at
         run, record, kind = self.run, outcome.record, type(outcome)
         scheduler, supervisor = run.scheduler, self.supervisor
         if kind is Exhausted:
@@ -445,11 +447,15 @@ class Session:
         if self.error is not None:
             tell(None)
             return
-        scheduler = self.run.scheduler
-        ticket = scheduler.awaited()
-        process = None if ticket is None else self.pool.processes.get(ticket.worker)
-        if ticket is None or process is None:  # it waits for a worker that rests or comes, or it is being pinned
-            tell(None if scheduler.resting else timed_out(timeout_s))
+        ticket, processes = self.run.awaited(), self.pool.processes
+        process = None if ticket is None else processes.get(ticket.worker)
+        if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being joined or pinned
+            is_anybody_there = any(each.is_alive for each in processes.values())
+            silent_s = perf_counter() - self._heard_at
+            waits_on = bool(self.run.scheduler.resting) or self.supervisor.recovery.waits_on(
+                timeout_s, silent_s, is_anybody_there=is_anybody_there
+            )
+            tell(None if waits_on else timed_out(timeout_s))
             return
         process.ask_stack(ticket.seq, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
 

@@ -188,6 +188,11 @@ class Splitter:
             found.setdefault(batch.number, Ticket(batch.number, batch.keys, ticket.worker, ticket.tries))
         return list(found.values())
 
+    def is_finishing(self) -> bool:
+        """Whether all slices of the batch whose turn it is are here: they are being joined, or the batch is pinned."""
+        batch = self._batches.get(self._scheduler.gone_count)
+        return batch is not None and not batch.missing and self._scheduler.is_finishing()
+
     def contents(self, ticket: Ticket, progress: Progress) -> Any:
         """Return what a worker is to know of a ticket. With the first one slabs are obtained for the batch."""
         batch = self._batches[ticket.seq]

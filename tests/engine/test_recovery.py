@@ -179,6 +179,26 @@ def test_a_timeout_is_raised_with_the_stack() -> None:
     assert "1, 2" in str(error)
 
 
+@pytest.mark.parametrize("on_timeout", ["raise", "retry", "skip"])
+@pytest.mark.parametrize(
+    ("what", "waits", "timeout_s", "silent_s", "is_anybody_there"),
+    [
+        ("it has just been made", True, 0.5, 0.1, True),
+        ("the machine is busy", True, 0.5, 59.0, True),
+        ("it has twice the timeout", True, 100.0, 199.0, True),
+        ("nothing comes of it", False, 0.5, 60.0, True),
+        ("nobody could make it", False, 0.5, 0.1, False),
+    ],
+)
+def test_a_batch_that_no_worker_has(
+    what: str, waits: bool, timeout_s: float, silent_s: float, is_anybody_there: bool, on_timeout: Any
+) -> None:
+    """Nobody hangs: the consumer waits on where hung workers would be replaced, but not for ever."""
+    recovery = Recovery(MAP._replace(on_timeout=on_timeout), 2)
+    waits_on = recovery.waits_on(timeout_s, silent_s, is_anybody_there=is_anybody_there)
+    assert waits_on is (waits and on_timeout != "raise")
+
+
 @pytest.mark.parametrize("on_timeout", ["retry", "skip"])
 def test_a_hung_worker_is_killed_and_lost(on_timeout: Any) -> None:
     """In this order; the error says how often it was tried."""

@@ -209,6 +209,12 @@ class Model(RuleBasedStateMachine):
         seq = self.pinning.pop(index)
         self._apply(self.scheduler.ready(seq, seq, BATCH_BYTES))
 
+    @invariant()
+    def what_is_pinned_is_with_no_worker(self) -> None:
+        if hasattr(self, "scheduler"):
+            is_pinning = self.in_order and self.scheduler.gone_count in self.pinning
+            assert self.scheduler.is_finishing() is is_pinning
+
     @rule(worker=st.integers(0, MOST_WORKERS - 1), rests=st.booleans(), ready=st.booleans())
     def die(self, worker: int, rests: bool, ready: bool) -> None:
         """Kill a worker, at work or idle; its next process may have to wait."""

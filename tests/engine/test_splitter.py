@@ -299,6 +299,13 @@ class Model(RuleBasedStateMachine):
             there.apply(there.scheduler.left(worker))
 
     @invariant()
+    def what_is_joined_is_with_no_worker(self) -> None:
+        if hasattr(self, "there"):
+            there = self.there
+            joining = {action.batch.first for action in there.joining} if there.options["in_order"] else set()
+            assert there.splitter.is_finishing() is (there.scheduler.gone_count in joining)
+
+    @invariant()
     def each_batch_comes_once(self) -> None:
         if hasattr(self, "there"):
             self.there.check()
