@@ -35,6 +35,8 @@ PLACES = [
     pytest.param({"num_workers": 2, "worker_backend": "thread"}, id="threads"),
 ]
 places = pytest.mark.parametrize("place", PLACES)
+engines = pytest.mark.parametrize("place", [pytest.param(WORKERS, id="processes", marks=pytest.mark.slow), *PLACES[1:]])
+"""Where the same child's code runs in each place: in processes each night."""
 
 
 class Squares:
@@ -141,7 +143,7 @@ SQUARES = [i * i for i in range(20)]
 
 
 @pytest.mark.covering(1)
-@places
+@engines
 @pytest.mark.parametrize("concurrency", [None, 1, 3])
 def test_samples_come_in_order(place: dict[str, Any], concurrency: int | None) -> None:
     """As from the plain dataset, whatever finishes first, through torch's wrappers, and with both faces."""
@@ -175,7 +177,7 @@ async def test_async_for(place: dict[str, Any]) -> None:
         assert flat([batch async for batch in loader]) == [square + 1 for square in SQUARES]
 
 
-@places
+@engines
 @pytest.mark.parametrize("kind", [Stream, StreamOfAwaitables])
 def test_iterable_datasets(place: dict[str, Any], kind: type[Stream]) -> None:
     """Read with ``async for``, each worker its own part; short batches at the end of each; dropped if so asked."""
@@ -193,7 +195,7 @@ def test_iterable_datasets(place: dict[str, Any], kind: type[Stream]) -> None:
     assert sorted(flat(DataLoader(chained, batch_size=3, **place))) == [0, 0, 1, 1, 4, 9]
 
 
-@places
+@engines
 def test_a_slow_sample_holds_up_its_own_batch_only(place: dict[str, Any], gate: Gate) -> None:
     """Batches behind it are finished, also those of the same worker; in order they wait for it."""
     loader: Any = DataLoader(Gated(gate), batch_size=2, in_order=False, **place)  # type: ignore[arg-type]
@@ -299,7 +301,7 @@ def test_of_several_errors_the_first_in_the_batch_is_raised(kind: Any, place: di
     assert flat(iterator) == [4, 5, 6, 7]
 
 
-@places
+@engines
 def test_bad_samples_are_known_one_by_one(place: dict[str, Any], tmp_path: Path) -> None:
     """With on_error the rest of the batch is waited for, and mended."""
     arguments: dict[str, Any] = {"sampler": [3, 4, 6, 7], "batch_size": 2, **place}
@@ -449,7 +451,7 @@ async def test_a_timeout_names_the_await(place: dict[str, Any], gate: Gate) -> N
         gate.path.unlink()
 
 
-@places
+@engines
 async def test_asking_again_does_not_begin_a_sample_again(place: dict[str, Any], gate: Gate, tmp_path: Path) -> None:
     """A batch that takes longer than the timeout comes at last: each of its samples was begun once."""
 
@@ -637,7 +639,7 @@ def test_ten_thousand_awaits_in_one_worker(gate: Gate, tmp_path: Path) -> None:
 
 
 @pytest.mark.leaks("the portal's loop keeps the threads of asyncio.to_thread for the next time")
-@places
+@engines
 def test_decoding_on_a_thread_starves_nobody(place: dict[str, Any]) -> None:
     """A sample that computes in ``asyncio.to_thread`` lets the others of its worker go on meanwhile."""
 

@@ -23,6 +23,8 @@ from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.portal import get_portal
 from tests.patience import until, wait_until
 
+pytestmark = pytest.mark.on_threads
+
 SOON_S = 20.0
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
@@ -152,6 +154,7 @@ def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) 
         wait_until(lambda: not any(worker.is_alive() for worker in workers))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("after", ["start", "batch", "error", "timeout", "StopIteration", "cancellation"])
 async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(after: str) -> None:
     """The same by the other face."""
@@ -636,6 +639,7 @@ class Unfriendly:
         raise RuntimeError("no repr")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("face", ["for", "async for"])
 async def test_keys_that_cannot_be_sent(face: str) -> None:
     """The error stands in the place of that batch, says which keys they were, and the next batch comes."""

@@ -13,9 +13,6 @@ from tests.conformance.comparison import RECORDING, SUBJECTS, Subject
 # Name of a file or of a test to the reason: what ours does not do yet, which then runs on torch's class only.
 NOT_BUILT_YET: dict[str, str] = {}
 
-ON_THREADS = ("async for", "defaults")
-"""Subjects whose workers are threads before a commit, and processes each night; "ours" has processes in any case."""
-
 HERE = Path(__file__).parent
 
 
@@ -35,11 +32,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _placed(metafunc: pytest.Metafunc, subject: Subject) -> Subject:
-    """Return the subject with its workers where this run has them."""
-    on_threads = effort.is_quick and subject.name in ON_THREADS
-    return dataclasses.replace(
-        subject, on_threads=on_threads and not metafunc.definition.get_closest_marker("processes")
-    )
+    """Return the subject with its workers where this run has them: before a commit threads, unless marked `processes`.
+
+    What is compared is the order, what is drawn, what is collated; forks would be most of what the cases cost.
+    """
+    marker = metafunc.definition.get_closest_marker("processes")
+    on_processes = marker is not None and subject.name in (marker.args or (subject.name,))
+    return dataclasses.replace(subject, on_threads=effort.is_quick and not subject.is_torch and not on_processes)
 
 
 def _marks(metafunc: pytest.Metafunc, subject: Subject) -> list[pytest.MarkDecorator]:

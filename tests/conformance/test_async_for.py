@@ -13,6 +13,8 @@ import torch.utils.data
 from tests.conformance.comparison import TORCHS_WAY, seed_everything, snapshot
 from tests.conformance.datasets import Augmented, Failing, Samples, Squares
 
+pytestmark = pytest.mark.on_threads
+
 FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
@@ -46,6 +48,7 @@ async def test_batches_are_torchs(kind: str, num_workers: int) -> None:
     assert snapshot(taken) == snapshot([list(torchs) for _ in range(2)])
 
 
+@pytest.mark.processes
 async def test_streams_are_torchs() -> None:
     """Augmentations in workers, bit for bit."""
     mine, torchs = pair(Augmented(9), 2, shuffle=True, num_workers=2)

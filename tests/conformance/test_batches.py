@@ -33,6 +33,8 @@ from tests.conformance.datasets import (
     twice_the_same,
 )
 
+pytestmark = pytest.mark.processes("ours")  # what travels is the same in all ways of taking it
+
 FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 1])  # what is in a batch does not depend on more
 
 

@@ -20,7 +20,7 @@ from tests.conformance.datasets import (
     failing_collate,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.processes("ours")
 
 FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 RAISED = tuple(name for name in ERRORS if name != "StopIteration")
@@ -54,6 +54,7 @@ def test_error_without_workers_is_the_object_itself(make: Subject) -> object:
     return {kind: (type(error), repr(error), getattr(error, "__cause__", None)) for kind, error in errors.items()}
 
 
+@pytest.mark.processes
 @same_as_torch("errors in workers")
 def test_error_in_a_worker_has_its_type_and_torchs_words(make: Subject) -> object:
     """The same type, the words "Caught X in DataLoader worker process i.", and the worker's traceback."""
@@ -75,6 +76,7 @@ def shown(error: Exception | None, text: str) -> object:
     )
 
 
+@pytest.mark.processes
 @same_as_torch("errors in workers")
 def test_key_error_is_readable(make: Subject) -> object:
     """Its text is not one long repr with escaped line ends."""
@@ -83,6 +85,7 @@ def test_key_error_is_readable(make: Subject) -> object:
     return isinstance(error, KeyError), len(lines) > 5, any(line.startswith("KeyError: 'missing") for line in lines)
 
 
+@pytest.mark.processes
 @same_as_torch("errors in workers")
 def test_error_names_the_worker_it_came_from(make: Subject) -> object:
     """Batch i fails in worker i % num_workers."""
@@ -91,6 +94,7 @@ def test_error_names_the_worker_it_came_from(make: Subject) -> object:
     return [[n for n in range(3) if f"DataLoader worker process {n}." in told(error)] for error in errors if error]
 
 
+@pytest.mark.processes
 @same_as_torch("errors in workers")
 def test_cause_of_an_error_is_told(make: Subject) -> object:
     """`raise ... from ...` in a worker is seen in the main process."""
@@ -162,6 +166,7 @@ def test_error_of_getitems(make: Subject, num_workers: int) -> object:
     return story(iter(make(FailingBatches(7), batch_size=2, num_workers=num_workers)))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [1, 2])
 @same_as_torch("errors of worker_init_fn")
 def test_error_of_worker_init_fn_is_the_result_of_the_first_batch(make: Subject, num_workers: int) -> object:

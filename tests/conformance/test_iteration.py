@@ -50,6 +50,7 @@ def test_each_iter_is_a_fresh_iterator(make: Subject, num_workers: int) -> objec
     return a is not b, [next(a), next(a), next(b)], loader._iterator
 
 
+@pytest.mark.processes("ours")
 @FEW_WORKERS
 @same_as_torch("several iterators")
 def test_two_iterators_take_turns(make: Subject, num_workers: int) -> object:

@@ -53,6 +53,7 @@ def test_sequential_order(make: Subject, num_workers: int) -> object:
     return make.batches(loader), make.batches(loader)
 
 
+@pytest.mark.processes("ours")
 @pytest.mark.covering(2)
 @WORKERS
 @pytest.mark.parametrize("seeded", [False, True], ids=["global generator", "own generator"])

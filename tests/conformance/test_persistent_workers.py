@@ -27,7 +27,7 @@ from tests.conformance.test_exceptions import story
 from tests.conformance.test_orders import draws
 from tests.conformance.test_workers import wait_until_gone
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.processes("ours")
 
 WORKERS = pytest.mark.parametrize("num_workers", [1, 3])
 
@@ -64,6 +64,7 @@ def test_one_iterator_serves_all_epochs(make: Subject) -> object:
     return first is second, loader._iterator is first, seen, list(first), list(second)
 
 
+@pytest.mark.processes
 @same_as_torch("persistent workers", async_for=False)
 def test_workers_stay_the_same_processes(make: Subject) -> object:
     """Worker i is one process for all epochs; batch 0 goes to worker 0 in each."""
@@ -75,6 +76,7 @@ def test_workers_stay_the_same_processes(make: Subject) -> object:
     return len(pids), alive, [[worker for _, worker, _ in epoch] for epoch in epochs], wait_until_gone(list(pids))
 
 
+@pytest.mark.processes
 @same_as_torch("copies of the dataset")
 def test_state_of_the_dataset_lives_on(make: Subject) -> object:
     """What a worker's copy remembers, it remembers in the next epoch; worker_init_fn has run once."""
@@ -83,6 +85,7 @@ def test_state_of_the_dataset_lives_on(make: Subject) -> object:
     return [make.batches(loader) for _ in range(3)], dataset.fetched
 
 
+@pytest.mark.processes
 @same_as_torch("copies of the dataset")
 def test_changes_in_the_main_process_do_not_reach_the_workers(make: Subject) -> object:
     """Their copies were made at the first iter(); the sampler, in the main process, does see the new length."""
@@ -179,6 +182,7 @@ def test_unequal_shares_in_each_epoch(make: Subject) -> object:
     return [make.batches(loader) for _ in range(3)]
 
 
+@pytest.mark.processes
 @same_as_torch("streams")
 def test_streams_of_an_iterable_dataset_go_on(make: Subject) -> object:
     """Not seeded anew."""

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asyncloader import DataLoader
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
 
 LENGTH = 20
 

@@ -38,7 +38,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from asyncloader import DataLoader
 from tests.conformance.comparison import TORCH
 
-pytestmark = pytest.mark.covering(1)
+pytestmark = [pytest.mark.on_threads, pytest.mark.covering(1)]
 
 Take = Callable[[DataLoader[Any]], list[Any]]
 
@@ -387,6 +387,7 @@ def seed_from_torch(worker_id: int) -> None:
     random.seed(seed)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("seeding", ["batch", "worker"])
 def test_seeding_workers_from_torchs_seed(take: Take, seeding: Any) -> None:
     """The recipe for reproducible workers: a worker_init_fn that seeds, and a generator for the loader."""

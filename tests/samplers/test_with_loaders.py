@@ -29,7 +29,7 @@ from asyncloader.samplers import (
 )
 from asyncloader.testing import assert_resumable
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 COUNT = 3000
 LENGTHS = np.random.default_rng(0).integers(1, 60, COUNT)
@@ -136,6 +136,7 @@ def test_going_on_from_every_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert_resumable(lambda: small(kind, 1), resume_with=lambda: small(kind, 0))
 
 
+@pytest.mark.processes
 def test_the_last_short_batch_is_in_the_state() -> None:
     """On one rank nothing is left after it, when all four ranks had theirs."""
     taken = [take(MAKERS["elastic"](4, rank, rank % 2), COUNT // 64 + 1) for rank in range(4)]
