@@ -317,6 +317,13 @@ class sample_seed:  # read as a function that returns a context manager
 
     def __del__(self) -> None:
         if self._is_held:
-            self._outside = None  # whoever has set the sample before it has set another one since
-            with contextlib.suppress(RuntimeError):  # this is another thread
-                self._end()
+            try:
+                self._end_late()
+            except BaseException:  # another Ctrl-C
+                self._end_late()
+                raise
+
+    def _end_late(self) -> None:
+        self._outside = None  # whoever has set the sample before it has set another one since
+        with contextlib.suppress(RuntimeError):  # this is another thread
+            self._end()

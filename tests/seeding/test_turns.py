@@ -363,6 +363,31 @@ def test_an_interrupt_before_the_end_of_a_block_begins_leaves_no_turn_taken(in_a
     assert random.getstate() == before
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
+)
+@pytest.mark.parametrize("position", [None, 1])
+def test_a_second_interrupt_leaves_no_turn_taken(position: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what is done where `__exit__` did not begin: but for the moment where this itself begins."""
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_type))
+    random.seed(3)
+    before = random.getstate()
+    for moment in itertools.count(2):
+        outside = current.set(SampleContext(SEEDER, 0, BATCH if position is not None else 0, first=0))
+        seeds, told[:] = sample_seed(position), []
+        seeds.__enter__()
+        with CtrlC(moment):
+            del seeds
+        current.reset(outside)
+        assert is_free(), moment
+        assert turns._turn.holder is None
+        assert random.getstate() == before
+        if not told:
+            break
+    assert moment > 9
+
+
 def test_no_block_of_an_epoch_that_is_over_begins() -> None:
     """Nor a batch that is made without workers; other epochs of the same numbers go on."""
     over, other = EpochKey(KEY), EpochKey(KEY)
