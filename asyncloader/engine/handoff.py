@@ -80,7 +80,8 @@ class _TaskWaiter:
         # Not asyncio.wait: from Python 3.14 on its frame holds the task, and the error of a cancelled task holds its
         # frames. The iterator, and its workers, would stay until a collection.
         until = self._loop.time() + timeout_s
-        timer = self._loop.call_later(timeout_s, self._future.cancel) if timeout_s >= 0 else None
+        # uvloop rounds to milliseconds, and would wake the task before the deadline.
+        timer = self._loop.call_later(timeout_s + 0.001, self._future.cancel) if timeout_s >= 0 else None
         try:
             await asyncio.gather(self._future, return_exceptions=True)
         finally:
