@@ -26,6 +26,7 @@ Allocate = Callable[[int, torch.dtype, tuple[int, ...]], memoryview | None]
 Map = dict[Any, Callable[..., Any]]
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
+_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 _NUMPY_SCALARS = (np.bool_, np.number, np.object_)  # a key of torch's map
 
 
@@ -69,20 +70,31 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return collate_fn
     recycler = Recycler()
     stacker = Stacker(lambda nbytes, *_: recycler.allocate(nbytes), RECYCLED_MIN, in_worker=False)
+    maps: tuple[Map, Map] = {}, {}  # torch's as it was last, and what is collated with then
 
     def collate(batch: Any) -> Any:
-        if isinstance(batch, Whole):
-            recycler.begin_batch()
-            return batch.batch(stacker)
-        # Numbers and arrays become tensors there. In torch 2.6, get_default_device() ignores `with torch.device()`.
-        if torch.empty(0).device.type != "cpu":
-            return collate_fn(batch)
+        nonlocal maps
         recycler.begin_batch()
-        # torch's map is looked at each time: the user may change it
-        replaced = {**torch_collate.default_collate_fn_map, **_replacements(stacker)}
-        return torch_collate.collate(batch, collate_fn_map=replaced)
+        if isinstance(batch, Whole):
+            return batch.batch(stacker)
+        if not _makes_cpu_tensors():  # numbers and arrays become tensors on the default device
+            return collate_fn(batch)
+        if maps[0] != torch_collate.default_collate_fn_map:  # which the user may change between two batches
+            there: Map = dict(torch_collate.default_collate_fn_map)
+            maps = there, {**there, **_replacements(stacker)}
+        return torch_collate.collate(batch, collate_fn_map=maps[1])
 
     return collate
+
+
+def _makes_cpu_tensors() -> bool:
+    """Whether torch's default device is the CPU.
+
+    ``with torch.device()`` and `set_default_device` are function modes, which torch 2.6's `get_default_device` ignores.
+    """
+    if torch._C._len_torch_function_stack():
+        return torch.empty(0).device.type == "cpu"
+    return torch._C._get_default_device() == "cpu"
 
 
 def _replacements(stacker: Stacker) -> Map:
@@ -189,19 +201,19 @@ def _are_alike(batch: Sequence[Array]) -> bool:
 
 def collate_ints(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:
     """Make a tensor of a list that begins with an int; torch's `collate_int_fn`."""
-    if type(batch[0]) is int and (numbers := _numbers(batch, np.int64)) is not None:
+    if type(batch[0]) is int and (numbers := _numbers(batch, _INT64)) is not None:
         return torch.from_numpy(numbers)
     return torch_collate.collate_int_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
 def collate_floats(batch: Sequence[Any], *, collate_fn_map: Map | None = None) -> torch.Tensor:
     """Make a tensor of a list that begins with a float; torch's `collate_float_fn`."""
-    if type(batch[0]) is float and (numbers := _numbers(batch, np.float64)) is not None:
+    if type(batch[0]) is float and (numbers := _numbers(batch, _FLOAT64)) is not None:
         return torch.from_numpy(numbers)
     return torch_collate.collate_float_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
-def _numbers(batch: Sequence[Any], dtype: type) -> Array | None:
+def _numbers(batch: Sequence[Any], dtype: np.dtype[Any]) -> Array | None:
     """Return the list as an array if that is of this type."""
     try:
         numbers = np.array(batch)

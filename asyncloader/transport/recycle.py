@@ -57,6 +57,8 @@ class Recycler:
     def begin_batch(self) -> None:
         """Note that another batch begins, and free what the last ones did not need."""
         self._batches += 1
+        if not self._free:
+            return
         for stack in list(self._free.values()):
             with contextlib.suppress(IndexError):  # another thread was faster
                 while stack and stack[0].last_batch < self._batches - _KEPT_BATCHES:
