@@ -458,6 +458,66 @@ async def test_both_faces_of_one_iterator(num_workers: int) -> None:
     assert torch.cat(seen).tolist() == list(range(40))
 
 
+class Held(Numbers):
+    """Without workers: the first sample, the first time, waits until it may be made, or raises then."""
+
+    def __init__(self, length: int, error: type[BaseException] | None = None) -> None:
+        super().__init__(length)
+        self.began, self.may_go_on = threading.Event(), threading.Event()
+        self._raised = error
+
+    def __getitem__(self, key: int) -> int:
+        if not self.began.is_set():
+            self.began.set()
+            assert self.may_go_on.wait(SOON_S)
+            if self._raised is not None:
+                raise self._raised()
+        return key
+
+
+async def test_a_task_asks_while_a_thread_makes_a_batch() -> None:
+    """The task gets the batch behind it, and state and figures count each batch once."""
+    dataset = Held(12)
+    iterator: Any = iter(DataLoader(dataset, batch_size=4))
+    with ThreadPoolExecutor(1) as threads:
+        in_thread = asyncio.wrap_future(threads.submit(next, iterator))
+        await until(dataset.began.is_set)
+        in_task = asyncio.ensure_future(anext(iterator))
+        await until(lambda: num_waiting(iterator) == 1)
+        dataset.may_go_on.set()
+        async with asyncio.timeout(SOON_S):
+            found = await asyncio.gather(in_thread, in_task)
+    assert sorted(int(batch[0]) for batch in found) == [0, 4]
+    assert iterator.state_dict()["position"] == 2
+    assert [batch.tolist() async for batch in iterator] == [[8, 9, 10, 11]]
+    assert iterator.stats().batches == 3
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+async def test_a_task_waits_for_the_last_batch_that_a_thread_makes(error: type[BaseException] | None) -> None:
+    """Its maker may be interrupted: then the task gets the batch, and otherwise the end when the thread has it."""
+    dataset = Held(4, error)
+    iterator: Any = iter(DataLoader(dataset, batch_size=4))
+
+    def take() -> Any:
+        try:
+            return next(iterator)
+        except KeyboardInterrupt:
+            return None
+
+    with ThreadPoolExecutor(1) as threads:
+        in_thread = asyncio.wrap_future(threads.submit(take))
+        await until(dataset.began.is_set)
+        in_task = asyncio.ensure_future(anext(iterator, None))
+        await until(lambda: num_waiting(iterator) == 1)
+        assert not iterator.state_dict()["finished"]
+        dataset.may_go_on.set()
+        async with asyncio.timeout(SOON_S):
+            found = await asyncio.gather(in_thread, in_task)
+    assert [batch.tolist() for batch in found if batch is not None] == [[0, 1, 2, 3]]
+    assert [batch async for batch in iterator] == []
+
+
 @WORKERS
 async def test_the_loop_turns_while_batches_are_awaited(num_workers: int) -> None:
     """A dataset that blocks does not block the loop; nor do batches that are always ready."""

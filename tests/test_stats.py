@@ -148,7 +148,7 @@ def test_quantiles_are_right_to_within_five_percent() -> None:
     seconds = 10 ** (torch.rand(5000, dtype=torch.float64) * 7 - 5.7)
     tally = Tally(2)
     for value in seconds.tolist():
-        tally.add((value, 0.0))
+        tally.add([value, 0.0])
     timing, zeros = (Timing(tally.take(), column) for column in (0, 1))
     for share in (0.01, 0.5, 0.9, 0.99):
         assert timing.quantile(share) == pytest.approx(float(seconds.quantile(share)), rel=0.06)

@@ -38,6 +38,9 @@ EXIT_GRACE_S = 1.5
 is_exiting = False
 """Threads that train on have ended, and nobody would end what is made from now on."""
 
+pid = os.getpid()
+"""Of this process, without a system call for each batch."""
+
 _users: set[threading.Thread] = set()
 _closers: list[Callable[[], None]] = []
 _ending = threading.RLock()  # held while everything ends, and by a thread that comes to be waited for
@@ -162,8 +165,8 @@ def _may_go_on(thread: threading.Thread) -> bool:
 
 
 def _begin_in_child() -> None:
-    global is_exiting, _ending
-    is_exiting, _ending = False, threading.RLock()
+    global is_exiting, pid, _ending
+    is_exiting, pid, _ending = False, os.getpid(), threading.RLock()
     _users.clear()
 
 

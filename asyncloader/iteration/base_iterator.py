@@ -41,6 +41,8 @@ _REPLICAS = (
     "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
 )
 
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
 LONGEST_TURN_S = 0.002
 """`async for` over batches that are always ready lets its loop turn after this time. Seconds."""
 
@@ -256,7 +258,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         Raises:
             StopIteration: if everything was taken.
         """
-        if torch._C._autograd._profiler_enabled():
+        if _profiler_enabled():
             with torch.autograd.profiler.record_function(self._profile_name):
                 return self._next(call)
         return self._next(call)

@@ -1,7 +1,7 @@
 """num_workers=0: where batches are made in this process, and the thread of ``async for``.
 
 InlineHost    what is different for a `BatchMaker` here: errors are raised as they are, Ctrl-C is none of a batch
-InlineMaker   has batches made, pinned and counted
+InlineMaker   has batches made, and pinned
 FetchThread   takes keys, hands batches over
 """
 
@@ -14,11 +14,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from asyncloader.engine.taking import Item, Taking
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.meter import Meter
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.workers.child import threads
@@ -26,7 +26,9 @@ from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut
+from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut, Outcome
+
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
 def is_of_a_sample(error: BaseException) -> bool:
@@ -46,7 +48,7 @@ class InlineHost:
 
     where = "in the main process"
     is_remote = False
-    cpu_clock = staticmethod(lambda: 0.0)  # nobody wants to know: stats() has the CPU time of this process
+    cpu_clock = staticmethod(float)  # always 0.0: stats() has the CPU time of this process
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate = recycling_collate(collate_fn)
@@ -72,10 +74,9 @@ class InlineMaker:
 
     Args:
         maker: Makes them.
-        meter: Counts them.
         faults: Has the keys of those that are left out.
         pin: Pins a batch; None if it is not to be pinned.
-        aside: Entered while a batch is made.
+        aside: Entered while a batch is made; None if nothing is.
         is_stream: The dataset is iterable: keys are not needed to make a batch again.
         is_batched: Keys name the samples of a batch; otherwise one sample.
     """
@@ -83,16 +84,14 @@ class InlineMaker:
     def __init__(
         self,
         maker: BatchMaker,
-        meter: Meter,
         faults: Faults,
         pin: Callable[[Any], Any] | None,
-        aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        aside: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
         *,
         is_stream: bool,
         is_batched: bool,
     ) -> None:
         self._maker = maker
-        self._meter = meter
         self._pin = pin
         self._aside = aside
         self._faults = faults
@@ -108,25 +107,38 @@ class InlineMaker:
             keys: Of the batch.
         """
         with self._one_at_a_time:
-            with self._aside():
+            if self._aside is None:
                 outcome = self._maker.make(seq, keys)
-            if type(outcome) is Failure:
-                plain = keys.keys if type(keys) is Placed else keys
-                outcome = outcome._replace(error=outcome.error.rebuild(None if self._is_stream else plain))
+            else:
+                with self._aside():
+                    outcome = self._maker.make(seq, keys)
             if type(outcome) is Batch and self._pin is not None:
-                try:
-                    outcome = outcome._replace(data=self._pin(outcome.data))
-                except Exception as error:
-                    outcome = Failure(outcome.record, error, outcome.bad, outcome.snapshot)
-            times = self._meter.made_here(outcome.record) if type(outcome) is Batch else None
-            if type(outcome) is Exhausted:
-                return Item(outcome)
-            if type(outcome) is LeftOut:
-                bad = [sample.key for sample in outcome.bad]
-                self._faults.left_out.append(bad if self._is_batched else bad[0])
-            if self._is_stream:
-                return Item(outcome, seq, 0, times)
-            return Item(outcome, seq, 0, times, seq, keys)
+                outcome = self._pinned(outcome)
+            if type(outcome) is not Batch:
+                return self._no_batch(outcome, seq, keys)
+            made_at = perf_counter()
+            number, keys = (-1, None) if self._is_stream else (seq, keys)
+            return _new(Item, (outcome, seq, 0, made_at, number, keys, True))
+
+    def _pinned(self, batch: Batch) -> Batch | Failure:
+        """Return the batch in page-locked memory, or what that raises."""
+        assert self._pin is not None
+        try:
+            return batch._replace(data=self._pin(batch.data))
+        except Exception as error:
+            return Failure(batch.record, error, batch.bad, batch.snapshot)
+
+    def _no_batch(self, outcome: Outcome, seq: int, keys: Any) -> Item:
+        """Return what comes in place of a batch."""
+        if type(outcome) is Exhausted:
+            return Item(outcome)
+        if type(outcome) is Failure and not isinstance(outcome.error, BaseException):
+            plain = keys.keys if type(keys) is Placed else keys
+            outcome = outcome._replace(error=outcome.error.rebuild(None if self._is_stream else plain))
+        if type(outcome) is LeftOut:
+            bad = [sample.key for sample in outcome.bad]
+            self._faults.left_out.append(bad if self._is_batched else bad[0])
+        return Item(outcome, seq, 0) if self._is_stream else Item(outcome, seq, 0, None, seq, keys)
 
     def failed(self, seq: int, error: BaseException) -> Item:
         """Return what stands for a batch that an interruption has ended, where nobody else would tell the consumer."""
@@ -155,7 +167,8 @@ class FetchThread:
     @property
     def unserved(self) -> int:
         """Batches that were asked for and that no consumer has."""
-        return self.requested - self.taking.taken + self.taking.num_dropped
+        taking = self.taking
+        return self.requested - taking.taken + taking.num_dropped
 
     def start(self) -> None:
         """Start the thread, if there is none yet."""

@@ -41,7 +41,7 @@ from asyncloader.settings import Settings
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.protocol.failure import stand_in
 from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import Exhausted, Failure
+from asyncloader.workers.protocol.outcome import Batch, Exhausted
 from asyncloader.workers.protocol.snapshot import Frozen
 
 T_co = TypeVar("T_co", covariant=True)
@@ -93,10 +93,12 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._dataset_fetcher = self._make_maker(start, faults)
         self._pid = os.getpid()
         self._fetching = FetchThread(self._dataset_fetcher, taking)
+        self._ready = taking.handoff.ready
         self._fetching.stop_with(self)
         self._closed = False
         self._exhausted = False
-        self._held: Any = _NOTHING  # keys that were read of the sampler, and whose batch is not made yet
+        self._held: Any = _NOTHING  # keys that were read of the sampler, and whose batch nobody is to make yet
+        self._here: tuple[int, Any] | None = None  # the batch that a consumer's thread makes, or was interrupted at
         self._is_torn = False  # a batch of a stream was interrupted: what was read for it is gone
         self._making = threading.Lock()
         self._asking = self._progress.lock  # held to read the sampler, to ask for a batch and to take one
@@ -120,13 +122,14 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if maker.failure is not None:
             raise maker.failure
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
-        aside = partial(alone, start.key) if settings.seeds_each_sample else contextlib.nullcontext
+        aside = partial(alone, start.key) if settings.seeds_each_sample else None
         kind = {"is_stream": settings.is_iterable, "is_batched": settings.auto_collation}
-        return InlineMaker(maker, self._meter, faults, pin, aside, **kind)
+        return InlineMaker(maker, faults, pin, aside, **kind)
 
     # -------------------------------------------------------------------------------------------------- taking
     #
-    # What was read of the sampler is held until its batch is made, or asked for.
+    # What was read of the sampler is held until a thread is to make its batch: ours, by a request that is put, or a
+    # consumer's, which may be interrupted. Then the next one who comes makes it, or asks for it.
 
     @property
     def _handoff(self) -> Handoff[Item]:
@@ -134,14 +137,18 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _next(self, call: Call) -> Item:
         while True:
-            self._check_usable()
+            if self._closed or self._is_torn or self._pid != exits.pid:
+                self._check_usable()
             with self._making:
                 if not (exits.is_exiting and exits.is_left_behind()):
                     asked_at = time.perf_counter()
-                    if self._fetching.unserved:
+                    if self._here is None and self._fetching.unserved:
                         return self._take_from_thread(call, asked_at)
                     self._make_here()
-                    if (item := self._take(call, asked_at)) is not None:
+                    item = self._take(call, asked_at)
+                    if self._exhausted:
+                        self._handoff.wake_all()  # tasks have waited for this batch: its maker might be interrupted
+                    if item is not None:
                         return item
                     continue
             exits.stop_daemon()
@@ -150,17 +157,20 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """Make the next batch in this thread."""
         try:
             with self._asking:
-                seq, keys = self._read_sampler()
+                if self._here is None:
+                    here = self._read_sampler()
+                    self._here, self._held = here, _NOTHING
+                seq, keys = self._here
         except StopIteration:
             self._meter.log_summary()
             raise
-        fetching, ready = self._fetching, self._handoff.ready
+        fetching, ready = self._fetching, self._ready
         try:
             item = self._dataset_fetcher.item(seq, keys)
         except BaseException:
             self._is_torn = self._settings.is_iterable
             raise
-        self._held = _NOTHING
+        self._here = None
         fetching.requested += 1
         ready.append(item)  # nothing that an interrupt could follow is called in these three lines before it is done
 
@@ -236,10 +246,10 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             if isinstance(outcome.snapshot, Frozen):
                 self._progress.ends = {0: outcome.snapshot}
             raise StopIteration
-        if type(outcome) is Failure:
+        if type(outcome) is Batch:
+            self._meter.took_here(asked_at, outcome.record, item.times, len(self._ready))
+        else:
             self._meter.failed()
-        elif item.times is not None:
-            self._meter.took(asked_at, item.times, 0, len(self._handoff.ready))
         return item
 
     def _has_news(self) -> bool:
@@ -247,8 +257,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the sampler has ended, and what was asked for is taken."""
-        return self._exhausted and not self._fetching.unserved
+        """Whether the sampler has ended, what was asked for is taken, and nobody makes a batch."""
+        return self._exhausted and self._here is None and not self._fetching.unserved
 
     def _request(self) -> None:
         """Ask for another batch. If there is none, one may be on its way whose consumer is cancelled: it is waited for.
@@ -256,15 +266,19 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         Raises:
             StopIteration: if everything was taken.
         """
-        if not self._exhausted:
+        is_left = self._here is not None and not self._making.locked()  # by a consumer that was interrupted
+        if is_left or not self._exhausted:
             with contextlib.suppress(StopIteration):
-                seq, keys = self._read_sampler()
+                request: Any = self._here if is_left else self._read_sampler()
+                request = list(request)
                 self._fetching.start()
-                put, request = self._fetching.requests.put, [seq, keys]
-                del keys
+                put = self._fetching.requests.put
                 self._fetching.requested += 1
-                self._held = _NOTHING
-                put(request)  # nothing that an interrupt could follow is called in these three lines before it is done
+                if is_left:
+                    self._here = None
+                else:
+                    self._held = _NOTHING
+                put(request)  # nothing that an interrupt could follow is called in these lines before it is done
                 return
         if self._is_at_end:
             self._meter.log_summary()
@@ -293,7 +307,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _check_usable(self) -> None:
         check_owner(self._pid)
-        if self._closed and (self._fetching.unserved or not self._exhausted):
+        if self._closed and not self._is_at_end:
             raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
         if self._is_torn:
             raise LoaderClosedError(

@@ -53,6 +53,8 @@ _torch_iter = BatchSampler.__iter__
 class Plan:
     """Iterator over the batches of keys of one epoch; VOID in place of those that were yielded before the run.
 
+    Read with the lock of the progress held: states are made under it, and say how often the sampler was asked.
+
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
     what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
 
@@ -132,14 +134,13 @@ class Plan:
 
     def _ask(self) -> None:
         """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""
-        with self._progress.lock:  # states are made under it: they say how often the sampler was asked
-            if not self._keeps_out:
-                self._hold_answer()
-                return
-            with Drawing() as drawing:
-                self._hold_answer()
-            draws_on = not (self._is_elastic or all(map(draws_once, samplers_within(self._index_sampler))))
-            self._keeps_out = draws_on and not drawing.overstayed
+        if not self._keeps_out:
+            self._hold_answer()
+            return
+        with Drawing() as drawing:
+            self._hold_answer()
+        draws_on = not (self._is_elastic or all(map(draws_once, samplers_within(self._index_sampler))))
+        self._keeps_out = draws_on and not drawing.overstayed
 
     def _hold_answer(self) -> None:
         progress = self._progress
@@ -168,7 +169,7 @@ class Plan:
             self._inner = iter(())
             if self._index_sampler.drop_last:
                 self._read = _END
-        if self._read is not _END:
+        if self._is_stateful is not False and self._read is not _END:
             self._note_state(is_short=is_short)
         self._held = self._read
         self._read = _NOTHING

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
+_EVERY_S = 0.1
+
 
 class Stalls:
     """How long the calling thread was ready to run while its cores were given to others. Linux; elsewhere 0.
 
     The kernel's figure is read at most every 0.1 s, when nobody waits for the caller: it takes 20 to 100 us.
+
+    Attributes:
+        due_at: When it is looked at again; `take` returns 0.0 before. On `time.perf_counter`, seconds.
     """
 
     def __init__(self) -> None:
         self._file = Path("/proc/thread-self/schedstat")
-        self._read_at = perf_counter()
+        self.due_at = perf_counter() + _EVERY_S
         self._total_s = self._read()
 
     def take(self, now: float) -> float:
@@ -23,9 +28,9 @@ class Stalls:
         Args:
             now: On `time.perf_counter`, seconds.
         """
-        if now - self._read_at < 0.1:
+        if now < self.due_at:
             return 0.0
-        self._read_at = now
+        self.due_at = now + _EVERY_S
         before, self._total_s = self._total_s, self._read()
         return self._total_s - before
 

@@ -10,6 +10,9 @@ run to the end of the data (with --quick: 0.3 s of them).
 Targets: at least 8 times torch's batches a second with batch_size=1 at default options, for both faces (with
 prefetch_factor=4 more is expected, the bound is the same); at least 4 times with batches of 1024.
 
+Without workers the CPU time of a batch is compared, with batches of 1 and of 32 samples, in runs of 1 s. Target: at most
+1.1 times torch's.
+
 Peak memory is that of a fresh process per side that takes batches of one for 1.5 s.
 
 What profiling found: with torch's window alone almost every batch cost one or two context switches, for consumer, loop
@@ -65,8 +68,18 @@ def faces(bench: Bench, dataset: Ints, seconds: float, **options: Any) -> dict[s
     }
 
 
+def here(bench: Bench, name: str, seconds: float, **options: Any) -> Run:
+    """Return the CPU time of a batch that is made in this process."""
+    run = drain(bench.loaders[name](Ints(10**8), **options), None, seconds=seconds)
+    return Run(run.extras["cpu us/batch"], {"batches/s": run.value})
+
+
 def measure(bench: Bench) -> None:
     rounds, seconds = (2, 0.3) if bench.quick else (7, 2.0)
+    for batch_size in (1, 32):
+        sides = {f"{name} for": partial(here, bench, name, seconds / 2, batch_size=batch_size) for name in bench.loaders}
+        targets = {"ours for": Target("<=", 1.1)}
+        bench.compare(f"no workers, batch_size={batch_size}", "cpu us/batch", sides, rounds=rounds, targets=targets)
     cases: list[tuple[str, int, float, float, dict[str, Any]]] = [
         ("batch_size=1, default options", 10**8, seconds, 8, {}),
         ("batch_size=1, prefetch_factor=4", 10**8, seconds, 8, {"prefetch_factor": 4}),

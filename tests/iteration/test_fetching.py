@@ -16,7 +16,6 @@ from asyncloader.engine.progress import Progress
 from asyncloader.engine.taking import Taking
 from asyncloader.iteration.fetching import FetchThread, InlineHost, InlineMaker
 from asyncloader.observe.faults import Faults
-from asyncloader.observe.meter import Meter
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.protocol.messages import EpochSpec, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Failure
@@ -39,7 +38,7 @@ def make_maker(pin: Any = None, *, is_stream: bool = False) -> InlineMaker:
     spec = WorkerSpec(Squares(), False, True, list, False, None, 0, 1, False)
     maker = BatchMaker(0, spec, InlineHost(list))
     maker.begin(EpochSpec(0, (1, 0, 0)))
-    return InlineMaker(maker, Meter(0, 0, 0), Faults(), pin, is_stream=is_stream, is_batched=True)
+    return InlineMaker(maker, Faults(), pin, is_stream=is_stream, is_batched=True)
 
 
 def test_a_batch_has_its_number_its_keys_and_its_times() -> None:

@@ -234,5 +234,5 @@ def timing(seconds: list[float]) -> Timing:
     """Return the timing of these."""
     tally = Tally(1)
     for each in seconds:
-        tally.add((each,))
+        tally.add([each])
     return Timing(tally.take(), 0)

@@ -20,7 +20,7 @@ def timing(seconds: float) -> Timing:
     """Return what so many batches took, each as long."""
     tally = Tally(1)
     for _ in range(BATCHES - 1):
-        tally.add((seconds,))
+        tally.add([seconds])
     return Timing(tally.take(), 0)
 
 

@@ -57,6 +57,8 @@ from asyncloader.workers.protocol.messages import EpochSpec, Slice, WorkerSpec
 from asyncloader.workers.protocol.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.workers.protocol.snapshot import Keeper, Start
 
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
+
 
 def _raised_at(position: int) -> Blame | None:
     """Return the sample at this position as the one that raised; None where it was no single sample."""
@@ -150,6 +152,7 @@ class BatchMaker:
 
     Attributes:
         keeper: Keeps the state of the dataset in this run, if it has one.
+        failure: What stands for every batch of this run, or None.
         seeder: Of this run.
     """
 
@@ -165,8 +168,7 @@ class BatchMaker:
         aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.keeper: Keeper | None = None
-        self._unfit: Exception | None = None  # what stands for every batch
-        self._hitch: Exception | None = None  # what stands for every batch of this run
+        self._unfit: Exception | None = None  # what stands for every batch of every run
         self._id = worker_id
         self._host = host
         self._run = run
@@ -183,13 +185,9 @@ class BatchMaker:
             self._epochs = spec.epochs  # that its copy of the dataset has been told
         else:
             self._unfit = spec
+        self.failure = self._unfit
 
     # -------------------------------------------------------------------------------------------------- opening
-
-    @property
-    def failure(self) -> Exception | None:
-        """What stands for every batch of this run, or None."""
-        return self._hitch if self._unfit is None else self._unfit
 
     @property
     def has_ended(self) -> bool:
@@ -216,7 +214,7 @@ class BatchMaker:
         try:
             yield
         except Exception as error:
-            self._unfit = error
+            self.failure = self._unfit = error
 
     def enter(self, epoch: EpochSpec) -> None:
         """Become a worker: seed, run ``worker_init_fn``."""
@@ -242,8 +240,8 @@ class BatchMaker:
             open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered elsewhere.
         """
         self._epoch = epoch
-        self._hitch = self.keeper = None
-        if self._unfit is not None:
+        self.failure, self.keeper = self._unfit, None
+        if self.failure is not None:
             return
         self.seeder = Seeder(epoch.key)
         spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
@@ -261,7 +259,7 @@ class BatchMaker:
                 with self._aside():
                     self._catch_up(self.keeper)
         except Exception as error:
-            self._hitch = error
+            self.failure = error
         finally:
             sample_context.current.reset(outside)
 
@@ -314,8 +312,8 @@ class BatchMaker:
 
     def make(self, seq: int, keys: Any, waited_s: float = 0.0) -> Outcome:
         """Make a batch. What is raised stands for it, but for what the worker cannot go on after."""
-        if (refused := self.refused(seq, keys)) is not None:
-            return refused
+        if self.refuses(keys):
+            return self.refused(seq, keys)
         if (own := self._own) is None or not self._seeds:
             return self._make(seq, keys, waited_s)
         with own.left_alone():
@@ -353,7 +351,7 @@ class BatchMaker:
             data = self._host.collate(self.spec.collate_fn, samples, rows)
             if is_slice:
                 data = collated(samples, data, self.spec.collate_fn)
-            return Batch(self._record(work), data, 0, work.bad, work.snapshot)
+            return _new(Batch, (self._record(work), data, 0, work.bad, work.snapshot))
         except BaseException as error:
             if self._host.ends(error):
                 raise
@@ -481,12 +479,15 @@ class BatchMaker:
             position = next(islice(there, position, None))
         return Blame(position, words)
 
-    def refused(self, seq: int, keys: Any) -> Outcome | None:
-        """Return what becomes of a ticket that nothing can be made of: of such keys, or as nothing could be opened."""
+    def refuses(self, keys: Any) -> bool:
+        """Whether nothing can be made of a ticket: of such keys, or as nothing could be opened."""
+        return self.failure is not None or type(keys) is Unreadable
+
+    def refused(self, seq: int, keys: Any) -> Outcome:
+        """Return what becomes of such a ticket."""
         if type(keys) is Unreadable:
             return Refused(self._record(Work(seq)), keys.failure)
-        if self.failure is None:
-            return None
+        assert self.failure is not None
         return Failure(self._record(Work(seq)), self._host.capture(another(self.failure)))
 
     def exhausted(self, seq: int) -> Outcome:
@@ -503,7 +504,7 @@ class BatchMaker:
         now = perf_counter()
         began, fetched = work.began, work.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
-        return Record(
+        fields = (
             work.seq,
             self._epoch.number,
             work.count,
@@ -512,6 +513,8 @@ class BatchMaker:
             fetched - began,
             now - fetched,
             self._cpu_s - cpu_before,
-            self._stalls.take(now),
+            self._stalls.take(now) if now >= self._stalls.due_at else 0.0,
             0 if self._memory is None else self._memory.take(now),
+            0.0,  # the transport notes how long encoding takes
         )
+        return _new(Record, fields)

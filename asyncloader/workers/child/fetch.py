@@ -14,8 +14,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+import torch
+
 from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
+from asyncloader.seeding.sample_context import SampleContext
 from asyncloader.settings import OnError
 from asyncloader.workers.child.gather import WholeBatches
 from asyncloader.workers.protocol.failure import BadSample, EndOfData, RemoteError
@@ -120,32 +124,32 @@ class MapFetcher:
         self._auto_collation = auto_collation
         self._run = run
         self._policy = policy
+        self._tolerates = policy.tolerates
         self._whole = WholeBatches(dataset, auto_collation, collate_fn, by_sample)
 
     def __call__(self, keys: Any) -> Any:
         """Return the list of samples, or a `Whole`; without automatic batching the one sample."""
-        samples, errors = self._fetch(keys)
-        if errors:
-            samples = self._policy.mend(samples, errors)
-        return samples if self._auto_collation else samples[0]
-
-    def _fetch(self, keys: Any) -> tuple[Any, dict[int, Exception]]:
-        """Return samples by position, and what some of them raised, if that is tolerated."""
         self.bad = ()
-        dataset, here, errors = self._dataset, sample_context.here(), dict[int, Exception]()
+        here = sample_context.here()
         if not self._auto_collation:
-            keys = [keys]
-        elif (rows := self._whole.find(keys)) is not None:
-            return rows, errors
-        else:
+            return self._each([keys], here)[0]
+        if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
+            return rows
+        if type(keys) is not list:
             keys = listed(keys)
-            if getattr(dataset, "__getitems__", None) and not self._whole.by_sample:
-                try:
-                    return self._whole.ready(_settled(dataset.__getitems__(keys), self._run), keys), errors
-                except Exception:  # one by one, to find out which are good
-                    if not (self._policy.tolerates and has_samples(dataset)):
-                        raise
-        if self._policy.tolerates:
+        if getattr(self._dataset, "__getitems__", None) and not self._whole.by_sample:
+            try:
+                return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
+            except Exception:  # one by one, to find out which are good
+                if not (self._tolerates and has_samples(self._dataset)):
+                    raise
+        return self._each(keys, here)
+
+    def _each(self, keys: Any, here: SampleContext) -> list[Any]:
+        """Return the samples, asked for one by one; without those that raised, or with others, if that is tolerated."""
+        dataset, errors = self._dataset, None
+        if self._tolerates:
+            errors = dict[int, Exception]()
             samples = [self._try(key, errors) for here.position, key in enumerate(keys)]
             self.bad = self._policy.note(errors, keys)
         elif here.first is not None:  # what turns out to be awaitable draws as well, when it is awaited
@@ -154,7 +158,7 @@ class MapFetcher:
             samples = [dataset[key] for here.position, key in enumerate(keys)]
         if self._auto_collation:
             here.position = sample_context.BATCH
-        return _settled(samples, self._run), errors
+        return _settled(samples, self._run) if errors is None else self._policy.mend(samples, errors)
 
     def _one(self, key: Any) -> Any:
         sample = self._dataset[key]
@@ -232,14 +236,19 @@ def is_over(iterator: Any) -> bool:
     return inspect.isgenerator(iterator) and iterator.gi_frame is None
 
 
+_NEVER_AWAITED = frozenset({int, float, str, bytes, tuple, list, dict, np.ndarray, torch.Tensor})
+
+
 def _settled(samples: Any, run: Run) -> Any:
     """Return the samples; those that are still to be awaited, awaited."""
-    if hasattr(type(samples), "__await__"):
+    if type(samples) is not list and hasattr(type(samples), "__await__"):
         samples = run(settle(samples))
-    # Looked at type by type: most batches have one, and a look at each of a thousand samples would take as long as
-    # fetching them.
-    if type(samples) is list and any(hasattr(kind, "__await__") for kind in set(map(type, samples))):
-        return run(_gather(samples))
+    if type(samples) is list:
+        # Looked at type by type: most batches have one, and a look at each of a thousand samples would take as long as
+        # fetching them.
+        for kind in set(map(type, samples)):
+            if kind not in _NEVER_AWAITED and hasattr(kind, "__await__"):
+                return run(_gather(samples))
     return samples
 
 

@@ -51,6 +51,7 @@ class WholeBatches:
 
     Attributes:
         is_collated: ``__getitems__`` of the dataset returns a batch.
+        is_in_memory: Batches may be gathered: `find` is worth a look.
         by_sample: Samples are asked for one by one though the dataset has ``__getitems__``.
     """
 
@@ -59,11 +60,11 @@ class WholeBatches:
         self.by_sample = by_sample and not (self.is_collated or seeds_samples(dataset)) and has_samples(dataset)
         self._dataset = dataset
         self._is_default = auto_collation and is_default(collate_fn)
-        self._is_in_memory = gathers(dataset, auto_collation, collate_fn)
+        self.is_in_memory = gathers(dataset, auto_collation, collate_fn)
 
     def find(self, keys: Any) -> Rows | None:
         """Return the rows of a batch; None if its samples are to be fetched."""
-        return rows_of(self._dataset, keys) if self._is_in_memory and stacks_tuples() else None
+        return rows_of(self._dataset, keys) if self.is_in_memory and stacks_tuples() else None
 
     def ready(self, samples: Any, keys: Any) -> Any:
         """Return what ``__getitems__`` returned of these keys, as a batch if that is what it is."""

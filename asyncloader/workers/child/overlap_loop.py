@@ -216,8 +216,8 @@ class OverlapLoop:
         """Hand tickets on, once the dataset is open."""
         while self._is_open and self._tickets:
             seq, keys = self._tickets.popleft()
-            if (refused := self._maker.refused(seq, keys)) is not None:
-                self._transport.send_outcome([refused])
+            if self._maker.refuses(keys):
+                self._transport.send_outcome([self._maker.refused(seq, keys)])
             elif self._overlap is not None and not self._ended:
                 self._overlap.add(seq, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)
 
