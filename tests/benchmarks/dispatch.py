@@ -10,8 +10,8 @@ run to the end of the data (with --quick: 0.3 s of them).
 Targets: at least 8 times torch's batches a second with batch_size=1 at default options, for both faces (with
 prefetch_factor=4 more is expected, the bound is the same); at least 4 times with batches of 1024.
 
-Without workers the CPU time of a batch is compared, with batches of 1 and of 32 samples, in runs of 1 s. Target: at most
-1.1 times torch's.
+Without workers the CPU time of a batch is compared, with batches of 1 and of 32 samples, in runs of 1 s. Target: at
+most 1.1 times torch's.
 
 Peak memory is that of a fresh process per side that takes batches of one for 1.5 s.
 
@@ -77,7 +77,8 @@ def here(bench: Bench, name: str, seconds: float, **options: Any) -> Run:
 def measure(bench: Bench) -> None:
     rounds, seconds = (2, 0.3) if bench.quick else (7, 2.0)
     for batch_size in (1, 32):
-        sides = {f"{name} for": partial(here, bench, name, seconds / 2, batch_size=batch_size) for name in bench.loaders}
+        own = {"seconds": seconds / 2, "batch_size": batch_size}
+        sides = {f"{name} for": partial(here, bench, name, **own) for name in bench.loaders}
         targets = {"ours for": Target("<=", 1.1)}
         bench.compare(f"no workers, batch_size={batch_size}", "cpu us/batch", sides, rounds=rounds, targets=targets)
     cases: list[tuple[str, int, float, float, dict[str, Any]]] = [
