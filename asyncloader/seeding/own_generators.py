@@ -109,8 +109,8 @@ class OwnGenerators:
             log.warning(
                 "The dataset made random generators of its own while it made its first batch (%s), too late to be "
                 "seeded: what they draw depends on the number of workers, and differs from run to run unless they were "
-                "seeded. Make them in __init__, and they are seeded for each batch; or draw from the global generators "
-                "or from asyncloader.sample_rng().",
+                "seeded. Make them in __init__, and they are seeded with the global ones; or draw from these, or from "
+                "asyncloader.sample_rng().",
                 ", ".join(late[:_SHOWN]) + ", ..." * (len(late) > _SHOWN),
             )
 

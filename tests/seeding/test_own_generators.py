@@ -210,9 +210,34 @@ class Late(Photos):
         return float(self.rng.random())
 
 
-def test_generators_that_come_too_late_are_told(caplog: pytest.LogCaptureFixture) -> None:
+class LateInBlocks(Late):
+    def __getitem__(self, index: int) -> float:
+        with sample_seed():
+            return super().__getitem__(index)
+
+
+class LateAtOnce(Late):
+    async def __getitem__(self, index: int) -> float:  # type: ignore[override]
+        with sample_seed():
+            return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "num_workers", "options"),
+    [
+        (Late, 0, {}),
+        (LateInBlocks, 1, {"worker_backend": "thread"}),
+        (LateInBlocks, 1, {"worker_backend": "thread", "concurrency": 2}),
+        (LateAtOnce, 0, {}),
+    ],
+    ids=["one by one", "in a thread", "on threads", "awaited"],
+)
+def test_generators_that_come_too_late_are_told(
+    dataset: type[Photos], num_workers: int, options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Once, with their name and what to do: their first batch was not seeded."""
-    samples(Late(), 0, seeding="sample")
+    torch.manual_seed(3)
+    list(DataLoader(dataset(), 4, num_workers=num_workers, seeding="sample", **options))  # type: ignore[call-arg]
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 1
     assert "(rng), too late to be seeded" in told[0]

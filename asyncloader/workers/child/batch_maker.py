@@ -314,14 +314,17 @@ class BatchMaker:
         """Make a batch. What is raised stands for it, but for what the worker cannot go on after."""
         if self.refuses(keys):
             return self.refused(seq, keys)
-        if (own := self._own) is None or not self._seeds:
+        if (own := self._own) is None:
             return self._make(seq, keys, waited_s)
-        with own.left_alone():
+        with own.left_alone() if self._seeds else contextlib.nullcontext():
             outcome = self._make(seq, keys, waited_s)
+        self._look_for_late_ones(own)
+        return outcome
+
+    def _look_for_late_ones(self, own: OwnGenerators) -> None:
         own.look_for_late_ones()
         if not own:
             self._own = None
-        return outcome
 
     def _make(self, seq: int, keys: Any, waited_s: float) -> Outcome:
         work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
@@ -404,6 +407,8 @@ class BatchMaker:
         """
         sample_context.enter(self.seeder, work.seq, COLLATION if work.first is not None else BATCH, work.first)
         samples: Any = None
+        if self._own is not None:
+            self._look_for_late_ones(self._own)
         try:
             if self.keeper is not None and not self.spec.is_iterable:
                 work.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
