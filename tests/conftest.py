@@ -25,7 +25,7 @@ import torch.utils.data
 from tests import covering, deadlines, effort, small_forks
 from tests.beside import Room
 from tests.leftovers import Holdings
-from tests.nursery import Nursery, Program
+from tests.nursery import End, Nursery, Program
 
 START_METHODS = ("fork", "forkserver", "spawn")
 ALONE = ("alone", "soak", "benchmark", "gpu")
@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "forked(reason): workers are forked, whatever this platform does by default")
     config.pluginmanager.register(deadlines)
     effort.is_quick = "slow" in config.option.markexpr
+    hypothesis.settings.register_profile("this run", max_examples=effort.examples(100))
+    hypothesis.settings.load_profile("this run")
     config.stash[ROOM] = Room(getattr(config, "workerinput", {}).get("room"))
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -249,12 +251,13 @@ def nursery() -> Iterator[Nursery]:
 def start(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Program]]:
     """Starts a program from its source; what is left of it in the end is killed."""
     programs = []
-    destructors = request.node.get_closest_marker("destructors") is not None
+    marked = [end for end in (End.DESTRUCTORS, End.INTERPRETER) if request.node.get_closest_marker(end)]
+    end = marked[0] if marked else End.HOOKS
 
     def begin(source: str, *arguments: object, **environment: str) -> Program:
         path = tmp_path / f"program_{len(programs)}.py"
         path.write_text(textwrap.dedent(source))
-        programs.append(nursery.start(path, *map(str, arguments), destructors=destructors, **environment))
+        programs.append(nursery.start(path, *map(str, arguments), end=end, **environment))
         return programs[-1]
 
     yield begin

@@ -5,10 +5,8 @@
                                                                 └── the program, as `__main__`, in a session of its own
 
 A fault needs a real process: one to kill, to interrupt, to let end. Starting Python and importing torch takes seconds,
-a fork milliseconds. What follows the fork is the real thing: the program runs in the interpreter's main module, and
-when it ends the interpreter is finalized, with its exit hooks, and its status is the system's. Only what C++ does after
-that is left out where a test is not about the end: the destructors of torch's registries take 0.3 s of CPU time, for
-they write to every page that the program shares with this process.
+a fork milliseconds. What follows the fork is the real thing: the program runs in the interpreter's main module. How far
+its end goes is what costs most, for it writes to every page that the program shares with this process (`End`).
 
 Workers of a program are forked unless it says otherwise: most programs here have no guard around their main part.
 
@@ -17,8 +15,10 @@ This file is run as a script (the nursery's side) and imported (the side of the 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import enum
 import faulthandler
 import io
 import json
@@ -29,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 import warnings
@@ -36,6 +37,14 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class End(enum.StrEnum):
+    """How far a program goes that has come to its end."""
+
+    HOOKS = enum.auto()  # threads are joined, exit hooks run
+    INTERPRETER = enum.auto()  # the interpreter is finalized: 0.1 s of CPU time more
+    DESTRUCTORS = enum.auto()  # C++ takes down torch's registries: 0.1 s more, 0.3 s on a busy machine
 
 
 # ------------------------------------------------------------------------------------------------ the nursery's side
@@ -85,7 +94,7 @@ def settle(request: dict[str, Any], stdout: int, stderr: int) -> None:
         os.close(fd)
     sys.stdout, sys.stderr = open_output(1), open_output(2)
     faulthandler.register(signal.SIGQUIT)  # see Program.kill_hung
-    if not request["destructors"]:
+    if request["end"] != End.DESTRUCTORS:
         leave_without_destructors()
     multiprocessing.set_start_method("fork")
     sys.argv = [request["path"], *request["arguments"]]
@@ -99,6 +108,15 @@ def leave_without_destructors() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # glibc: called with the status, the latest registered first
         libc.on_exit(libc._exit, None)
+
+
+def leave_after_hooks(status: int) -> None:
+    """End the process when what it has asked for at its end is done, and leave the interpreter as it is."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def open_output(fd: int) -> io.TextIOWrapper:
@@ -121,7 +139,7 @@ def main() -> types.CodeType:
     small_forks.settle()
     request = serve_requests(socket.socket(fileno=int(sys.argv[1])))
     path = request["path"]
-    globals()["_nursery"] = sys.modules["__main__"]
+    globals().update(_nursery=sys.modules["__main__"], ends=End(request["end"]))
     program = types.ModuleType("__main__")
     program.__file__ = path
     sys.modules["__main__"] = sys.modules["__mp_main__"] = program
@@ -235,15 +253,15 @@ class Nursery:
         )
         theirs.close()
 
-    def start(self, path: Path, *arguments: str, destructors: bool = True, **environment: str) -> Program:
-        """Run the file as a program, in its folder; with or without the destructors of C++ at its end."""
+    def start(self, path: Path, *arguments: str, end: End = End.HOOKS, **environment: str) -> Program:
+        """Run the file as a program, in its folder, so far to its end."""
         pipes = [os.pipe() for _ in range(3)]
         request = {
             "path": str(path),
             "folder": str(path.parent),
             "arguments": arguments,
             "environment": environment,
-            "destructors": destructors,
+            "end": end,
         }
         socket.send_fds(self._control, [json.dumps(request).encode()], [write for _, write in pipes])
         for _, write in pipes:
@@ -264,4 +282,12 @@ class Nursery:
 
 if __name__ == "__main__":
     # Not in a function: the program is to end as any program does, by coming to the end of its main module.
-    exec(main(), sys.modules["__main__"].__dict__)
+    program = main()
+    try:
+        exec(program, sys.modules["__main__"].__dict__)
+    except SystemExit as exited:
+        if globals()["ends"] is not End.HOOKS or not isinstance(exited.code, int | None):
+            raise
+        leave_after_hooks(exited.code or 0)
+    if globals()["ends"] is End.HOOKS:
+        leave_after_hooks(0)

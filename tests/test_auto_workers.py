@@ -18,7 +18,7 @@ from asyncloader.machine import usable_cores
 from asyncloader.settings import AutoWorkers
 from tests.test_num_workers import Stream
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 
 class Drawing(Dataset[Any]):
@@ -124,6 +124,7 @@ def test_a_number_that_is_set_is_not_in_states(persistent: bool, taken: int) -> 
     loader.close()
 
 
+@pytest.mark.processes
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("said", ["found", "nothing"])
@@ -149,6 +150,7 @@ def test_an_iterator_that_goes_back_has_as_many_as_were_found(
     loader.close()
 
 
+@pytest.mark.processes
 def test_going_back_it_has_no_more_than_there_may_be() -> None:
     """Whoever took the state had more."""
     loader: Any = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2)
@@ -160,6 +162,7 @@ def test_going_back_it_has_no_more_than_there_may_be() -> None:
     loader.close()
 
 
+@pytest.mark.processes
 def test_an_iterator_of_a_number_that_was_set_keeps_that() -> None:
     """A state of before says another one."""
     loader: Any = DataLoader(Drawing(), 2, num_workers="auto", max_workers=2)

@@ -25,6 +25,7 @@ from asyncloader.seeding import turns
 LENGTH = 12
 
 pytestmark = [
+    pytest.mark.on_threads,
     pytest.mark.leaks("the background thread is another one than before"),
     pytest.mark.usefixtures("another_thread"),
 ]
@@ -206,6 +207,7 @@ async def test_a_batch_that_is_made_on_the_thread_of_async_for_does_not_undo_it(
     assert data.begun == [0, 1]
 
 
+@pytest.mark.processes
 def test_a_block_may_drop_its_own_run() -> None:
     """Nobody waits for itself."""
     held: list[Any] = []

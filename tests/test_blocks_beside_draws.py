@@ -20,6 +20,8 @@ from torch.utils.data import Dataset, Sampler
 from asyncloader import DataLoader, sample_seed
 from asyncloader.iteration.rng_snapshot import RNGSnapshot
 
+pytestmark = pytest.mark.on_threads
+
 LENGTH = 12
 
 inside = threading.Event()
@@ -151,6 +153,7 @@ def test_a_sampler_that_draws_as_it_is_read_draws_from_the_trainers_generators(k
     assert orders(read, dataset, sampler=Lazily(), **options) == expected
 
 
+@pytest.mark.processes
 def test_an_epoch_that_is_drawn_ahead_leaves_blocks_alone() -> None:
     """It is drawn, and what that has moved is put back, beside blocks of another loader."""
     options = {"shuffle": True, "num_workers": 2, "persistent_workers": True}

@@ -17,6 +17,8 @@ from torch.utils.data import ConcatDataset, DistributedSampler, IterableDataset,
 from asyncloader import ConfigurationError, DataLoader, ElasticSampler
 from asyncloader.datasets import TarShards
 
+pytestmark = pytest.mark.on_threads
+
 WAYS = [(0, False), (2, False), (2, True)]
 
 
@@ -190,6 +192,7 @@ class Fatal(Hidden):
         return super().__getitem__(index)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_who_takes_the_place_of_a_dead_worker_hears_of_it(method: str, tmp_path: Path) -> None:
     """Its copy is that of the first run, where it is not forked."""

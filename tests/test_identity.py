@@ -48,6 +48,8 @@ from asyncloader.samplers import (
     WeightedSampler,
 )
 
+pytestmark = pytest.mark.on_threads
+
 Options = dict[str, Any]
 COUNT = 48
 LENGTHS = [number % 7 + 1 for number in range(COUNT)]
@@ -341,6 +343,7 @@ def loader_of(kind: Any, options: Options) -> DataLoader[Any]:
     return DataLoader(DATA, size, **{name: kind(**options)})  # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(
     ("kind", "option", "decision"),

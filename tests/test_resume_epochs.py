@@ -16,6 +16,8 @@ from torch.utils.data import BatchSampler, ConcatDataset, IterableDataset, Sampl
 
 from asyncloader import DataLoader
 
+pytestmark = pytest.mark.on_threads
+
 LENGTH = 16
 PART = 3
 WAYS = [(0, False), (1, False), (1, True)]
@@ -286,6 +288,7 @@ class HiddenPlace(HiddenOrder):
         self._epoch, self._place = state["epoch"], state["place"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("num_workers", "persistent"), WAYS)
 @pytest.mark.parametrize("says", [None, 9])
 def test_an_epoch_that_is_set_goes_before_the_state_of_a_sampler(

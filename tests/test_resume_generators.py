@@ -22,7 +22,7 @@ from tests import effort, generators
 LENGTH = 18
 BATCH = 4
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 
 class Lazily(Sampler[int]):
@@ -53,7 +53,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none, then threads": (NONE, THREADS),
     "one worker, then four": ({"num_workers": 1}, {"num_workers": 4}),
     "three workers, then none": ({"num_workers": 3}, NONE),
-    "none, then two workers": (NONE, {"num_workers": 2}),
+    "none, then two workers": (NONE, {"num_workers": 2, "worker_backend": "process"}),
     "persistent workers": (
         {"num_workers": 2, "persistent_workers": True},
         {"num_workers": 1, "persistent_workers": True},

@@ -20,7 +20,7 @@ from asyncloader.testing import assert_resumable, assert_resumable_async
 
 LENGTH = 23
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 
 def share() -> tuple[int, int]:
@@ -178,7 +178,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "async, no state": (Forgetful, [2], {"concurrency": 5}),
 }
 
-ON_PROCESSES = ("no state, random", "of the dataset, persistent workers", "of iterators")
+ON_PROCESSES = ("no state, random", "of the dataset, persistent workers")
 """The others run on threads, and on processes each night. Threads share the generators that are drawn from."""
 
 
@@ -212,11 +212,11 @@ def maker(dataset: Callable[[], Any], num_workers: int, **options: Any) -> Calla
 def test_a_stream_goes_on_from_every_batch(case: str, num_workers: int, backend: str) -> None:
     """The rest of the epoch and the next one are the same, whoever tells the state, or nobody."""
     dataset, _, options = CASES[case]
-    if backend == "thread":
-        options = {**options, "worker_backend": backend}
-    assert_resumable(maker(dataset, num_workers, **options), restore_generators=num_workers == 0)
+    make = maker(dataset, num_workers, worker_backend=backend, **options)
+    assert_resumable(make, restore_generators=num_workers == 0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("dataset", "num_workers"), [(OfIterator, 0), (Noisy, 2)])
 async def test_a_stream_goes_on_in_async_for(dataset: Any, num_workers: int) -> None:
     """The same by the other face."""
@@ -309,6 +309,7 @@ class NoisyTwice(Stream):
             yield number, random.random(), sample_rng().random()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_stream_of_workers_that_had_earlier_epochs(persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Their generators are not those of workers that begin: the log says so; `sample_rng` draws the same."""
@@ -341,6 +342,7 @@ def test_a_stream_of_workers_that_had_earlier_epochs(persistent: bool, caplog: p
         assert [(batch[0], batch[2]) for batch in found] == [(batch[0], batch[2]) for batch in expected]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dataset", [Noisy, OfDataset, OfIterator])
 def test_a_stream_goes_on_after_deaths(dataset: Any, tmp_path: Path) -> None:
     """With a state, or declared to be the same each time: no sample is lost or comes twice, bit for bit."""
@@ -359,6 +361,7 @@ def test_a_stream_goes_on_after_deaths(dataset: Any, tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_a_stream_that_nobody_knows_the_place_in_is_not_gone_on_with(tmp_path: Path) -> None:
     """Its samples would be lost, or come twice: an error that says what would help, and the other workers go on."""
     (tmp_path / "8").touch()
@@ -372,6 +375,7 @@ def test_a_stream_that_nobody_knows_the_place_in_is_not_gone_on_with(tmp_path: P
     assert set(range(1, LENGTH - 4, 2)) <= set(found)
 
 
+@pytest.mark.processes
 def test_a_stream_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
     """After max_retries the error is raised; what follows is tried again, and is an error again."""
 

@@ -23,7 +23,7 @@ from asyncloader.testing import assert_resumable, assert_resumable_async
 
 LENGTH = 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 
 class Counting(Dataset[Any]):
@@ -127,8 +127,8 @@ def everything(loader: Any) -> list[Any]:
     [
         (0, {}),
         (0, {"snapshot_every_n_steps": 3}),
-        (2, {"snapshot_every_n_steps": 3}),
-        (2, {"snapshot_every_n_steps": 2, "persistent_workers": True}),
+        (2, {"snapshot_every_n_steps": 3, "worker_backend": "process"}),
+        (2, {"snapshot_every_n_steps": 2, "persistent_workers": True, "worker_backend": "process"}),
         (2, {"snapshot_every_n_steps": 4, "batch_size": None, "scheduling": "dynamic", "num_workers_again": 2}),
         (1, {"worker_backend": "thread"}),
         (1, {"persistent_workers": True, "batch_sampler": lambda: InThrees(Epochs()), "batch_size": 1}),
@@ -137,7 +137,7 @@ def everything(loader: Any) -> list[Any]:
 def test_a_map_style_dataset_is_resumed_in_its_state(num_workers: int, options: dict[str, Any]) -> None:
     """What its workers made since their states were taken is made again: with its keys, its seeds, and in its order."""
     is_alone = options.pop("num_workers_again", None) is None  # else which worker makes which batch is a matter of time
-    noisy = is_alone and num_workers > 0 and "worker_backend" not in options
+    noisy = options.get("worker_backend") == "process"  # threads share the generators that are drawn from
     assert_resumable(maker(lambda: Counting(noisy), 1 if not is_alone else num_workers, **options))
 
 
@@ -176,6 +176,7 @@ async def test_a_map_style_dataset_is_resumed_in_async_for() -> None:
     await assert_resumable_async(maker(Counting, 0, snapshot_every_n_steps=2))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("every", [1, 4, 0])
 def test_a_map_style_dataset_goes_on_after_a_death(every: int, tmp_path: Path) -> None:
     """Every index is read once but for what is made again, and without a state being taken the batches are right."""
@@ -199,6 +200,7 @@ def test_a_map_style_dataset_goes_on_after_a_death(every: int, tmp_path: Path) -
     assert found == expected
 
 
+@pytest.mark.processes
 def test_persistent_workers_that_die_in_a_later_epoch_keep_their_state(tmp_path: Path) -> None:
     """Another one begins where the dead one was, also before it has made a batch of that epoch."""
 
@@ -342,6 +344,7 @@ def test_samplers_are_iterated_over_as_often_as_without_a_state(num_workers: int
     assert again.begun == fresh.begun
 
 
+@pytest.mark.processes
 @pytest.mark.forked("events of multiprocessing are not sent")
 def test_out_of_order_with_a_sampler_that_has_a_state() -> None:
     """Batches that came early are not made again."""

@@ -22,7 +22,7 @@ from tests.faults.datasets import DEATHS, Augmented, Deadly, plain
 from tests.sameness import same
 
 OPTIONS: dict[str, Any] = {"scheduling": "split", "seeding": "sample"}
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 Point = namedtuple("Point", ["x", "label"])
 
 
@@ -149,6 +149,7 @@ class Images(Dataset[torch.Tensor]):
         return torch.full((200, 200), float(index))
 
 
+@pytest.mark.processes
 def test_a_collate_fn_of_the_users_gets_all_samples_in_one_worker() -> None:
     """They are its own: it may keep and change them, and draws what it would draw of a whole batch."""
     assert same(
@@ -325,6 +326,7 @@ def test_samples_that_cannot_be_sent_are_collated_where_they_are_made(dataset: A
 # ------------------------------------------------------------------------------------------------- deaths and hangs
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("death", ["SIGKILL", "sys.exit"])
 def test_an_epoch_with_a_death_in_every_slice_is_bit_identical(death: str, tmp_path: Path) -> None:
     """Each sample of the first batch ends its worker once; its slice is made again."""
@@ -334,6 +336,7 @@ def test_an_epoch_with_a_death_in_every_slice_is_bit_identical(death: str, tmp_p
     assert death in DEATHS
 
 
+@pytest.mark.processes
 def test_a_slice_that_always_kills_costs_its_batch(tmp_path: Path) -> None:
     """The error names the whole batch, and the next ones follow."""
     loader = DataLoader(Deadly(24, tmp_path, "SIGKILL", (11,), times=100), 8, num_workers=2, max_retries=1, **OPTIONS)
@@ -346,6 +349,7 @@ def test_a_slice_that_always_kills_costs_its_batch(tmp_path: Path) -> None:
     loader.close()
 
 
+@pytest.mark.processes
 def test_a_batch_whose_slice_is_left_out_is_left_out(tmp_path: Path) -> None:
     """With `on_crash="skip"`, and it counts once."""
     dataset = Deadly(24, tmp_path, "SIGKILL", (9, 14), times=100)
@@ -370,6 +374,7 @@ class HangsOnce(Augmented):
         return sample
 
 
+@pytest.mark.processes
 def test_a_slice_that_hangs_is_made_again(tmp_path: Path) -> None:
     """With `on_timeout="retry"`."""
     dataset = HangsOnce(tmp_path, 5)
@@ -392,6 +397,7 @@ def test_a_timeout_names_the_slice_that_is_late(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- the rest
 
 
+@pytest.mark.processes
 def test_persistent_workers_and_an_epoch_that_was_left() -> None:
     """What is still made of the last run does not come into the next one."""
     torch.manual_seed(0)
@@ -408,6 +414,7 @@ def test_persistent_workers_and_an_epoch_that_was_left() -> None:
     static.close()
 
 
+@pytest.mark.processes
 def test_a_run_is_resumed_in_its_middle() -> None:
     """From a state after each batch; with another number of workers."""
 
@@ -425,6 +432,7 @@ def test_a_run_is_resumed_in_its_middle() -> None:
         assert same(list(other), batches[done:])
 
 
+@pytest.mark.processes
 def test_workers_come_and_go_in_the_middle_of_a_batch() -> None:
     """The number of workers changes nothing else."""
     torch.manual_seed(0)
@@ -468,6 +476,7 @@ def test_out_of_order_batches_are_whole() -> None:
     assert sorted(found) == [list(range(i, i + 8)) for i in range(0, 40, 8)]
 
 
+@pytest.mark.processes
 async def test_async_for() -> None:
     """The other face."""
     torch.manual_seed(0)
@@ -488,6 +497,7 @@ class Batches:
         return len(self.batches)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("collate_fn", [None, list])
 def test_batch_samplers_of_the_users(collate_fn: Any) -> None:
     """Batches of any size are divided as far as that goes; empty ones are for a `collate_fn` of the user's."""
@@ -513,6 +523,7 @@ def test_statistics_count_batches_and_the_work_of_all_who_made_them(monkeypatch:
     assert sum(worker.busy_s for worker in stats.workers) == pytest.approx(stats.work.total_s)
 
 
+@pytest.mark.processes
 def test_the_option_alone_implies_its_seeding() -> None:
     """The batches are those of static scheduling with it."""
     assert DataLoader(Slow(8), scheduling="split")._settings().seeding == "sample"
@@ -546,6 +557,7 @@ def test_slices_that_differ_are_made_again_whole(only_once: bool, monkeypatch: p
     assert (slices[-1] > 1) is only_once
 
 
+@pytest.mark.processes
 def test_later_batches_are_made_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are not copied again once a batch has shown what they are like."""
     in_place: list[bool] = []
@@ -608,6 +620,7 @@ def test_streams_stay_static() -> None:
     ]
 
 
+@pytest.mark.processes
 def test_without_workers_there_is_nobody_to_share_with() -> None:
     """The option does no harm."""
     assert same(epoch(Slow(16), num_workers=0), epoch(Slow(16), scheduling="static"))

@@ -23,6 +23,8 @@ from asyncloader import DataLoader, LoaderStats
 from asyncloader.observe.tally import Tally, Timing
 from tests.loads import Load
 
+pytestmark = pytest.mark.on_threads
+
 
 class SomeBad(Load):
     """Every tenth sample raises."""
@@ -111,6 +113,7 @@ def test_what_was_mended_is_counted() -> None:
     batches.close()
 
 
+@pytest.mark.processes
 @pytest.mark.alone
 def test_persistent_workers_start_anew() -> None:
     """Each epoch has figures of its own, and what workers waited between two epochs is not theirs."""
@@ -156,6 +159,7 @@ def test_quantiles_are_right_to_within_five_percent() -> None:
     assert (zeros.p99_s, zeros.count) == (0.0, 5000)
 
 
+@pytest.mark.processes
 def test_an_epoch_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """One line at INFO, with the verdict; the figures come with the record, for metrics and for logs kept as JSON."""
     with caplog.at_level(logging.INFO, "asyncloader"):

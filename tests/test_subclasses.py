@@ -19,6 +19,8 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorData
 from asyncloader import DataLoader
 from asyncloader.loader import OPTIONS as OURS
 
+pytestmark = pytest.mark.on_threads
+
 OPTIONS: dict[str, Any] = {"scheduling": "dynamic", "seeding": "worker", "max_buffered_bytes": 0, "max_retries": 5}
 NUMBERS = list(range(12))
 
@@ -251,6 +253,7 @@ def test_a_sampler_that_was_advanced_is_read_on(num_workers: int, order: dict[st
     assert [batch.tolist() for batch in loader] == whole[3:]
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("_constructor_that_skips")
 def test_a_sampler_that_was_advanced_changes_no_seeds() -> None:
     loader = CountsForItself(RandomNumbers(), batch_size=2, num_workers=2)

@@ -23,6 +23,8 @@ from tests.datasets.test_shards import IDS, SHARDS, read_all, tar_bytes, text
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
+pytestmark = pytest.mark.on_threads
+
 BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
 
 
@@ -229,6 +231,7 @@ def test_damaged_shards_are_errors_at_construction(tmp_path: Path) -> None:
         IndexedTarShards([tmp_path / "none.tar"])
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("stream_of_the_portal")
 def test_over_http_blocks_are_read_once(server: FaultServer) -> None:
     """In the order of the shards, a request for each block; after a pickle as well."""

@@ -28,6 +28,8 @@ from asyncloader.samplers import BlockShuffleSampler
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
+pytestmark = pytest.mark.on_threads
+
 BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
 ROWS = 100  # of each file, in row groups of 30
 
@@ -181,6 +183,7 @@ async def test_it_travels(paths: list[Path]) -> None:
     assert await rows_of(pickle.loads(data), [150]) == [{"id": 150}]
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("stream_of_the_portal")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_over_http(server: FaultServer, num_workers: int) -> None:

@@ -24,6 +24,8 @@ from tests.nursery import Program
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
+pytestmark = pytest.mark.on_threads
+
 BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DOCUMENTS = [7, 0, 1, 12, 3]  # tokens in each
@@ -130,6 +132,7 @@ def test_every_layout_has_each_token_where_it_belongs(
     assert list(zip(*map(np.ndarray.tolist, found), strict=True)) == expected
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_the_same_in_every_loader(loader_class: Any, paths: list[Path], num_workers: int) -> None:
     """Stacked from the files into the batch; a batch may be written to, and the files are as they were."""

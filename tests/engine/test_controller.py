@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncloader.engine.controller import Controller
 from asyncloader.observe.figures import Load
+from tests.effort import examples
 
 STEP_S = 0.02
 
@@ -148,7 +149,7 @@ LOADS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=examples(60), derandomize=True)
 @given(LOADS)
 def test_it_comes_to_a_good_number_within_5_s_and_stays_there(world: World) -> None:
     """For samples that wait, whatever training takes, and wherever it begins."""
@@ -160,7 +161,7 @@ def test_it_comes_to_a_good_number_within_5_s_and_stays_there(world: World) -> N
     assert len(world.history) - changes <= 8, f"it flutters: {world.history}"
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=examples(60), derandomize=True)
 @given(LOADS, st.floats(0.001, 0.1), st.floats(0.002, 0.2))
 def test_it_follows_a_load_that_changes(world: World, train: float, work: float) -> None:
     """Within 5 s, in either direction."""
@@ -245,7 +246,7 @@ ELSEWHERE = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=examples(60), derandomize=True)
 @given(ELSEWHERE)
 def test_other_machines_help_where_this_one_does_not_do(world: World) -> None:
     """Within 10 s it comes to what this machine's and theirs can do together, and stays there."""

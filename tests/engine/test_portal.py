@@ -17,6 +17,8 @@ from asyncloader.engine.portal import Portal, get_portal
 from asyncloader.workers.child import loops
 from tests.nursery import Program
 
+pytestmark = pytest.mark.interpreter
+
 
 def test_call_gives_the_result() -> None:
     """A function runs on the loop thread; what it returns comes back."""

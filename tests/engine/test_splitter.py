@@ -35,6 +35,7 @@ from asyncloader.observe.record import Record
 from asyncloader.workers.protocol.failure import BadSample, RemoteError
 from asyncloader.workers.protocol.messages import Slice
 from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut
+from tests.effort import examples
 
 MOST_WORKERS = 5
 
@@ -323,7 +324,7 @@ class Model(RuleBasedStateMachine):
         assert there.splitter.num_void == len(there.batches) - len(there.delivered)
 
 
-Model.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestEveryInterleaving = Model.TestCase
 
 

@@ -15,6 +15,8 @@ from torch.utils.data import Dataset, IterableDataset
 from asyncloader import DataLoader
 from tests.faults.datasets import Augmented, plain
 
+pytestmark = pytest.mark.on_threads
+
 FACES = ["for", "async for"]
 
 
@@ -141,6 +143,7 @@ class Generated(IterableDataset[int]):
         raise Bad("sample 5 is bad")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 2])
 async def test_too_many_bad_samples_raise(num_workers: int) -> None:
     """From the first batch on that exceeds max_errors, in the order of batches whatever worker is faster."""
@@ -176,6 +179,7 @@ class AugmentedFlawed(Augmented):
         return sample
 
 
+@pytest.mark.processes
 async def test_what_is_mended_is_the_same_every_time() -> None:
     """Any number of workers, any scheduling: the same samples are left out, the rest draws the same numbers."""
     import torch

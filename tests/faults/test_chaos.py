@@ -18,8 +18,8 @@ SLOW = pytest.mark.slow
 FAILED_ONCE = [
     # sys.exit, KeyboardInterrupt in a sample of a stream: the dying worker told the end of its data.
     pytest.param(424261, id="telling stream, sys.exit, 424261"),
-    pytest.param(424269, id="async stream, KeyboardInterrupt, 424269"),
-    pytest.param(424590, id="async stream, a batch is missing, 424590"),
+    pytest.param(424269, id="async stream, KeyboardInterrupt, 424269", marks=SLOW),
+    pytest.param(424590, id="async stream, a batch is missing, 424590", marks=SLOW),
     pytest.param(424700, id="async stream, second epoch, 424700", marks=SLOW),
     pytest.param(900026, id="telling stream, left and begun again, 900026", marks=SLOW),
     pytest.param(900057, id="async stream, KeyboardInterrupt near the end, 900057", marks=SLOW),
@@ -41,9 +41,9 @@ def test_what_failed_once(seed: int) -> None:
 
 @pytest.mark.parametrize("place", ["process", "thread", "here"])
 def test_disturbed_epochs_are_those_of_an_undisturbed_loader(place: str) -> None:
-    """Runs that nobody has seen, wherever the workers are."""
+    """A run that nobody has seen, wherever the workers are."""
     first = chaos.seed_of_the_clock()
-    assert len(dict(chaos.soak(first, runs=2, seconds=float("inf"), place=place, name="disturbed"))) == 2
+    assert len(dict(chaos.soak(first, runs=1, seconds=float("inf"), place=place, name="disturbed"))) == 1
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(8, marks=SLOW)])
@@ -53,7 +53,7 @@ def test_the_same_runs_each_time(runs: int) -> None:
     assert sum(len(happened) > 1 for happened in played.values()) >= runs - 2
 
 
-@pytest.mark.parametrize("runs", [3, pytest.param(12, marks=SLOW)])
+@pytest.mark.parametrize("runs", [2, pytest.param(12, marks=SLOW)])
 @pytest.mark.parametrize("name", [name for name in chaos.PROPERTIES if name != "disturbed"])
 def test_properties_hold(name: str, runs: int) -> None:
     """Of states, signals and errors inside: runs that nobody has seen."""

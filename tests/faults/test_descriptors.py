@@ -38,7 +38,7 @@ def report(*epochs):
         file.write(repr([epoch == list(range(40)) for epoch in epochs]))
 """
 
-pytestmark = pytest.mark.destructors
+pytestmark = pytest.mark.interpreter
 
 
 def assert_right(program: Program, epochs: int) -> None:

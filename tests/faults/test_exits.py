@@ -12,9 +12,10 @@ from tests.nursery import Program
 
 Run = Callable[..., Program]
 
-pytestmark = pytest.mark.destructors
+pytestmark = pytest.mark.interpreter
 
 
+@pytest.mark.destructors
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -39,6 +40,7 @@ if __name__ == "__main__":
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
+@pytest.mark.destructors
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
@@ -310,6 +312,7 @@ begun.wait()
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
 
 
+@pytest.mark.destructors
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -331,6 +334,7 @@ say("bye")
     assert_within(1.0, attempt)  # the grace is 1.5 s
 
 
+@pytest.mark.destructors
 def test_a_batch_in_work_on_a_thread_at_the_end(run: Run) -> None:
     """num_workers=0 with `async for`: the thread may be inside torch, which must not crash the interpreter's end."""
     main = """
@@ -386,6 +390,7 @@ def begin(loader, face):
 """
 
 
+@pytest.mark.destructors
 @pytest.mark.parametrize(
     ("loader", "face"),
     [

@@ -9,6 +9,8 @@ import pytest
 from tests.faults.programs import FACES, NUMBERS
 from tests.nursery import Program
 
+pytestmark = pytest.mark.interpreter
+
 Run = Callable[..., Program]
 
 FORK = """

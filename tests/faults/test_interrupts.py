@@ -14,6 +14,8 @@ import pytest
 from tests.faults.programs import HUNG, NUMBERS, assert_within, end_alone, seconds_after
 from tests.nursery import Program
 
+pytestmark = pytest.mark.interpreter
+
 Start = Callable[..., Program]
 
 LOOPS = {

@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "several at once": (Counting, {"concurrency": 2, **THREADS}),
     "next epoch ahead": (Counting, {"prefetch_epochs": 1, "shuffle": True, **THREADS}),
 }
-SOME = 10  # one moment in so many
+SOME = 30  # one moment in so many
 QUICK = ("shuffled", "bad samples", "stream", "processes", "threads", "bad samples in workers")
 
 

@@ -19,6 +19,8 @@ from asyncloader.transport.arena import PAGE, Arena, Extents, MemfdArena, NamedA
 from asyncloader.transport.loans import ArenaHandle
 from tests.nursery import Program
 
+pytestmark = pytest.mark.interpreter
+
 SIZE = 1 << 28
 KINDS = [MemfdArena, NamedArena]
 

@@ -22,6 +22,7 @@ from asyncloader.transport.codec import Encoder
 from asyncloader.transport.join import CannotJoin, CollatedSlice, collated, columns_of, join
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
+from tests.effort import examples
 from tests.sameness import same
 from tests.transport.wire import make_pool
 
@@ -196,7 +197,7 @@ def test_a_worker_that_may_still_write_keeps_the_slabs(worker: Worker, pool: Sla
 
 
 @pytest.mark.usefixtures("in_worker")
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(1, 9), data=st.data())
 def test_any_division(count: int, data: st.DataObject) -> None:
     """Slices of any size, one batch after the other in the same slabs."""

@@ -15,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from torch.utils.data import default_collate
 
 from asyncloader.transport.join import CannotJoin, collated, columns_of, join
+from tests.effort import examples
 from tests.sameness import same
 
 Point = namedtuple("Point", ["x", "label"])
@@ -83,7 +84,7 @@ def joined(samples: list[Any], bounds: list[int]) -> Any:
     return join([collated(part, default_collate(part), default_collate) for part in slices])
 
 
-@hypothesis_settings(max_examples=300, deadline=None)
+@hypothesis_settings(max_examples=examples(300), deadline=None)
 @given(batches(), st.data())
 def test_what_is_joined_is_what_torch_collates_at_once(samples: list[Any], data: st.DataObject) -> None:
     """Any samples, in any slices: the same, bit for bit, or it is made at once."""

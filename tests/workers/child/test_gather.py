@@ -21,6 +21,7 @@ from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.whole import Rows, Whole
 from asyncloader.workers.child.fetch import make_fetcher
 from asyncloader.workers.child.gather import is_in_memory
+from tests.effort import examples
 
 LENGTH = 20
 
@@ -209,7 +210,7 @@ def test_all_else_is_fetched_as_torch_does(name: str) -> None:
         assert not is_whole or name.startswith("several")  # where the keys are all in one part
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_tree_of_datasets(data: st.DataObject) -> None:
     """Subsets and parts of each other, however deep."""
@@ -268,10 +269,10 @@ def test_collation_that_the_user_changed_is_used(monkeypatch: pytest.MonkeyPatch
     assert type(make_fetcher(tensors(), collate_fn=default_collate, **options | {"auto_collation": False})(1)) is tuple
 
 
-WAYS: list[dict[str, Any]] = [
+WAYS: list[Any] = [
     {"num_workers": 0},
     {"num_workers": 2},
-    {"num_workers": 1, "multiprocessing_context": "spawn"},
+    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
     {"num_workers": 2, "worker_backend": "thread"},
     {"num_workers": 0, "concurrency": 4},
     {"num_workers": 1, "concurrency": 4},
