@@ -1,4 +1,4 @@
-"""Draw the picture of docs/far.md of what tests/benchmarks/many_machines.py wrote.
+"""Draw the picture of docs/other-machines.md of what tests/benchmarks/many_machines.py wrote.
 
 python docs/draw_many_machines.py many_machines.json
 """

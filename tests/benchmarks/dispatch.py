@@ -21,6 +21,12 @@ from 1.5 to 0.03 a batch. A worker looked into its socket before every ticket, n
 left in the worker: seeding 8 us (random and numpy 3 each), collation 2, encoding 3; in the parent: scheduling 5,
 decoding 3. With batches of 1024 the sampler (12 us), pickling the indices (8 and 14) and the dataset's own
 `__getitem__` (40) are most.
+
+Without workers, on 24 November 2026 (two cores beside other jobs, torch 2.13, Python 3.11): 1.32 times torch's CPU time
+with batches of 1, 1.15 with batches of 32; the same day it had been 2.9 and 2.2 before. Of torch's 25 us, 8 are its
+profiler's range, which we leave out unless a profiler runs. With a collate_fn that does nothing ours takes 20 us. Left
+out one at a time, the parts save: reading the sampler 4.4 us, taking the batch, so that an interrupt loses nothing,
+4.2, counting it for the figures 4.1, fetching 3.8, the record of its times 1.5, the look at the process's id 0.3.
 """
 
 from __future__ import annotations
