@@ -23,9 +23,9 @@ nothing at all go that way (main thread, loop thread, worker, loop thread, main 
 the caches. The worker that a message wakes takes the core of the thread that is to send the next one: with the parent
 on one core and the workers on the other it is 1.3. Of an epoch's start with 8 new workers half the CPU time of each
 worker went into a look at its own memory after its second batch, 5 ms of the kernel's for all that torch has mapped;
-the first look comes a second later now, and the workers take what torch's take. The trainer takes 90 ms where torch
-takes 62: the executor of each worker, with two threads and five semaphores, and the pages that these write to between
-two forks.
+the first look comes a second later now, and the workers take what torch's take. The trainer took 90 ms where torch
+takes 62: for the executor that each worker had, with two threads and five semaphores, and the pages that these write to
+between two forks. All workers of a start have one executor now, which they are given when they run: 1.1 of torch's.
 """
 
 from __future__ import annotations

@@ -278,12 +278,14 @@ class DieOnce:
 def test_a_worker_that_is_gone_before_it_is_known_is_replaced(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has ended, and the executor or the fork server has reaped it, before anybody could open its pidfd."""
+    """It has ended, and the program or the fork server has reaped it, before anybody could open its pidfd."""
     open_pidfd, was_gone = os.pidfd_open, []
 
     def when_gone(pid: int, flags: int = 0) -> int:
         if not was_gone:
             deadline = time.monotonic() + 60
+            if start_method != "forkserver":
+                os.waitpid(pid, 0)
             while psutil.pid_exists(pid) and time.monotonic() < deadline:
                 time.sleep(0.001)
             was_gone.append(not psutil.pid_exists(pid))

@@ -116,10 +116,10 @@ class _Pickled:
 def start(
     worker_id: int, ends: Ends, work: Later, start_method: str, origin: Origin | None, main: dict[str, str]
 ) -> None:
-    """Make this process a worker and stay until told to end: the initializer of the executor, which never needs a task.
+    """Make this process a worker and stay until told to end.
 
-    A task would come through the executor's queue, for which two threads of the parent must have their turns while it
-    forks the next worker: 4 ms of the 22 until a first batch. Executors hide what an initializer raises, so nothing is
+    That is what the process is started for. A task would come through the queue of its executor, for which two threads
+    of the parent must have their turns while it forks the next worker: 4 ms of the 22 until a first batch. Nothing is
     raised in here that `serve` has not dealt with.
 
     Args:

@@ -67,7 +67,7 @@ def _opened(source: Any) -> WorkerSpec | Exception:
 def _wait_to_be_killed() -> None:
     """Clean up and stay, for a moment: the connection is gone, so the parent is, or is about to kill this process.
 
-    To return would have the executor write to connections that may be gone too, and tell of it on stderr.
+    To return would end it with another exit code than that of a process that was killed.
     """
     with contextlib.suppress(OSError, ValueError):  # whoever read what it prints may be gone as well
         _clean_up()

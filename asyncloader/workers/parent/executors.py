@@ -1,4 +1,9 @@
-"""What Python's executors do at the end of the interpreter, and how they are had back from there.
+"""The executors that worker processes belong to, and what Python's executors do at the end of the interpreter.
+
+An executor starts its processes when it gets its first task, and each has two threads, which write to memory that a
+fork shares with the child: with an executor for each worker, started with it, a worker cost this process twice the
+time. So workers are launched first, one after the other, and then all given to one executor. Its queues are not used.
+If one dies, the executor takes itself for broken, and waits for the others, which it would have ended.
 
     main thread ends ──> concurrent.futures' own hook: executors take no tasks any more, their threads end
                      ──> open_again: a thread trains on, and begins anew ──> end: that thread has ended too
@@ -10,8 +15,17 @@ from __future__ import annotations
 
 import concurrent.futures.process
 import concurrent.futures.thread
+import signal
 import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
+
+from asyncloader.workers.parent.launching import handlers_wait, masked
 
 _processes, _threads = cast(Any, concurrent.futures.process), cast(Any, concurrent.futures.thread)
 
@@ -48,3 +62,75 @@ def has(thread: threading.Thread) -> bool:
 def end_threads() -> None:
     """Do now what the hook of concurrent.futures does with threads: tell them to end, and wait for them."""
     _threads._python_exit()
+
+
+class Running:
+    """A process that runs already, as the executor that it belongs to sees it: by its sentinel, and not reaped by it.
+
+    Args:
+        process: It, kept as long as the executor listens to its sentinel.
+    """
+
+    exitcode = None
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.pid = process.pid
+        self.sentinel = process.sentinel
+        self._process = process
+
+    def start(self) -> None:
+        """Nothing: it runs."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return not wait([self.sentinel], 0)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended."""
+        wait([self.sentinel], timeout)
+
+    def terminate(self) -> None:
+        """Nothing: an executor that is broken would end the others too."""
+
+    kill = terminate
+
+
+class _Adopting(ForkContext):
+    """Gives an executor processes that run already. Of what a fork context makes nothing needs a resource tracker."""
+
+    def __init__(self, processes: Sequence[Running]) -> None:
+        self._given = iter(processes)
+
+    def Process(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Return the next one."""
+        return next(self._given)
+
+
+_managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def adopt(processes: Sequence[Running]) -> threading.Thread:
+    """Have an executor take processes, which are not to be none; return its thread, which ends after the last of them.
+
+    Executors refuse once Python's exit hook has run. That may come just after ours (:mod:`asyncloader.engine.exits`),
+    when a thread that trains on has begun anew; whoever may not is refused before.
+    """
+    executor = ProcessPoolExecutor(len(processes), mp_context=_Adopting(processes))
+    with handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+        try:
+            executor.submit(int)
+        except RuntimeError:
+            if are_open():
+                raise
+            open_again()
+            executor.submit(int)
+        manager: threading.Thread = cast(Any, executor)._executor_manager_thread
+        _managers.add(manager)
+    return manager
+
+
+def forget_in_child() -> None:
+    """Forget the threads of adopting executors, in a forked child: its exit hooks would wake those of the parent."""
+    for manager in tuple(_managers):
+        _processes._threads_wakeups.pop(manager, None)
+    _managers.clear()

@@ -11,12 +11,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import util
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncloader.workers.backend import Launch
-from asyncloader.workers.parent import executors
 
 T = TypeVar("T")
 
@@ -64,20 +63,10 @@ def carry_out(steps: Generator[Launch, None, T]) -> T:
         return result
 
 
-def start_process(executor: ProcessPoolExecutor) -> None:
-    """Have an executor start its process, in the calling thread.
-
-    It refuses once Python's exit hook has run. That may come just after ours (:mod:`asyncloader.engine.exits`), when a
-    thread that trains on has begun anew; whoever may not is refused before.
-    """
+def start_process(process: BaseProcess) -> None:
+    """Start a process, in the calling thread."""
     dropped = _dropped_in_child()  # and kept: where a process is forked this frame is there too, to the end
-    try:
-        executor.submit(int)
-    except RuntimeError:
-        if executors.are_open():
-            raise
-        executors.open_again()
-        executor.submit(int)
+    process.start()
     del dropped
 
 

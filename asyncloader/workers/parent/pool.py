@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.context import BaseContext
 from time import perf_counter
 from typing import Any
 
+from asyncloader.errors import could_not_start
 from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.workers.backend import Launch, Listener
 from asyncloader.workers.child.guarded_loop import GuardedLoop
-from asyncloader.workers.parent import fresh
+from asyncloader.workers.parent import executors, fresh
 from asyncloader.workers.parent.launching import carry_out
 from asyncloader.workers.parent.process import WorkerProcess
 from asyncloader.workers.protocol.failure import RemoteError, with_notes
@@ -74,7 +78,7 @@ class Pool:
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
         self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
-        self._unreaped: list[WorkerProcess] = []  # gone, but for the thread of their executor that waits for them
+        self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
         self._closing = False
         self._is_starting = False  # somebody may be launching one more
 
@@ -123,7 +127,7 @@ class Pool:
         """Start one process after the other; `started` is called after each. On failure those that did start are ended.
 
         Yields:
-            What launches the next process, to be called before the next step.
+            What launches the next process, or deals with all of them, to be called before the next step.
 
         Raises:
             WorkerStartError: if the system has no room.
@@ -140,6 +144,8 @@ class Pool:
                 if self._epoch is not begun:  # while it was being launched
                     self.processes[worker].channel.send(Kind.EPOCH, pickle.dumps(self._epoch))
                 started()
+            if not self._closing:
+                yield partial(self._adopt, self.processes.values())
         except BaseException:
             self._closing = True
             raise
@@ -203,7 +209,27 @@ class Pool:
 
     def _start_beside(self, worker: int, num_workers: int) -> WorkerProcess:
         epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
-        return carry_out(self._start_one(worker, epoch._replace(num_workers=num_workers)))
+        process = carry_out(self._start_one(worker, epoch._replace(num_workers=num_workers)))
+        try:
+            self._adopt([process])
+        except BaseException:
+            self._leaving.add(process)
+            process.end(0.0)
+            raise
+        return process
+
+    def _adopt(self, processes: Iterable[WorkerProcess]) -> None:
+        """Give processes that were started to an executor. In any thread.
+
+        Raises:
+            WorkerStartError: if the system has no room for it.
+        """
+        running = [each for process in tuple(processes) if (each := process.running()) is not None]
+        if running:
+            try:
+                self._managers.add(executors.adopt(running))
+            except OSError as error:
+                raise could_not_start(error) from error
 
     def renew(self, worker: int, num_workers: int) -> None:
         """Start a process that is to take the place of this worker id's."""
@@ -241,10 +267,12 @@ class Pool:
         self._maybe_closed()
 
     def wait_dead(self, timeout_s: float) -> bool:
-        """Wait until all processes are gone and reaped, replaced ones too. In any thread but the loop's."""
+        """Wait until all processes are gone, replaced ones too, and the threads of their executors. Not on the loop."""
         deadline = time.monotonic() + timeout_s
-        everyone = [*self._everyone(), *self._unreaped]
-        waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in everyone]
+        waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in self._everyone()]
+        for manager in tuple(self._managers):
+            manager.join(max(0.0, deadline - time.monotonic()))
+            waits.append(not manager.is_alive())
         return all(waits)
 
     # ------------------------------------------------------------------------------------------------- sending
@@ -333,7 +361,6 @@ class Pool:
         """A process is gone."""
         if (loans := self._loans.pop(process, None)) is not None:
             loans.reclaim()
-        self._unreaped = [process, *(other for other in self._unreaped if not other.is_reaped)]
         if process in self._leaving:
             self._leaving.discard(process)
             self._dismissed.discard(process)

@@ -7,17 +7,13 @@
     output    ───────────────── pipe ─────────────────  faulthandler: stacks, last words
     pidfd     ── readable when the process has ended
 
-The process is started by a ``ProcessPoolExecutor(max_workers=1)``, one for each worker: a death breaks a whole
-executor, so this way it costs one worker. Its initializer stays in it and serves.
-
-Death is learned from the pidfd. The executor's own sign (a sentinel pipe) and the end of the channel come late when the
-worker left a child behind, which holds copies of both.
+Death is learned from the pidfd. The sign that executors go by (a sentinel pipe) and the end of the channel come late
+when the worker left a child behind, which holds copies of both.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.process
 import contextlib
 import multiprocessing.process
 import os
@@ -27,9 +23,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
 from asyncloader.errors import could_not_start
@@ -38,17 +36,21 @@ from asyncloader.workers.backend import STACK_TIMEOUT_S, Launch, WorkerState
 from asyncloader.workers.child import bootstrap
 from asyncloader.workers.child.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
 from asyncloader.workers.child.guarded_loop import GuardedLoop
-from asyncloader.workers.parent import fresh
+from asyncloader.workers.parent import executors, fresh
 from asyncloader.workers.parent.channel import Channel, open_pair
+from asyncloader.workers.parent.executors import Running
 from asyncloader.workers.parent.launching import Forking, handlers_wait, masked, start_process, try_descriptors
 from asyncloader.workers.protocol.frames import BadFrame
 from asyncloader.workers.protocol.messages import EpochSpec, Kind
 from asyncloader.workers.protocol.origin import Origin
 
+_children: set[BaseProcess] = cast(Any, multiprocessing.process)._children
+
 _OUTPUT_BYTES = 64 << 10
 _STACK_QUIET_S = 0.03
 _EXITCODE_TRIES = 50
 _UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
+_REAPED_WITHIN_S = 1.0
 _DESCRIPTORS = 19  # open at once at most while a worker is started, by us and by multiprocessing
 
 
@@ -89,7 +91,6 @@ class WorkerProcess:
         self._was_killed = False
         self._why_killed = ""
         self._descriptors: dict[str, int] = {}
-        self._manager: Callable[[], threading.Thread | None] = lambda: None
         self._kill_timer: asyncio.TimerHandle | None = None
         self._up_timer: asyncio.TimerHandle | None = None
         self._stack_waiters: list[Callable[[str], None]] = []
@@ -151,30 +152,25 @@ class WorkerProcess:
             raise
         return ends
 
-    def _launch(self, context: BaseContext, forking: Forking, initargs: tuple[Any, ...]) -> None:
-        # multiprocessing's resource tracker, which an executor may start, leaves signals unblocked that were not.
-        with masked(signal.SIG_UNBLOCK, ()):
-            executor = ProcessPoolExecutor(1, mp_context=context, initializer=bootstrap.start, initargs=initargs)
+    def _launch(self, context: BaseContext, forking: Forking, args: tuple[Any, ...]) -> None:
+        if context.get_start_method() != "fork":
+            with masked(signal.SIG_UNBLOCK, ()):  # it leaves signals unblocked that were not
+                resource_tracker.ensure_running()
         if context.get_start_method() == "forkserver":
             fresh.start_server()
-        try:
-            # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
-            with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
-                start_process(executor)
-                self._meet(executor)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
+        process: BaseProcess = cast(Any, context).Process(target=bootstrap.start, args=args)
+        # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
+        with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+            start_process(process)
+            self._process = process
+            self.pid = process.pid or -1
+            with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
+                self._descriptors["pid"] = os.pidfd_open(self.pid)
 
-    def _meet(self, executor: ProcessPoolExecutor) -> None:
-        """Get to know the process. Who launched it, the executor's thread or the fork server, may have reaped it."""
-        # The executor drops both when it shuts down, and never tells the exit code. The thread holds descriptors.
-        (self._process,) = executor._processes.values()
-        self._manager = weakref.ref(cast(threading.Thread, executor._executor_manager_thread))
-        self._executor = executor
-        self.pid = self._process.pid or -1
-        with contextlib.suppress(ProcessLookupError):
-            self._descriptors["pid"] = os.pidfd_open(self.pid)
+    def running(self) -> Running | None:
+        """Return the process for an executor, or None if it is gone. In any thread."""
+        process = getattr(self, "_process", None)
+        return None if process is None else Running(process)
 
     def _watch(self) -> None:
         """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""
@@ -273,7 +269,7 @@ class WorkerProcess:
         finally:
             self._close()
         owner = self._owner
-        del self._owner, self._process, self._executor  # no cycle may keep descriptors open
+        del self._owner, self._process  # no cycle may keep descriptors open
         owner.on_exit(self, expected)
 
     def _on_output_rest(self) -> None:
@@ -281,16 +277,24 @@ class WorkerProcess:
             self._keep_output(os.read(self._descriptors["output"], _OUTPUT_BYTES))
 
     def _find_exitcode(self) -> int | None:
-        """Look at the status without reaping; the executor's manager thread may be reaping at the same time."""
+        """Look at the status without reaping; multiprocessing may be reaping in another thread at the same time."""
         try:
             status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except (KeyError, ChildProcessError):  # reaped already, or a child of the fork server
             popen = self._process._popen  # type: ignore[attr-defined]
-            is_told = popen.method == "forkserver" and self.is_reaped
-            return fresh.exitcode(popen, self._process.exitcode if is_told else popen.returncode)
+            return fresh.exitcode(popen, self._process.exitcode if popen.method == "forkserver" else popen.returncode)
         if status is None:
             return None
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def _reap(self) -> None:
+        """Reap the process, which is gone, or killed. One that not even that ends is left."""
+        if (pid := self._descriptors.get("pid")) is not None:
+            wait([pid], _REAPED_WITHIN_S)
+            self._process.is_alive()
+        else:
+            self._process.join(_REAPED_WITHIN_S)
+        _children.discard(self._process)  # it stays there if the program has reaped it
 
     # ----------------------------------------------------------------------------------------------------- end
 
@@ -302,7 +306,6 @@ class WorkerProcess:
             self._unexpected_end = not expected
             self._move(WorkerState.ENDING)
             self.channel.send(Kind.END)
-            self._executor.shutdown(wait=False)
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         if grace_s <= 0:
@@ -331,14 +334,14 @@ class WorkerProcess:
             steps.callback(self._move, WorkerState.DEAD)
             steps.callback(self._tell_stack)
             steps.callback(_parent_ends.discard, self)
-            if hasattr(self, "_executor"):
-                steps.callback(self._executor.shutdown, wait=False)
             if hasattr(self, "_sock"):
                 steps.callback(self._sock.close)
             if hasattr(self, "channel"):
                 steps.callback(self.channel.close)
             for name in tuple(self._descriptors):
                 steps.callback(self._close_descriptor, name)
+            if hasattr(self, "_process"):
+                steps.callback(self._reap)
             steps.callback(self._kill_group)
             if self.pid > 0:
                 steps.callback(self.kill)
@@ -377,18 +380,8 @@ class WorkerProcess:
         return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
 
     def wait_dead(self, timeout_s: float | None) -> bool:
-        """Wait until the process is gone and the executor's threads have ended. Not on the loop thread."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if not self._dead.wait(timeout_s):
-            return False
-        if (manager := self._manager()) is not None:
-            manager.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        return self.is_reaped
-
-    @property
-    def is_reaped(self) -> bool:
-        """Whether the executor's thread, which waits for the process, has ended."""
-        return (manager := self._manager()) is None or not manager.is_alive()
+        """Wait until the process is gone and reaped. Not on the loop thread."""
+        return self._dead.wait(timeout_s)
 
     # -------------------------------------------------------------------------------------------------- stacks
 
@@ -451,15 +444,14 @@ def _close_in_child() -> None:
     And forget the processes and the executors' threads, which the exit hooks of a child would try to join.
     """
     for worker in tuple(_parent_ends):
-        multiprocessing.process._children.discard(getattr(worker, "_process", None))  # type: ignore[attr-defined]
-        if (manager := worker._manager()) is not None:
-            concurrent.futures.process._threads_wakeups.pop(manager, None)
+        _children.discard(getattr(worker, "_process", None))
         for fd in worker._descriptors.values():
             with contextlib.suppress(OSError):
                 os.close(fd)
         worker._descriptors = {}
         worker._sock.close()
     _parent_ends.clear()
+    executors.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

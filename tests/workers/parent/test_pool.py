@@ -6,6 +6,7 @@ The processes are played: frames come, and processes end, when the test says so.
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader.errors import WorkerStartError
 from asyncloader.transport.slab import SlabPool
 from asyncloader.workers.backend import Worker
 from asyncloader.workers.child.guarded_loop import GuardedLoop
@@ -47,6 +49,7 @@ class Played:
     """A process that is there between `start` and `exit`."""
 
     refused: int | None = None  # the id of the worker that cannot be started
+    has_executor = False
     made: list[Played]
 
     def __init__(self, worker_id: int, loop: Any, owner: Pool, *, overlaps: bool = False) -> None:
@@ -56,7 +59,6 @@ class Played:
         self.channel = Line()
         self.is_alive = False
         self.is_ready = False
-        self.is_reaped = True
         self.exitcode: int | None = None
         self.heard: list[Any] = []
         self.made.append(self)
@@ -68,6 +70,10 @@ class Played:
         if self.worker_id == self.refused:
             raise OSError("no room")
         self.is_alive = True
+
+    def running(self) -> Any:
+        """Return what an executor is given."""
+        return self if self.has_executor else None
 
     def kill(self) -> None:
         """Note it; the end comes later."""
@@ -316,6 +322,25 @@ def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
     pool.discard(0)
     assert heard.told[2:] == []
     assert Played.made[2].heard == ["launched", "killed"]
+
+
+def test_one_more_that_no_executor_can_have(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended: nobody would give it tickets."""
+    pool, heard, _ = make()
+
+    def refuse(processes: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(module.executors, "adopt", refuse)
+    monkeypatch.setattr(Played, "has_executor", True)
+    with pytest.raises(WorkerStartError, match="ulimit -n"):
+        pool.add(2, 3)
+    third = Played.made[2]
+    assert third.heard[1:] == [("end", 0.0)]
+    assert 2 not in pool.processes
+    assert not pool.wait_dead(0.0)
+    third.exit()
+    assert heard.told[2:] == []
 
 
 def test_one_more_and_one_that_is_dismissed(make: Make) -> None:
