@@ -1,6 +1,6 @@
 """The verdict on loads that are built to be limited in one known way, at random parameters: right, and worth following.
 
-Each test runs a load, reads the verdict, does what it says, runs again, and compares the gain with what was promised.
+Benchmarks run a load, read the verdict, do what it says, run again, and compare the gain with what was promised.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import best_of_three
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # workers that sleep need no cores
 ]
 
 BATCH = 8
-SLOW_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(6)]
-SEEDS = [0, *SLOW_SEEDS[1:]]  # of the plainest two: nothing runs beside these tests, so each holds up all others
+SEEDS = range(6)
 
 
 def train(batches: Iterable[Any], step_s: float) -> float:
@@ -105,7 +103,7 @@ class Awaits(Load):
         return self.sample
 
 
-@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 @best_of_three
 def test_too_little_concurrency(seed: int) -> None:
     """Training waits for workers that wait themselves: as many samples at once as advised bring what was promised."""
@@ -121,7 +119,7 @@ def test_too_little_concurrency(seed: int) -> None:
     assert_gain(before_s, train(follow(loader, verdict.advice), step_s), verdict.gain)
 
 
-@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 @best_of_three
 def test_batches_that_the_trainer_makes_itself(seed: int) -> None:
     """Without workers the verdict says how many would do, and what they would bring."""
@@ -152,7 +150,7 @@ def test_more_workers_than_training_needs(seed: int) -> None:
     assert after.waited_share < 0.1, str(after)
 
 
-@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 @best_of_three
 def test_workers_that_stand_behind_a_slow_sample(seed: int) -> None:
     """Samples of very different cost in a short window: the advice lets workers go on behind a slow one."""
@@ -182,7 +180,7 @@ class Floats(Load):
         return self.sample if self.as_tensors else self.sample.tolist()
 
 
-@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 @best_of_three
 def test_batches_of_python_objects(seed: int) -> None:
     """Packing and unpacking is what takes the time; the same numbers as tensors need none, as promised or better."""
@@ -210,7 +208,7 @@ class SlowlyPinned(WorkerIterator[Any]):
         return Finisher(loop, "cuda", copy=copy)
 
 
-@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize("seed", SEEDS)
 @best_of_three
 def test_pinning_that_takes_longest(seed: int) -> None:
     """One thread pins; where it is what limits, the verdict says so, and what it costs."""
@@ -249,7 +247,6 @@ def gain_of_processes(count: int) -> float:
     return count * seconds[0] / seconds[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 @best_of_three
 def test_workers_that_compute(num_workers: int) -> None:
@@ -267,6 +264,16 @@ def test_workers_that_compute(num_workers: int) -> None:
     else:
         assert f"all {stats.cores} cores are full" in verdict.text
         assert verdict.gain == 1.0
+
+
+@pytest.mark.parametrize(("stage", "fetch_s", "collate_s"), [("fetch", 0.002, 0.0), ("collate", 0.0, 0.016)])
+def test_what_takes_all_the_time_is_named(stage: str, fetch_s: float, collate_s: float) -> None:
+    """The figures of real workers lead to the verdict that they are made for, whatever else the machine does."""
+    loader = DataLoader(Load(BATCH * 30, fetch_s), BATCH, num_workers=1, collate_fn=SlowCollate(collate_s))
+    train(loader, 0.0)
+    verdict = loader.stats().verdict
+    assert verdict.limit == stage, str(loader.stats())
+    assert loader.stats().waited_share > 0.5
 
 
 def test_few_batches_are_not_judged() -> None:

@@ -473,6 +473,7 @@ RANKS = """
 """
 
 
+@pytest.mark.slow  # fresh programs; a fork server's workers are no children of the list's maker either
 def test_processes_that_are_given_a_pickle(run: Callable[..., Program]) -> None:
     """Ranks are no children of one another: the handle does while the list lives; later the error says why not."""
     done = run(RANKS)

@@ -42,7 +42,10 @@ def epoch(dataset: Any, **options: Any) -> list[Any]:
             batches.append(error)
 
 
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize(
+    "death",
+    [pytest.param(death, marks=() if death in ("SIGKILL", "sys.exit") else pytest.mark.slow) for death in DEATHS],
+)
 def test_an_epoch_with_a_death_is_bit_identical(death: str, tmp_path: Path) -> None:
     """With on_crash="retry" nothing can be seen of a death, not even in random augmentation."""
     undisturbed = epoch(Augmented(40))
