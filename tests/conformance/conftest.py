@@ -46,7 +46,10 @@ def _marks(metafunc: pytest.Metafunc, subject: Subject) -> list[pytest.MarkDecor
     excuse = getattr(metafunc.function, "torch_leaves", None)
     if subject.is_torch:
         return [pytest.mark.slow, *([pytest.mark.leaks(excuse)] if excuse else [])]
-    return [pytest.mark.skip(pending)] if pending else []
+    # The faces share all that is below them; they differ on threads as they do on processes.
+    is_twice = subject.name == "async for" and metafunc.definition.get_closest_marker("processes") is not None
+    slow = [pytest.mark.slow] if is_twice and not subject.on_threads else []
+    return [*slow, *([pytest.mark.skip(pending)] if pending else [])]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

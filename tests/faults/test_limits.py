@@ -14,14 +14,14 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from tests.faults.programs import FACES, NUMBERS
+from tests.faults.programs import FACES, NUMBERS, QUICK_FACES
 from tests.leftovers import descendants
 from tests.nursery import Program
 
 Run = Callable[..., Program]
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", QUICK_FACES)
 def test_a_hundred_descriptors_are_enough_for_two_workers(run: Run, face: str) -> None:
     """RLIMIT_NOFILE=100: several epochs, batches large and small."""
     main = """
@@ -39,7 +39,7 @@ for _ in range(3):
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 6, "")
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", QUICK_FACES)
 def test_too_few_descriptors_are_one_clear_error(run: Run, face: str) -> None:
     """At any lower limit it works, or the error names `ulimit -n`; afterwards the loader works, and nothing has
     leaked."""
