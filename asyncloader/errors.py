@@ -249,7 +249,7 @@ def could_not_start(error: OSError) -> WorkerStartError:
     """Build the error for a system that has no room for another worker, or for the loop."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return WorkerStartError(
-            "Too many open files: a worker process takes 7 descriptors in the main process. Please increase "
+            "Too many open files: a worker process takes 8 descriptors in the main process. Please increase "
             "the limit with `ulimit -n` in the shell, or use fewer workers."
         )
     if error.errno == errno.EAGAIN:

@@ -102,7 +102,7 @@ def descriptors() -> Finding:
     """Open files allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _FEW_DESCRIPTORS:
-        advice = f"ulimit -n {min(hard, 4096) if hard > 0 else 4096}: a worker takes 7 descriptors."
+        advice = f"ulimit -n {min(hard, 4096) if hard > 0 else 4096}: a worker takes 8 descriptors."
         return Finding("descriptors", f"{soft} at most", advice, is_bad=soft < 128)
     return Finding("descriptors", f"{soft} at most")
 

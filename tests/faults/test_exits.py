@@ -112,6 +112,30 @@ get_portal().post(time.sleep, 4)
     assert (program.returncode, program.err) == (0, "")
 
 
+def test_a_daemon_of_a_worker_that_died_does_not_hold_up_the_end(run: Run) -> None:
+    """It has copies of all that the worker had, and ends when the program has."""
+    main = """
+trainer, flag = os.getpid(), torch.zeros(1).share_memory_()
+class Leaves(Numbers):
+    def __getitem__(self, index):
+        if index == 8 and not flag:
+            flag.fill_(1)
+            reader, writer = os.pipe()
+            if os.fork() == 0:
+                os.setsid()  # no longer of the group that is killed with the worker
+                os.write(writer, b".")
+                while os.path.exists(f"/proc/{trainer}"):
+                    time.sleep(0.02)
+                os._exit(0)
+            os.read(reader, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+print(len(list(DataLoader(Leaves(), batch_size=4, num_workers=2))))
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out) == (0, "10\n"), program.explain("failed")
+
+
 @pytest.mark.parametrize(
     "ending", ["break", pytest.param("close", marks=pytest.mark.slow), pytest.param("del", marks=pytest.mark.slow)]
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures.process
 import concurrent.futures.thread
+import os
 import signal
 import threading
 import weakref
@@ -22,7 +23,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext
-from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from asyncloader.workers.parent.launching import handlers_wait, masked
@@ -65,18 +65,22 @@ def end_threads() -> None:
 
 
 class Running:
-    """A process that runs already, as the executor that it belongs to sees it: by its sentinel, and not reaped by it.
+    """A process that runs already, as the executor that it belongs to sees it: it learns of the end, and does not reap.
+
+    Its sentinel is a pidfd, not multiprocessing's pipe, which a child that the process has left behind holds open: the
+    interpreter's exit waits for the executor.
 
     Args:
-        process: It, kept as long as the executor listens to its sentinel.
+        pid: Of the process.
+        pidfd: A descriptor of it, which is closed with this.
     """
 
     exitcode = None
 
-    def __init__(self, process: BaseProcess) -> None:
-        self.pid = process.pid
-        self.sentinel = process.sentinel
-        self._process = process
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self.sentinel = pidfd
+        weakref.finalize(self, os.close, pidfd).atexit = False
 
     def start(self) -> None:
         """Nothing: it runs."""

@@ -224,12 +224,12 @@ class Pool:
         Raises:
             WorkerStartError: if the system has no room for it.
         """
-        running = [each for process in tuple(processes) if (each := process.running()) is not None]
-        if running:
-            try:
+        try:
+            running = [each for process in tuple(processes) if (each := process.running()) is not None]
+            if running:
                 self._managers.add(executors.adopt(running))
-            except OSError as error:
-                raise could_not_start(error) from error
+        except OSError as error:
+            raise could_not_start(error) from error
 
     def renew(self, worker: int, num_workers: int) -> None:
         """Start a process that is to take the place of this worker id's."""

@@ -169,8 +169,9 @@ class WorkerProcess:
 
     def running(self) -> Running | None:
         """Return the process for an executor, or None if it is gone. In any thread."""
-        process = getattr(self, "_process", None)
-        return None if process is None else Running(process)
+        with self._closing:
+            pidfd = self._descriptors.get("pid")
+            return None if pidfd is None else Running(self.pid, os.dup(pidfd))
 
     def _watch(self) -> None:
         """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""
