@@ -261,8 +261,9 @@ def test_generators_that_could_not_be_given_back_are_left_alone() -> None:
         device, own = OfADevice(), np.random.default_rng()
         return Photos(lambda image: image + device.random() + float(own.random()))
 
-    assert_reproducible(make, num_workers=(0, 1), epochs=1)
-    assert samples(make(), 1) == samples(make(), 1)
+    forked: Any = {"multiprocessing_context": "fork"}  # others would pickle it
+    assert_reproducible(make, num_workers=(0, 1), epochs=1, **forked)
+    assert samples(make(), 1, **forked) == samples(make(), 1, **forked)
 
 
 def test_the_global_generators_and_those_of_the_system_are_nobodys_own() -> None:

@@ -15,6 +15,7 @@ uses the loop itself: an exception there must not end a run.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -72,13 +73,15 @@ class GuardedLoop:
         """Call it in the next turn."""
         return self.loop.call_soon(self.run, callback, *args)
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> asyncio.Handle:
-        """Call it soon. In any thread.
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Call it soon, in a context or in a copy of the caller's. In any thread.
 
         Raises:
             RuntimeError: if the loop is closed.
         """
-        return self.loop.call_soon_threadsafe(self.run, callback, *args)
+        return self.loop.call_soon_threadsafe(self.run, callback, *args, context=context)
 
     def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
         """Call it after so many seconds."""

@@ -22,6 +22,7 @@ from asyncloader.seeding.seeder import Seeder
 from asyncloader.workers.child import loops
 from asyncloader.workers.child.batch_maker import BatchMaker
 from asyncloader.workers.child.gather import WholeBatches
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.child.overlap import Job, Overlap, TaskFetcher
 from asyncloader.workers.child.serial_loop import Ending, SerialLoop
 from asyncloader.workers.child.stream import Stream, relive
@@ -64,6 +65,7 @@ class OverlapLoop:
         self._maker = BatchMaker(worker_id, spec, transport)
         self._ending = Ending(transport)
         self._loop: asyncio.AbstractEventLoop
+        self._guarded: GuardedLoop  # the same: what messages raise ends `serve`
         self._over: asyncio.Future[None]  # done when told to end, or when it cannot go on
         self._overlap: Overlap | None = None
         self._tickets: deque[tuple[int, Any]] = deque()
@@ -96,7 +98,8 @@ class OverlapLoop:
         """Open what belongs to the loop, answer tickets until END, close."""
         self._loop = asyncio.get_running_loop()
         self._over = self._loop.create_future()
-        self._transport.listen(self._loop, self._on_messages)
+        self._guarded = GuardedLoop(self._loop, self._stop)
+        self._transport.listen(self._guarded, self._on_messages)
         try:
             async with AsyncExitStack() as resources:
                 await self._open_resources(resources)
@@ -163,11 +166,8 @@ class OverlapLoop:
     # -------------------------------------------------------------------------------------------------- serving
 
     def _on_messages(self) -> None:
-        try:
-            while (message := self._transport.receive(wait=False)) is not None:
-                self._on_message(*message)
-        except BaseException as error:
-            self._stop(error)
+        while (message := self._transport.receive(wait=False)) is not None:
+            self._on_message(*message)
 
     def _on_message(self, kind: int, contents: Any) -> None:
         if kind == Kind.TICKETS:
@@ -182,15 +182,9 @@ class OverlapLoop:
             self._transport.send(Kind.AWAITS, self.where(contents))
         elif kind == Kind.CONFIRM:
             # Not at once: what stood on the loop when the data seemed to end, the end of the worker too, comes first.
-            self._loop.call_soon(self._on_confirmed, contents)
+            self._guarded.call_soon(self._ending.confirm, contents)
         elif kind == Kind.END and not self._over.done():
             self._over.set_result(None)
-
-    def _on_confirmed(self, run: int) -> None:
-        try:
-            self._ending.confirm(run)
-        except BaseException as error:
-            self._stop(error)
 
     def where(self, seq: int) -> str:
         """Tell at which awaits the samples of a ticket are."""

@@ -30,6 +30,7 @@ from asyncloader.transport.tensors import INLINE_MAX
 from asyncloader.transport.whole import Whole
 from asyncloader.workers.child.batch_maker import Host
 from asyncloader.workers.child.channel import WorkerChannel
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.protocol.failure import RemoteError, Unreadable
 from asyncloader.workers.protocol.messages import Kind, WorkerSpec, unpack_tickets
 from asyncloader.workers.protocol.outcome import Batch, Failure, Outcome, pack
@@ -58,7 +59,7 @@ class WorkerTransport(Host, Protocol):
             ParentGone: if there will be none.
         """
 
-    def listen(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None]) -> None:
+    def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
         """From now on call ``ready`` on the loop whenever there may be something to receive."""
 
     def unlisten(self) -> None:
@@ -97,7 +98,7 @@ class ProcessTransport:
             self._slabs.ask = self._ask
         self._encoder = Encoder(self._slabs)
         self._stacker: collate.Stacker
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: GuardedLoop | None = None
         self._ready: Callable[[], None]
         self._is_muted = False
         self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
@@ -156,7 +157,7 @@ class ProcessTransport:
         except BaseException as error:
             return Unreadable(self.capture(error))
 
-    def listen(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None]) -> None:
+    def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
         """Watch the socket."""
         self._loop, self._ready = loop, ready
         loop.add_reader(self._channel.fileno(), ready)

@@ -9,7 +9,6 @@ and so is what ``torch.utils.data.get_worker_info()`` says in worker threads (`s
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import queue
@@ -27,6 +26,7 @@ import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.loans import Rows
+from asyncloader.workers.child.guarded_loop import GuardedLoop
 from asyncloader.workers.child.transport import ParentGone
 from asyncloader.workers.protocol.failure import LocalError
 from asyncloader.workers.protocol.messages import Kind, WorkerSpec
@@ -62,7 +62,7 @@ class LocalTransport:
         self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_hung_up = False
         self._is_muted = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: GuardedLoop | None = None
         self._ready: Callable[[], None]
         self._context: contextvars.Context
         self._collate: Callable[[Any], Any] | None = None
@@ -109,7 +109,7 @@ class LocalTransport:
             raise ParentGone
         return message
 
-    def listen(self, loop: asyncio.AbstractEventLoop, ready: Callable[[], None]) -> None:
+    def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
         """Have the parent call ``ready`` on the loop, in the context of this worker."""
         self._ready, self._context = ready, contextvars.copy_context()
         self._loop = loop

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -71,7 +72,7 @@ class Played:
 
     def listen(self, loop: Any, ready: Callable[[], None]) -> None:
         """Somebody listens."""
-        self._ready = ready
+        self._ready = partial(loop.run, ready)
         loop.call_soon(ready)
 
     def unlisten(self) -> None:

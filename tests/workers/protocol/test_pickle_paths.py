@@ -160,5 +160,5 @@ if __name__ == "__main__":
     next(iter(DataLoader(Numbers([1, 2]), num_workers=1, multiprocessing_context="spawn")))
 """
     )
-    assert "Can't get attribute 'Numbers'" in program.err
+    assert "attribute 'Numbers'" in program.err
     assert "Define classes and functions that the dataset needs above that line" in program.err
