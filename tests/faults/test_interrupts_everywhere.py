@@ -203,6 +203,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "several at once": (Counting, {"concurrency": 2, **THREADS}),
     "next epoch ahead": (Counting, {"prefetch_epochs": 1, "shuffle": True, **THREADS}),
 }
+NEVER = 1 << 30
+"""No moment. From Python 3.14 on a function is traced by instruction from its second call on: this is its first."""
 SOME = 30  # one moment in so many
 QUICK = ("shuffled", "bad samples", "stream", "processes", "threads", "bad samples in workers")
 

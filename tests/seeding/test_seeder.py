@@ -19,7 +19,7 @@ from asyncloader import DataLoader
 from asyncloader.hashing import mix
 from asyncloader.iteration.rng_snapshot import GlobalGenerators
 from asyncloader.seeding.seeder import Seeder, left_alone, seed_worker
-from tests.faults.test_interrupts_everywhere import CtrlC
+from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
 
 
 def draw() -> tuple[float, float, float]:
@@ -239,6 +239,8 @@ def test_an_interrupt_leaves_the_trainer_its_generators(aside: Callable[[], Abst
     while True:
         moment += 1
         before = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+        with CtrlC(NEVER), aside():
+            pass
         try:
             with CtrlC(moment), aside():
                 random.random(), np.random.rand(), torch.rand(1)

@@ -21,7 +21,7 @@ from asyncloader import LoaderClosedError, sample_rng, sample_seed
 from asyncloader.seeding import turns
 from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current, sample_at
 from asyncloader.seeding.seeder import Seeder, left_alone
-from tests.faults.test_interrupts_everywhere import CtrlC
+from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
 
 KEY = (7, 1, 0)
 SEEDER = Seeder(KEY)
@@ -373,13 +373,18 @@ def test_a_second_interrupt_leaves_no_turn_taken(position: int | None, monkeypat
     monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_type))
     random.seed(3)
     before = random.getstate()
-    for moment in itertools.count(2):
+
+    def drop(moment: int) -> None:
         outside = current.set(SampleContext(SEEDER, 0, BATCH if position is not None else 0, first=0))
         seeds, told[:] = sample_seed(position), []
         seeds.__enter__()
         with CtrlC(moment):
             del seeds
         current.reset(outside)
+
+    for moment in itertools.count(2):
+        drop(NEVER)
+        drop(moment)
         assert is_free(), moment
         assert turns._turn.holder is None
         assert random.getstate() == before
