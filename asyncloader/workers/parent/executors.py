@@ -129,8 +129,16 @@ def adopt(processes: Sequence[Running]) -> threading.Thread:
             open_again()
             executor.submit(int)
         manager: threading.Thread = cast(Any, executor)._executor_manager_thread
+        # Until Python 3.13.0 at least, what tells the thread that the executor is gone waits for a lock. From 3.12 on a
+        # broken executor's thread holds the lock until the last process has ended: if a worker died during the start,
+        # this would never return. So the thread takes the executor for gone already, and is told nothing.
+        cast(Any, manager).executor_reference = _gone
         _managers.add(manager)
     return manager
+
+
+def _gone() -> None:
+    """Stand for a weak reference to an executor that does not exist any more."""
 
 
 def forget_in_child() -> None:
