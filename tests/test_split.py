@@ -185,6 +185,7 @@ class Whole(Dataset[Any]):
         return torch.tensor(indices), torch.rand(len(indices))
 
 
+@pytest.mark.processes  # what makes whole batches on threads draws from generators that all of them share
 @pytest.mark.parametrize("dataset", [Together(24), Whole()], ids=["by one call", "whole batches"])
 def test_batches_that_are_fetched_by_one_call(dataset: Any) -> None:
     """Slices are where samples seed themselves; whole batches stay whole."""
