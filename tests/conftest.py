@@ -175,6 +175,7 @@ def nothing_left_behind(request: pytest.FixtureRequest, process_wide_singletons:
     left = before.more_than_before()
     contexts = sys.modules.get("asyncloader.seeding.sample_context")  # there is none where torch is what is tested
     if contexts is not None and contexts.current.get(None) is not None:
+        contexts.current.set(None)
         left.append("this thread is still at a sample")
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)

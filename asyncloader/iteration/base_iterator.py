@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _sharding_worker_init_fn
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.progress import Call
@@ -29,6 +29,7 @@ from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.settings import Settings
+from asyncloader.workers.child.data_pipes import shard
 from asyncloader.workers.protocol.messages import WorkerSpec
 from asyncloader.workers.protocol.modes import Modes
 from asyncloader.workers.protocol.origin import Origin
@@ -161,7 +162,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             return None
         if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             return settings.worker_init_fn
-        return partial(_sharding_worker_init_fn, settings.worker_init_fn, self._world_size, self._rank)
+        return partial(shard, settings.worker_init_fn, self._world_size, self._rank)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Do nothing: batches are made without workers, as long as this iterator is there."""

@@ -390,18 +390,21 @@ class FailingWithCause(Squares):
 
 
 class Dying(Dataset):
-    """Ends the process that fetches a certain index."""
+    """Ends the process that fetches a certain index, once the gate is open, if there is one."""
 
-    def __init__(self, length: int, at: int, how: str):
+    def __init__(self, length: int, at: int, how: str, gate: Gate | None = None):
         self.length = length
         self.at = at
         self.how = how
+        self.gate = gate.path if gate else None
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> int:
         if index == self.at:
+            if self.gate:
+                pass_gate(self.gate)
             match self.how:
                 case "SIGKILL" | "SIGTERM":
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -349,8 +349,10 @@ def test_death_of_a_worker_is_told_in_torchs_words(make: Subject, how: str) -> o
 
     No tensors are on their way: those of a dead process make torch raise ConnectionResetError now and then.
     """
-    it = iter(make(Dying(4, at=1, how=how), batch_size=None, collate_fn=as_list, num_workers=2, **FORKED))
-    pid = it._workers[1].pid
+    with Gate() as gate:
+        dataset = Dying(4, at=1, how=how, gate=gate)
+        it = iter(make(dataset, batch_size=None, collate_fn=as_list, num_workers=2, **FORKED))
+        pid = it._workers[1].pid
     error = caught(lambda: list(it))
     text = told(error or RuntimeError())
     return (

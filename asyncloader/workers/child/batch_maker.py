@@ -35,6 +35,7 @@ from asyncloader.seeding.seeder import Seeder
 from asyncloader.transport.collate import is_default
 from asyncloader.transport.join import collated
 from asyncloader.transport.loans import Rows
+from asyncloader.workers.child.data_pipes import one_walks
 from asyncloader.workers.child.fetch import (
     ErrorPolicy,
     Fetcher,
@@ -300,7 +301,8 @@ class BatchMaker:
 
         shared_rng = torch.Generator()
         shared_rng.manual_seed(self._epoch.shared_seed)
-        return apply_random_seed(dataset, shared_rng)
+        with one_walks():
+            return apply_random_seed(dataset, shared_rng)
 
     def close(self) -> None:
         """Let go of the dataset and its iterator."""
