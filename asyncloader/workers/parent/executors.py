@@ -1,9 +1,9 @@
 """The executors that worker processes belong to, and what Python's executors do at the end of the interpreter.
 
 An executor starts its processes when it gets its first task, and each has two threads, which write to memory that a
-fork shares with the child: with an executor for each worker, started with it, a worker cost this process twice the
-time. So workers are launched first, one after the other, and then all given to one executor. Its queues are not used.
-If one dies, the executor takes itself for broken, and waits for the others, which it would have ended.
+fork shares with the child: with an executor for each worker, started with it, a worker cost this process half as much
+again as torch's. So workers are launched first, one after the other, and then all given to one executor. Its queues are
+not used. If one dies, the executor takes itself for broken, and waits for the others, which it would have ended.
 
     main thread ends ──> concurrent.futures' own hook: executors take no tasks any more, their threads end
                      ──> open_again: a thread trains on, and begins anew ──> end: that thread has ended too

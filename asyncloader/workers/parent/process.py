@@ -7,8 +7,8 @@
     output    ───────────────── pipe ─────────────────  faulthandler: stacks, last words
     pidfd     ── readable when the process has ended
 
-Death is learned from the pidfd. The sign that executors go by (a sentinel pipe) and the end of the channel come late
-when the worker left a child behind, which holds copies of both.
+Death is learned from the pidfd. multiprocessing's own sign (a sentinel pipe) and the end of the channel come late when
+the worker left a child behind, which holds copies of both.
 """
 
 from __future__ import annotations
@@ -247,13 +247,13 @@ class WorkerProcess:
         del self.output[:-_OUTPUT_BYTES]
 
     def _on_exit(self, tries: int = 0) -> None:
-        """The process has ended. Its exit code may still be on its way through the executor's thread.
+        """The process has ended. Its exit code may still be on its way from the fork server, or in another thread.
 
         The pidfd is watched to the last: if anything in here fails, the loop calls again.
         """
         if self.state is WorkerState.DEAD:
             return
-        self._kill_group()  # a child that it left behind would hold up the executor's thread
+        self._kill_group()  # children that it left behind
         self.exitcode = self._find_exitcode()
         if self.exitcode is None and tries < _EXITCODE_TRIES:
             if "pid" in self._descriptors:
@@ -262,8 +262,7 @@ class WorkerProcess:
             return
         expected = self.state is WorkerState.ENDING and not self._unexpected_end
         self._on_output_rest()
-        # The executor, which has seen its connections closed too, is often faster with a SIGTERM.
-        if not expected and (self._was_killed or self.exitcode == -signal.SIGTERM):
+        if not expected and self._was_killed:
             self.output += self._why_killed.encode()
         try:
             self.channel.drain()
