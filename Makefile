@@ -13,7 +13,7 @@ MINUTES ?= 10
 JOBS ?= 4
 BESIDE := -n $(JOBS) --dist worksteal
 # The suites that have no packages of their own, and that can be collected without those.
-CORE := --ignore=tests/frameworks --ignore=tests/ray
+CORE := --ignore=tests/frameworks --ignore=tests/clusters
 QUICK := not slow and not soak and not gpu and not benchmark and not docs and not frameworks and not services and not browser and not ray
 SERVICES_READY := $(VENV)/.ready-services
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
@@ -39,7 +39,7 @@ test: $(READY) ## the tests that are quick
 test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) chromium ## all tests, those that are slow, soak, need a GPU or train with frameworks included
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest $(BESIDE) $(CORE)
 	$(BIN)/python -m pytest tests/frameworks
-	$(BIN)/python -m pytest tests/ray
+	$(BIN)/python -m pytest tests/clusters
 
 # Each has an environment of its own, in .venv-3.12 and so on. A name on PATH may be a shim without an interpreter.
 matrix: ## demo and quick tests on each of VERSIONS of Python that is there, with the newest torch (TORCH===2.13.0: with that)
@@ -59,7 +59,7 @@ test-services: $(SERVICES_READY) ## datasets against nginx, PostgreSQL and an S3
 	ASYNCLOADER_SERVICES=required $(BIN)/python -m pytest -m "services and not slow" tests/datasets tests/test_examples.py
 
 test-ray: $(RAY_READY) ## workers on the nodes of a Ray cluster: several raylets on this machine
-	$(BIN)/python -m pytest -m "ray and not slow" tests/ray
+	$(BIN)/python -m pytest -m "ray and not slow" tests/clusters
 
 test-browser: $(READY) chromium ## look at the page of a timeline in Chrome or chromium; Debian's is installed if there is none (as root)
 	$(BIN)/python -m pytest -m browser $(CORE)

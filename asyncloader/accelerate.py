@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.loader import OPTIONS, DataLoader
-from asyncloader.workers.protocol.modes import Modes
+from asyncloader.messages.modes import Modes
 
 _END: Any = object()
 

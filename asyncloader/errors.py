@@ -11,7 +11,7 @@
         └── WorkerDiedError                                        a worker process ended on its own
 
 What a dataset, sampler or ``collate_fn`` raises is not in this tree: it is raised as it was (see
-:mod:`asyncloader.workers.protocol.failure`).
+:mod:`asyncloader.messages.failure`).
 """
 
 from __future__ import annotations

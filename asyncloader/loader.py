@@ -18,16 +18,16 @@ from asyncloader.checks import as_bytes, no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import as_number, hears, listeners
 from asyncloader.errors import ConfigurationError
-from asyncloader.iteration.checkpoint import check
-from asyncloader.iteration.in_step import enrol, in_step
-from asyncloader.iteration.plan import samplers_within
-from asyncloader.iteration.runs import Runs
-from asyncloader.iteration.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.keywords import checked, name_options
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, RemoteWorkers, accept_iterable
 from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
+from asyncloader.run.checkpoint import check
+from asyncloader.run.in_step import enrol, in_step
+from asyncloader.run.plan import samplers_within
+from asyncloader.run.runs import Runs
+from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.settings import (
     ASKED,
     MAX_BUFFERED_BYTES,
@@ -45,9 +45,9 @@ from asyncloader.settings import (
 )
 
 if TYPE_CHECKING:
-    from asyncloader.iteration.base_iterator import BaseIterator
-    from asyncloader.iteration.inline_iterator import InlineIterator
-    from asyncloader.iteration.worker_iterator import WorkerIterator
+    from asyncloader.run.base_iterator import BaseIterator
+    from asyncloader.run.inline_iterator import InlineIterator
+    from asyncloader.run.worker_iterator import WorkerIterator
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -412,8 +412,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
     """Import the engine once a loader is made. Who only imports this module, as spawned workers do, goes without."""
-    from asyncloader.iteration.inline_iterator import InlineIterator
-    from asyncloader.iteration.worker_iterator import WorkerIterator
+    from asyncloader.run.inline_iterator import InlineIterator
+    from asyncloader.run.worker_iterator import WorkerIterator
 
     return InlineIterator, WorkerIterator
 

@@ -11,7 +11,7 @@ after modules of your own. Not for the trainer's process: what is there when the
 
 import gc
 
-import asyncloader.workers.child.serve as serve
+import asyncloader.worker.serve as serve
 
 __all__ = ["serve"]
 

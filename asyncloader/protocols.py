@@ -261,4 +261,4 @@ class RemoteWorkers(Protocol):
         """What makes TLS contexts, or None for no TLS."""
 
     def launcher(self) -> Any:
-        """Return what launches their agents, for one pool: a `Launcher` of :mod:`asyncloader.workers.remote`."""
+        """Return what launches their agents, for one pool: a `Launcher` of :mod:`asyncloader.ray`."""

@@ -234,7 +234,7 @@ def loader_class(request: pytest.FixtureRequest) -> type[torch.utils.data.DataLo
 @pytest.fixture
 def patient_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give worker processes that are asked where they are more time to answer: other work may keep them from it."""
-    from asyncloader.workers.parent import process
+    from asyncloader.backends.processes import process
 
     monkeypatch.setattr(process, "STACK_TIMEOUT_S", 10.0)
     monkeypatch.setattr(process, "_STACK_QUIET_S", 0.2)

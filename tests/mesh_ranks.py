@@ -24,7 +24,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from asyncloader import DataLoader, ElasticSampler, sample_rng
 from asyncloader.datasets import TarShards
-from asyncloader.iteration.data_rank import data_rank
+from asyncloader.run.data_rank import data_rank
 from asyncloader.samplers import LengthBatchSampler
 from tests.ranks import tell
 

@@ -131,8 +131,6 @@ def main() -> types.CodeType:
     import numpy  # noqa: F401
     import torch
 
-    import asyncloader.iteration.worker_iterator
-    import asyncloader.loader  # noqa: F401
     from tests import small_forks
 
     torch.empty(0)

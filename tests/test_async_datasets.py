@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
-from asyncloader.workers.child import stream as child_stream
+from asyncloader.worker import stream as child_stream
 from tests.patience import patiently, wait_until
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
@@ -472,7 +472,7 @@ async def test_asking_again_does_not_begin_a_sample_again(place: dict[str, Any],
 
 def test_what_blocks_the_loop_for_all_is_named(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without workers, by a timeout."""
-    monkeypatch.setattr("asyncloader.iteration.worker_iterator._ANSWER_S", 0.5)
+    monkeypatch.setattr("asyncloader.run.worker_iterator._ANSWER_S", 0.5)
     gate.open()
     release = threading.Event()
     blocking: Any = DataLoader(Gated(gate, act=release.wait), batch_size=4, timeout=0.2)  # type: ignore[arg-type]

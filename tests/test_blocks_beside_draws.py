@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader import DataLoader, sample_seed
-from asyncloader.iteration.rng_snapshot import RNGSnapshot
+from asyncloader.run.rng_snapshot import RNGSnapshot
 
 pytestmark = pytest.mark.on_threads
 

@@ -104,8 +104,8 @@ def test_workers_import_little() -> None:
     """Imports go one way; a spawned worker imports nothing of the engine, nor does a main module with our names."""
     script = """
 import sys
-engine = ("asyncloader.iteration.worker_iterator", "asyncloader.engine.session", "asyncloader.engine.portal", "uvloop")
-import asyncloader.workers.child.serve
+engine = ("asyncloader.run.worker_iterator", "asyncloader.engine.session", "asyncloader.engine.portal", "uvloop")
+import asyncloader.worker.serve
 print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)
 from asyncloader import DataLoader, WorkerDiedError
 print([name for name in engine if name in sys.modules], "asyncloader.loader" in sys.modules)

@@ -8,8 +8,8 @@ from typing import Any
 
 from asyncloader import DataLoader
 from asyncloader.loader import OPTIONS
+from asyncloader.messages.messages import WorkerSpec
 from asyncloader.settings import _OF_WORKERS, ASKED, Settings
-from asyncloader.workers.protocol.messages import WorkerSpec
 
 OF_TORCH_ALONE = {"self", "shuffle", "pin_memory", "pin_memory_device"}
 """What torch's own code deals with."""

@@ -10,7 +10,7 @@ PROGRAM = """
     import gc, multiprocessing, sys
 
     if __name__ == "__mp_main__":  # a worker imports this before anything of ours is run in it
-        print("asyncloader.workers.child.serve" in sys.modules, gc.get_freeze_count() > 10_000, flush=True)
+        print("asyncloader.worker.serve" in sys.modules, gc.get_freeze_count() > 10_000, flush=True)
 
     if __name__ == "__main__":
         from asyncloader import DataLoader

@@ -1,6 +1,6 @@
 """Samplers that draw while they are read, and the generators of the program: the same order after every resume.
 
-What tests/iteration/test_generators.py goes through without batches, here with loaders, workers and read-ahead as they
+What tests/run/test_generators.py goes through without batches, here with loaders, workers and read-ahead as they
 are.
 """
 

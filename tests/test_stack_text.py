@@ -13,7 +13,7 @@ from tests.engine.test_timeouts import Gated
 
 STANDARD = f'  File "{sys.modules["threading"].__file__}", line 982 in run'
 USERS = '  File "/home/me/train.py", line 7 in __getitem__'
-OURS = '  File "/lib/asyncloader/workers/child/fetch.py", line 154 in _fetch'
+OURS = '  File "/lib/asyncloader/worker/fetch.py", line 154 in _fetch'
 TRAINERS = '  File "/home/me/train.py", line 90 in <module>'
 CURRENT = "Current thread 0x00007f7fee3beb80 (most recent call first):"
 OTHER = "Thread 0x00007f7fcbd7d6c0 (most recent call first):"

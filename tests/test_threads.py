@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from asyncloader import BatchTimeoutError, DataLoader, sample_rng
-from asyncloader.workers.child import threads
+from asyncloader.worker import threads
 from tests.patience import patiently
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}

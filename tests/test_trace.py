@@ -15,9 +15,9 @@ import pytest
 
 from asyncloader import DataLoader, tracing
 from asyncloader.engine.finisher import Finisher
-from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.observe.trace import Trace, to_html
-from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.run.worker_iterator import WorkerIterator
+from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.loads import Load
 from tests.nursery import Program
 

@@ -19,9 +19,9 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
-from asyncloader.iteration.worker_iterator import WorkerIterator
 from asyncloader.observe.stats import LoaderStats
-from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.run.worker_iterator import WorkerIterator
+from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import best_of_three
 

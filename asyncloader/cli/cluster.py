@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncloader.cli.finding import Finding
 from asyncloader.ray import RayWorkers
-from asyncloader.workers.remote.rooms import find_rooms
+from asyncloader.ray.rooms import find_rooms
 
 _ANSWER_S = 30.0
 

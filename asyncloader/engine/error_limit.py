@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from asyncloader.engine.progress import Progress
 from asyncloader.errors import describe_keys
+from asyncloader.messages.failure import BadSample
 from asyncloader.observe.faults import Faults
 from asyncloader.settings import Settings
-from asyncloader.workers.protocol.failure import BadSample
 
 log = logging.getLogger("asyncloader")
 

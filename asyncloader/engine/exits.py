@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from asyncloader.errors import LoaderClosedError
 
 try:
-    from asyncloader.workers.parent import executors  # whose exit hooks must be registered before ours
+    from asyncloader.backends.processes import executors  # whose exit hooks must be registered before ours
 
     cast(Any, threading)._register_atexit(lambda: _end())
 except RuntimeError as error:

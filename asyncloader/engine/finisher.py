@@ -20,8 +20,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader.transport.batch_slabs import BatchSlabs
 from asyncloader.transport.join import CollatedSlice, join
-from asyncloader.workers.child import threads
-from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.worker import threads
+from asyncloader.worker.guarded_loop import GuardedLoop
 
 Tell: TypeAlias = Callable[[Any, BaseException | None, float], None]
 

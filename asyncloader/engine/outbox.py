@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any, TypeAlias
 
-from asyncloader.workers.backend import Backend
-from asyncloader.workers.protocol.messages import KeysRefused
+from asyncloader.backends.backend import Backend
+from asyncloader.messages.messages import KeysRefused
 
 Refuse: TypeAlias = Callable[[int, int, Exception], None]
 

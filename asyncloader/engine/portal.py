@@ -5,7 +5,7 @@
     interpreter exit ── close ────────> └──────────────────────────┘
 
 Why a thread of its own: work goes on while the trainer computes, whichever face it uses and whether it has a loop. And
-it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.workers.parent.process`).
+it outlives every worker, so that workers can be forked from it (see :mod:`asyncloader.backends.processes.process`).
 
 Interpreter exit. A ``ProcessPoolExecutor`` whose worker does not end hangs the exit (its manager thread is joined
 before any ``atexit`` handler runs), so the portal closes what is alive in :mod:`asyncloader.engine.exits`' hook, which
@@ -27,14 +27,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from asyncloader.backends.backend import Launch
+from asyncloader.backends.processes.launching import handlers_wait, try_descriptors
+from asyncloader.backends.processes.process import kill_all
 from asyncloader.engine import exits
 from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.transport.slab import slab_pool
-from asyncloader.workers.backend import Launch
-from asyncloader.workers.child import threads
-from asyncloader.workers.child.loops import run_forever
-from asyncloader.workers.parent.launching import handlers_wait, try_descriptors
-from asyncloader.workers.parent.process import kill_all
+from asyncloader.worker import threads
+from asyncloader.worker.loops import run_forever
 
 T = TypeVar("T")
 

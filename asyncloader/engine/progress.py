@@ -20,8 +20,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from asyncloader.engine.tracks import Progressing, make_tracks
+from asyncloader.messages.snapshot import Frozen, Start, Untold
 from asyncloader.seeding.sample_context import Placed
-from asyncloader.workers.protocol.snapshot import Frozen, Start, Untold
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 

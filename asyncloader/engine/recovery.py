@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from asyncloader.backends.backend import Worker
 from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Postpone, Replace, Ticket
 from asyncloader.engine.tracks import Progressing
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
+from asyncloader.messages.snapshot import Start
 from asyncloader.settings import OnTimeout
-from asyncloader.workers.backend import Worker
-from asyncloader.workers.protocol.snapshot import Start
 
 log = logging.getLogger("asyncloader")
 

@@ -28,11 +28,11 @@ from asyncloader.engine.splitter import Splitter
 from asyncloader.engine.taking import Item, Taking, failed
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.errors import describe_keys
+from asyncloader.messages.failure import another
+from asyncloader.messages.messages import EpochSpec
+from asyncloader.messages.outcome import NO_RECORD, Failure, LeftOut
+from asyncloader.messages.snapshot import Frozen, Start
 from asyncloader.observe.meter import Meter
-from asyncloader.workers.protocol.failure import another
-from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import NO_RECORD, Failure, LeftOut
-from asyncloader.workers.protocol.snapshot import Frozen, Start
 
 log = logging.getLogger("asyncloader")
 

@@ -25,6 +25,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
+from asyncloader.backends.backend import Backend, Worker
+from asyncloader.backends.processes.launching import carry_out
 from asyncloader.engine.actions import (
     Action,
     Deliver,
@@ -47,14 +49,12 @@ from asyncloader.engine.splitter import SplitBatch
 from asyncloader.engine.supervisor import END_GRACE_S, Supervisor
 from asyncloader.engine.taking import Item, failed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
+from asyncloader.messages.failure import another, with_notes
+from asyncloader.messages.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut, Outcome, Refused
+from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.meter import BatchTimes
 from asyncloader.transport.join import CannotJoin
-from asyncloader.workers.backend import Backend, Worker
-from asyncloader.workers.child.guarded_loop import GuardedLoop
-from asyncloader.workers.parent.launching import carry_out
-from asyncloader.workers.protocol.failure import another, with_notes
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut, Outcome, Refused
-from asyncloader.workers.protocol.snapshot import Frozen
+from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
 

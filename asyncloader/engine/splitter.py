@@ -24,13 +24,13 @@ from asyncloader.engine.actions import PART, VOID, Action, JoinSlices, Read, Tic
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.slicer import Slicer
+from asyncloader.messages.failure import BadSample
+from asyncloader.messages.messages import Slice
+from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
 from asyncloader.observe.faults import Faults
 from asyncloader.settings import OnError
 from asyncloader.transport.batch_slabs import BatchSlabs
 from asyncloader.transport.join import Columns, columns_of
-from asyncloader.workers.protocol.failure import BadSample
-from asyncloader.workers.protocol.messages import Slice
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
 
 
 class SplitBatch:

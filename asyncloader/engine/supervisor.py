@@ -19,6 +19,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, cast
 
+from asyncloader.backends.backend import Backend, Elastic, Renewable, Worker
 from asyncloader.engine.actions import (
     Abandon,
     Action,
@@ -40,8 +41,7 @@ from asyncloader.engine.workforce import Workforce
 from asyncloader.errors import describe_death, last_words
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
-from asyncloader.workers.backend import Backend, Elastic, Renewable, Worker
-from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
 

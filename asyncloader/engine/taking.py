@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.progress import Call, Given, Progress
-from asyncloader.workers.protocol.failure import stand_in
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
+from asyncloader.messages.failure import stand_in
+from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 

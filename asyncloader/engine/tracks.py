@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from asyncloader.workers.protocol.snapshot import Made, Start, Untold
+from asyncloader.messages.snapshot import Made, Start, Untold
 
 
 class Progressing(Protocol):

@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+from asyncloader.backends.backend import Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Start
 from asyncloader.engine.roster import Roster
-from asyncloader.workers.backend import Worker
 
 
 class Workforce:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from asyncloader.workers.child.bootstrap import _LARGEST_KEPT_BYTES
+from asyncloader.worker.bootstrap import _LARGEST_KEPT_BYTES
 from tests.benchmarks import peers
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run, cpu_seconds

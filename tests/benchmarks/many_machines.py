@@ -36,7 +36,7 @@ from tests.benchmarks.bench import Bench, main, number
 from tests.benchmarks.cluster_model import Cluster, Costs, Play, Played, Work, bounds
 from tests.benchmarks.dispatch import Ints
 from tests.benchmarks.remote import COUNT, Images
-from tests.workers.remote.local_agents import LocalAgents
+from tests.ray.local_agents import LocalAgents
 
 GBIT = 1e9 / 8
 PHOTOGRAPHS = Work(nbytes=64 * 3 * 224 * 224, batch_s=0.25)

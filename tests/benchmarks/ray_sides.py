@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tests.benchmarks.measure import Run
-from tests.ray.clusters import make_cluster
+from tests.clusters.clusters import make_cluster
 
 STORE_BYTES = 1 << 30
 IN_FLIGHT = 4

@@ -44,7 +44,7 @@ from tests.benchmarks import ray_sides
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.dispatch import Ints
 from tests.benchmarks.measure import Run, cpu_seconds
-from tests.workers.remote.local_agents import LocalAgents
+from tests.ray.local_agents import LocalAgents
 
 FIVE_TIMES = Target(">=", 5)
 HALF = Target(">=", 0.5)

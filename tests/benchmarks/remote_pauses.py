@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from tests.benchmarks.bench import Bench, Target, main
 from tests.patience import wait_until
-from tests.workers.remote.local_agents import LocalAgents
+from tests.ray.local_agents import LocalAgents
 
 BATCH_S = 0.1
 

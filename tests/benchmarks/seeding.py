@@ -21,7 +21,7 @@ from time import thread_time
 from asyncloader.seeding import turns
 from asyncloader.seeding.sample_context import SampleContext, SeedingContext, current
 from asyncloader.seeding.seeder import Seeder
-from asyncloader.workers.child.fetch import MapFetcher
+from asyncloader.worker.fetch import MapFetcher
 from tests.benchmarks.bench import Bench, Target, main
 
 KEY = (1, 2, 3)

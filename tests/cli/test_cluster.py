@@ -1,4 +1,4 @@
-"""What the doctor says of Ray, by what a cluster tells; tests/ray asks one that is there."""
+"""What the doctor says of Ray, by what a cluster tells; tests/clusters asks one that is there."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from asyncloader import ConfigurationError, DataLoader, sample_rng, sample_seed
 from asyncloader.datasets import CachedDataset, FileDataset
-from asyncloader.workers.child.overlap import TaskFetcher
+from asyncloader.worker.overlap import TaskFetcher
 from tests.nursery import Program
 
 COUNT = 40

@@ -9,8 +9,8 @@ import pytest
 from asyncloader import DataLoader
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Progress
+from asyncloader.messages.failure import BadSample, RemoteError
 from asyncloader.observe.faults import Faults
-from asyncloader.workers.protocol.failure import BadSample, RemoteError
 
 
 def bad(*keys: int) -> list[BadSample]:

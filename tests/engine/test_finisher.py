@@ -12,8 +12,8 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
-from asyncloader.iteration.worker_iterator import WorkerIterator
-from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.run.worker_iterator import WorkerIterator
+from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.patience import wait_until
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncloader.engine.outbox import Outbox
-from asyncloader.workers.protocol.messages import pack_tickets
+from asyncloader.messages.messages import pack_tickets
 
 
 class Sends:

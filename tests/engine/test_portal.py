@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from asyncloader.engine.portal import Portal, get_portal
-from asyncloader.workers.child import loops
+from asyncloader.worker import loops
 from tests.nursery import Program
 
 pytestmark = pytest.mark.interpreter

@@ -13,7 +13,7 @@ from asyncloader.engine.actions import Discard, GiveUp, Lose, Replace, Ticket
 from asyncloader.engine.recovery import Overdue, Policy, Recovery
 from asyncloader.engine.tracks import make_tracks
 from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
-from asyncloader.workers.protocol.snapshot import Frozen, Start
+from asyncloader.messages.snapshot import Frozen, Start
 
 MAP = Policy(replaceable=True)
 STREAM = Policy(replaceable=False, is_stream=True, tells_place=True)

@@ -18,11 +18,11 @@ from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.taking import Item
+from asyncloader.messages.failure import BadSample, RemoteError
+from asyncloader.messages.messages import EpochSpec
+from asyncloader.messages.outcome import NO_RECORD, Batch, LeftOut, Outcome
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from asyncloader.workers.protocol.failure import BadSample, RemoteError
-from asyncloader.workers.protocol.messages import EpochSpec
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, LeftOut, Outcome
 from tests.patience import wait_until
 
 WORKERS, FACTOR = 2, 2

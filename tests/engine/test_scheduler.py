@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Finish, Read, Replace, Send, Ticket, Window
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
-from asyncloader.workers.protocol.snapshot import Start
+from asyncloader.messages.snapshot import Start
 
 MOST_WORKERS = 6
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
@@ -39,7 +39,7 @@ class Reader:
 class Model(RuleBasedStateMachine):
     """A trainer, its workers and its pinning thread, reduced to what the scheduler can see of them.
 
-    The consumer reads its sampler as :class:`asyncloader.iteration.worker_iterator.WorkerIterator` does: as far as the
+    The consumer reads its sampler as :class:`asyncloader.run.worker_iterator.WorkerIterator` does: as far as the
     window, and to `Read.until` only when it waits. A worker does its tickets in the order in which it got them, or,
     where samples overlap, in any order. Between `returned` and `ready` lies the pinning, which may change the order.
 

@@ -30,11 +30,11 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.slicer import Slicer
 from asyncloader.engine.splitter import Splitter
 from asyncloader.engine.taking import Item, failed
+from asyncloader.messages.failure import BadSample, RemoteError
+from asyncloader.messages.messages import Slice
+from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.record import Record
-from asyncloader.workers.protocol.failure import BadSample, RemoteError
-from asyncloader.workers.protocol.messages import Slice
-from asyncloader.workers.protocol.outcome import NO_RECORD, Batch, Failure, LeftOut
 from tests.effort import examples
 
 MOST_WORKERS = 5

@@ -13,7 +13,7 @@ from asyncloader.engine.actions import Lose, Replace
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
-from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.worker.guarded_loop import GuardedLoop
 
 
 class Pool:

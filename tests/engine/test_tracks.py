@@ -7,7 +7,7 @@ import random
 from collections import deque
 
 from asyncloader.engine.tracks import History, Track
-from asyncloader.workers.protocol.snapshot import Frozen, Made, Start, as_plain, from_plain
+from asyncloader.messages.snapshot import Frozen, Made, Start, as_plain, from_plain
 
 
 def test_the_place_is_before_the_first_that_is_missing() -> None:

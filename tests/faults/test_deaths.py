@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
-from asyncloader.workers.protocol.origin import Origin
+from asyncloader.messages.origin import Origin
 from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
 from tests.programs import run_python
 

@@ -339,7 +339,7 @@ def test_fork_while_a_thread_draws_random_numbers(run: Run, forks: int, outcome:
     main = f"""
 import itertools
 from asyncloader import WorkerStartError
-from asyncloader.workers.parent import process
+from asyncloader.backends.processes import process
 process._UP_S = 3.0  # seconds for which it is waited for: 10 otherwise
 drawing, done, made = threading.Event(), threading.Event(), itertools.count(1)
 def draw():
@@ -377,7 +377,7 @@ def test_a_worker_that_takes_long_to_die_of_being_killed(run: Run) -> None:
     """Its connections are closed before its status is known; why it was killed is what the log says all the same."""
     main = """
 import itertools
-from asyncloader.workers.parent import process
+from asyncloader.backends.processes import process
 process._UP_S = 0.5
 find, asked, made = process.WorkerProcess._find_exitcode, itertools.count(), itertools.count()
 process.WorkerProcess._find_exitcode = lambda worker: None if next(asked) < 20 else find(worker)

@@ -35,9 +35,9 @@ from asyncloader import AsyncDataset, DataLoader, InternalError, WorkerError
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.iteration.worker_iterator import WorkerIterator
+from asyncloader.run.worker_iterator import WorkerIterator
 from tests.leftovers import Holdings
-from tests.workers.remote.local_agents import LocalAgents
+from tests.ray.local_agents import LocalAgents
 
 PACKAGE = str(Path(asyncloader.__file__).parent)
 PATIENCE_S = 20.0  # on a busy machine; what hangs hangs for ever

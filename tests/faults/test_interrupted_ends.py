@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
+from asyncloader.backends.processes.launching import handlers_wait
 from asyncloader.engine.portal import get_portal
-from asyncloader.workers.parent.launching import handlers_wait
 from tests.faults.test_interrupts_everywhere import CtrlC
 
 pytestmark = pytest.mark.skipif(

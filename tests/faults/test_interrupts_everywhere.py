@@ -25,12 +25,12 @@ from torch.utils.data import IterableDataset
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
-from asyncloader.iteration import equal_steps
-from asyncloader.iteration.equal_steps import EqualStepsIterator, _Group
-from asyncloader.iteration.inline_iterator import InlineIterator
-from asyncloader.iteration.worker_iterator import WorkerIterator
+from asyncloader.run import equal_steps
+from asyncloader.run.equal_steps import EqualStepsIterator, _Group
+from asyncloader.run.inline_iterator import InlineIterator
+from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.seeding import sample_context
-from asyncloader.workers.child.guarded_loop import GuardedLoop
+from asyncloader.worker.guarded_loop import GuardedLoop
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"

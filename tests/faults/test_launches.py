@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import DataLoader, WorkerStartError
+from asyncloader.backends.processes import process
 from asyncloader.engine import recovery
 from asyncloader.engine.portal import get_portal
-from asyncloader.workers.parent import process
 
 
 class Numbers(Dataset[int]):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncloader.workers.child.serial_loop import Ending
+from asyncloader.worker.serial_loop import Ending
 from tests.faults.test_deaths import DEATHS
 from tests.faults.test_stream_deaths import (
     LENGTH,

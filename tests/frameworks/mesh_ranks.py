@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import asyncloader
 from asyncloader import DataLoader
-from asyncloader.iteration.data_rank import data_rank
+from asyncloader.run.data_rank import data_rank
 from tests.ranks import tell
 
 

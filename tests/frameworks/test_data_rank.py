@@ -26,7 +26,7 @@ from transformers.trainer_pt_utils import (
 from transformers.trainer_pt_utils import IterableDatasetShard as ShardOfTransformers
 
 from asyncloader import DataLoader
-from asyncloader.iteration.data_rank import data_rank
+from asyncloader.run.data_rank import data_rank
 from tests.frameworks.witness import Stream
 from tests.ranks import run_launcher, run_ranks
 

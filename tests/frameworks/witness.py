@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-OUR_WORKER = "asyncloader.workers.child.serve"
+OUR_WORKER = "asyncloader.worker.serve"
 TORCHS_WORKER = "torch.utils.data._utils.worker"
 
 Sample = dict[str, Any]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, ElasticSampler
-from asyncloader.iteration.plan import Pace
+from asyncloader.run.plan import Pace
 from asyncloader.samplers import (
     LengthBatchSampler,
     MixtureSampler,

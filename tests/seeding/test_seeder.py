@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from asyncloader.hashing import mix
-from asyncloader.iteration.rng_snapshot import GlobalGenerators
+from asyncloader.run.rng_snapshot import GlobalGenerators
 from asyncloader.seeding.seeder import Seeder, left_alone, seed_worker
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
 

@@ -1,0 +1,1 @@
+"""Where workers run, behind one interface: in processes, or in this process on threads or the portal's loop."""

@@ -1,0 +1,216 @@
+"""Where workers run, as the session sees it: an interface with two makers, and more to come.
+
+    session ── start, send, replace, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop
+            <── on_ready, on_outcome, ... ──
+
+All of it happens on the loop thread, but for `wait_dead`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from asyncloader.messages.messages import EpochSpec
+from asyncloader.messages.outcome import Outcome
+
+Launch: TypeAlias = Callable[[], None]
+"""Makes a process: a copy, if it is forked, of the thread that calls it."""
+
+STACK_TIMEOUT_S = 0.5
+"""A worker that is asked where it is has so long to answer. Seconds."""
+
+
+class WorkerState(enum.Enum):
+    """Where a worker is in its life."""
+
+    NEW = enum.auto()  # nothing started
+    RUNNING = enum.auto()  # takes tickets
+    ENDING = enum.auto()  # told to end; killed, or abandoned, if it takes too long
+    DEAD = enum.auto()  # it is gone, and with it every descriptor
+
+
+class Worker(Protocol):
+    """One worker, in whatever it runs.
+
+    Attributes:
+        worker_id: From 0; stays when another takes its place.
+        pid: Of the process that it runs in.
+        exitcode: How that ended; negative for a signal, None if it has not, or if nobody knows.
+        output: Last words.
+        is_ready: It has opened the dataset.
+        is_telling: It can be asked where it is.
+        started_at: On :func:`time.monotonic`'s clock, seconds.
+        node: The machine that it is on; "" for this one.
+        is_lost: It went with its machine, and nothing that it was at is to blame.
+    """
+
+    worker_id: int
+    pid: int
+    exitcode: int | None
+    output: bytearray
+    is_ready: bool
+    is_lost: bool
+    started_at: float
+
+    @property
+    def node(self) -> str:
+        """The machine that it is on."""
+
+    @property
+    def is_telling(self) -> bool:
+        """It can be asked where it is."""
+
+    @property
+    def was_set_up(self) -> bool:
+        """Whether it came as far as the user's code; if not, one in its place will not either."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is there."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Find out where it is, and what the samples of the ticket wait for; "" if it does not answer."""
+
+
+class Listener(Protocol):
+    """Who gets what the workers make."""
+
+    def on_ready(self, worker: int) -> None:
+        """The worker has opened the dataset. If it has no part in the run yet, asked for or not, it has from now on."""
+
+    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """What has become of a ticket has come, and began to be read at this time."""
+
+    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
+        """Return those of these tickets that the worker still has, with their keys."""
+
+    def on_died(self, worker: int, process: Worker) -> None:
+        """The worker ended on its own: what it was at may be to blame, and another is put in its place."""
+
+    def on_left(self, worker: int) -> None:
+        """The worker wants to go: it gets no more tickets, and is dismissed when those in its hands are done."""
+
+    def on_lost(self, worker: int) -> None:
+        """The worker has gone, and nothing that it was at is to blame: others do it. Its place is free already."""
+
+    def on_successor(self, worker: int, successor: Worker) -> None:
+        """Who was started to take this worker's place has opened the dataset, or ended; or the worker is idle now."""
+
+    def on_failed(self, error: Exception) -> None:
+        """No worker can be had any more, or none that could make these batches."""
+
+    def on_closed(self) -> None:
+        """All workers are gone."""
+
+
+class Backend(Protocol):
+    """The workers of one iterator, in their places by id.
+
+    There are as many as the session asks for: `start` makes the first, `add` others at any time, `dismiss` lets one go.
+    A backend whose workers come and go by themselves tells of it: `Listener.on_ready`, `on_left`, `on_lost`.
+    """
+
+    listener: Listener | None
+
+    @property
+    def processes(self) -> Mapping[int, Worker]:
+        """The workers that have a place now, by id. One that was dismissed or lost has none."""
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether launching one may take seconds, in whichever thread."""
+
+    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
+        """Start one worker after the other; `started` is called after each: it can be given tickets before the next.
+
+        On failure those that did start are ended.
+
+        Yields:
+            What launches the next one, to be called, in any thread, before the next step.
+        """
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
+        """Give the worker tickets.
+
+        Raises:
+            KeysRefused: if keys cannot be pickled. Nothing was sent.
+        """
+
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data; tickets of the last one are forgotten."""
+
+    def discard(self, worker: int) -> None:
+        """Kill or abandon this worker, whose end then is nobody's concern: another will take its place."""
+
+    def add(self, worker: int, num_workers: int) -> None:
+        """Start a worker under this id: one more, or in the place of one that has died or was discarded.
+
+        It can be given tickets at once. Where that is not urgent it joins the run only when it tells that it is ready.
+
+        Args:
+            worker: Its id.
+            num_workers: What its dataset is told of how many there are.
+
+        Raises:
+            Exception: if the system has no room for it. Nothing is left of it then.
+        """
+
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        """Let this worker finish, if it is there: it has no tickets. Its place is free, its end nobody's concern.
+
+        Args:
+            worker: Its id.
+            grace_s: After so many seconds it is killed or abandoned.
+        """
+
+    def end(self, grace_s: float) -> None:
+        """Tell all workers to finish; kill or abandon what is left after ``grace_s`` seconds."""
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all workers are gone. In any thread but the loop's."""
+
+
+class Elastic(Backend, Protocol):
+    """A backend that can be asked for more workers on other machines, or for fewer."""
+
+    def want(self, num_workers: int | None) -> None:
+        """Have so many of them, as far as there is room. `Listener.on_ready` and `on_left` tell who comes and goes.
+
+        Args:
+            num_workers: On other machines; None for as many as the user says.
+        """
+
+
+class Renewable(Backend, Protocol):
+    """A backend whose workers can be renewed: by a successor that is started beside one, and takes its place."""
+
+    def renew(self, worker: int, num_workers: int) -> None:
+        """Start a successor of this worker, which is told of by `Listener.on_successor`.
+
+        If the worker dies before it has taken its place, `add` puts the successor there.
+
+        Args:
+            worker: Its id.
+            num_workers: What the dataset is told of how many there are.
+
+        Raises:
+            Exception: if the system has no room for it. Nothing is left of it then.
+        """
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether this worker has answered all its tickets."""
+
+    def succeed(self, worker: int, grace_s: float) -> None:
+        """Put its successor in the place of this worker, which is idle and finishes: see `dismiss`."""
+
+    def abandon(self, worker: int, grace_s: float) -> None:
+        """Let the successor of this worker finish, if there is one: the worker stays."""

@@ -1,0 +1,425 @@
+"""The workers of one iterator: start them, give them tickets, replace the dead, end them.
+
+    session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
+            ── renew, succeed, abandon ─────────>     └─ beside it a successor, while it is renewed
+            <── on_ready, on_outcome, on_died, on_closed
+
+A worker id keeps its place when its process is replaced, or renewed. With persistent workers a pool outlives its
+sessions; frames that belong to an earlier run are dropped here, after their slabs were given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.context import BaseContext
+from time import perf_counter
+from typing import Any
+
+from asyncloader.backends.backend import Launch, Listener
+from asyncloader.backends.processes import executors, fresh
+from asyncloader.backends.processes.launching import carry_out
+from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.errors import could_not_start
+from asyncloader.messages.failure import RemoteError, with_notes
+from asyncloader.messages.frames import BadFrame
+from asyncloader.messages.messages import (
+    EpochSpec,
+    KeysRefused,
+    Kind,
+    Slice,
+    WorkerSpec,
+    pack_tickets,
+)
+from asyncloader.messages.original import Forked, Original
+from asyncloader.messages.outcome import OUTCOMES, unpack
+from asyncloader.messages.pickle_paths import say_large, say_unpicklable
+from asyncloader.messages.pickled_spec import PickledSpec
+from asyncloader.observe.notices import warn
+from asyncloader.transport.slab import slab_pool
+from asyncloader.transport.worker_loans import WorkerLoans
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+
+class Pool:
+    """Owner of the worker processes of one iterator, on the loop thread.
+
+    Args:
+        loop: The portal's.
+        context: How processes are started.
+        spec: What the workers work with.
+        original: The dataset in that, if it may change while workers are made of it.
+    """
+
+    def __init__(
+        self,
+        loop: GuardedLoop,
+        context: BaseContext,
+        spec: WorkerSpec,
+        original: Original | None = None,
+    ) -> None:
+        self.processes: dict[int, WorkerProcess] = {}
+        self.listener: Listener | None = None
+        self._loop = loop
+        self._context = context
+        self._spec = spec
+        self._original = original
+        self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
+        self._slabs = slab_pool()
+        self._slabs.live_on(loop.loop)
+        self._loans: dict[WorkerProcess, WorkerLoans] = {}
+        self._outstanding: dict[int, int] = {}
+        self._successors: dict[int, WorkerProcess] = {}  # that wait for the place of this worker
+        self._epoch: EpochSpec
+        self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
+        self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
+        self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
+        self._closing = False
+        self._is_starting = False  # somebody may be launching one more
+
+    def __repr__(self) -> str:
+        return f"<Pool {list(self.processes.values())!r}>"
+
+    # ---------------------------------------------------------------------------------------------- lifecycle
+
+    def pack(self) -> None:
+        """Pickle what the workers need, unless they inherit it. In the caller's thread: the dataset is the user's.
+
+        Raises:
+            Exception: as the pickling of the dataset or a function raises it, after a warning in torch's words.
+        """
+        method = self._context.get_start_method()
+        if method == "fork":
+            return
+        if method == "forkserver":
+            with contextlib.suppress(OSError):  # whoever launches a worker will tell
+                fresh.start_server()  # it imports what it is to import while this pickles
+        try:
+            self._source = PickledSpec(self._spec)
+        except Exception as error:
+            with_notes(error, [say_unpicklable(self._spec)])
+            warn(
+                "Got pickle error when attempting to start a worker Process. This might be because the worker Process "
+                f'arguments are not picklable. The current multiprocessing start method is {method!r}; with "fork" '
+                "nothing is pickled. See https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-"
+                "forkserver-start-methods"
+            )
+            raise
+        if (news := say_large(self._spec, self._source.copied_bytes)) is not None:
+            warn(news)
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
+        return True
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether launching one may take seconds, in whichever thread: it is not forked."""
+        return self._context.get_start_method() != "fork"
+
+    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
+        """Start one process after the other; `started` is called after each. On failure those that did start are ended.
+
+        Yields:
+            What launches the next process, or deals with all of them, to be called before the next step.
+
+        Raises:
+            WorkerStartError: if the system has no room.
+        """
+        self._epoch = epoch
+        self._is_starting = True
+        try:
+            for worker in range(self._spec.num_workers):
+                if self._closing:  # while one was being launched
+                    break
+                self._outstanding[worker] = 0
+                begun = self._epoch
+                self.processes[worker] = yield from self._start_one(worker, begun)
+                if self._epoch is not begun:  # while it was being launched
+                    self.processes[worker].channel.send(Kind.EPOCH, pickle.dumps(self._epoch))
+                started()
+            if not self._closing:
+                yield partial(self._adopt, self.processes.values())
+        except BaseException:
+            self._closing = True
+            raise
+        finally:
+            self._is_starting = False
+            if self._closing:
+                self.end(0.0)
+
+    def _start_one(self, worker: int, epoch: EpochSpec) -> Generator[Launch, None, WorkerProcess]:
+        process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
+        loans = WorkerLoans(self._slabs)
+        try:
+            yield from process.start(
+                self._context,
+                loans.starting,
+                self._source_of(epoch),
+                self._slabs.handle(),
+                epoch,
+                self._spec.origin,
+            )
+        except BaseException:
+            loans.reclaim()
+            raise
+        self._loans[process] = loans
+        return process
+
+    def _source_of(self, epoch: EpochSpec) -> Any:
+        """Return what a worker that is started now works with."""
+        if self._original is None or self._context.get_start_method() != "fork":
+            return self._source
+        return Forked(self._spec, self._original, epoch)
+
+    def discard(self, worker: int) -> None:
+        """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""
+        process = self.processes[worker]
+        if process.is_alive:
+            self._leaving.add(process)
+            process.kill()
+
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
+        self.abandon(worker, grace_s)
+        self._let_go(self.processes.pop(worker, None), grace_s)
+
+    def _let_go(self, process: WorkerProcess | None, grace_s: float) -> None:
+        if process is not None and process.is_alive:
+            self._leaving.add(process)
+            self._dismissed.add(process)
+            process.end(grace_s)
+
+    def add(self, worker: int, num_workers: int) -> None:
+        """Start a process under this worker id: one more, or in the place of one that has died or was discarded.
+
+        A successor that is there already takes the place.
+        """
+        self._outstanding[worker] = 0
+        self.processes.pop(worker, None)
+        if (successor := self._successors.pop(worker, None)) is None:
+            successor = self._start_beside(worker, num_workers)
+        self.processes[worker] = successor
+
+    def _start_beside(self, worker: int, num_workers: int) -> WorkerProcess:
+        epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
+        process = carry_out(self._start_one(worker, epoch._replace(num_workers=num_workers)))
+        try:
+            self._adopt([process])
+        except BaseException:
+            self._leaving.add(process)
+            process.end(0.0)
+            raise
+        return process
+
+    def _adopt(self, processes: Iterable[WorkerProcess]) -> None:
+        """Give processes that were started to an executor. In any thread.
+
+        Raises:
+            WorkerStartError: if the system has no room for it.
+        """
+        try:
+            running = [each for process in tuple(processes) if (each := process.running()) is not None]
+            if running:
+                self._managers.add(executors.adopt(running))
+        except OSError as error:
+            raise could_not_start(error) from error
+
+    def renew(self, worker: int, num_workers: int) -> None:
+        """Start a process that is to take the place of this worker id's."""
+        if worker not in self._successors:
+            self._successors[worker] = self._start_beside(worker, num_workers)
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether this worker has answered all its tickets."""
+        return not self._outstanding[worker]
+
+    def succeed(self, worker: int, grace_s: float) -> None:
+        """Put its successor in the place of this worker, which has no tickets, and finishes."""
+        before, self.processes[worker] = self.processes[worker], self._successors.pop(worker)
+        self._let_go(before, grace_s)
+
+    def abandon(self, worker: int, grace_s: float) -> None:
+        """Let the successor of this worker finish, if there is one."""
+        self._let_go(self._successors.pop(worker, None), grace_s)
+
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data; tickets of the last one are forgotten."""
+        self._epoch = epoch
+        body = pickle.dumps(epoch)
+        for worker, process in self.processes.items():
+            self._outstanding[worker] = 0
+            process.channel.send(Kind.EPOCH, body, more=True)
+        for process in self._successors.values():
+            process.channel.send(Kind.EPOCH, body)
+
+    def end(self, grace_s: float) -> None:
+        """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
+        self._closing = True
+        for process in (*self.processes.values(), *self._successors.values(), *self._dismissed):
+            process.end(grace_s)
+        self._maybe_closed()
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all processes are gone, replaced ones too, and the threads of their executors. Not on the loop."""
+        deadline = time.monotonic() + timeout_s
+        waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in self._everyone()]
+        for manager in tuple(self._managers):
+            manager.join(max(0.0, deadline - time.monotonic()))
+            waits.append(not manager.is_alive())
+        return all(waits)
+
+    # ------------------------------------------------------------------------------------------------- sending
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
+        """Give the worker tickets, and slabs to do them in."""
+        self._outstanding[worker] += len(tickets)
+        process = self.processes[worker]
+        of_worker = self._loans[process]
+        loans = of_worker.lend(self._outstanding[worker])
+        for seq, keys in tickets:
+            if type(keys) is Slice and keys.rows:
+                of_worker.show((self._epoch.number, seq), keys.rows.slabs)
+        try:
+            body = pack_tickets(tickets, loans)
+        except KeysRefused:  # nothing was sent
+            self._outstanding[worker] -= len(tickets)
+            for loan in loans:
+                of_worker.given_up(loan.number)
+            for seq, _ in tickets:
+                of_worker.hide((self._epoch.number, seq))
+            raise
+        process.channel.send(Kind.TICKETS, *body)
+
+    # ---------------------------------------------------------------------------------------------- receiving
+
+    def on_frame(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Take a frame from a worker.
+
+        Raises:
+            BadFrame: it is not what a worker of ours writes.
+        """
+        if process in self._leaving:
+            return
+        if kind in OUTCOMES:
+            self._on_outcome(process, kind, body)
+            return
+        worker = process.worker_id
+        if kind in (Kind.ASK, Kind.UNREADABLE):
+            self._answer(process, kind, body)
+        elif kind == Kind.UP:
+            process.on_up()
+        elif kind == Kind.AWAITS:
+            process.on_awaits(pickle.loads(body))
+        elif kind == Kind.ENDING:
+            process.channel.send(Kind.CONFIRM, bytes(body))
+        elif kind == Kind.READY:
+            process.is_ready = True
+            if self.listener is not None:
+                if self._successors.get(worker) is process:
+                    self.listener.on_successor(worker, process)
+                else:
+                    self.listener.on_ready(worker)
+        else:
+            raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
+
+    def _answer(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Answer a question, which the worker waits for: one that makes no sense is its end."""
+        try:
+            question = pickle.loads(body)
+            if kind == Kind.ASK:
+                process.channel.send(Kind.LOANS, pickle.dumps(self._loans[process].grant(*question), 5))
+            else:
+                process.channel.send(Kind.KEYS, self._one_by_one(process.worker_id, question))
+        except Exception as error:
+            raise BadFrame(f"a question of kind {kind} that raised {error!r}") from error
+
+    def _one_by_one(self, worker: int, seqs: list[int]) -> bytes:
+        """Pickle the keys of each ticket alone, for a worker that cannot read some of them."""
+        wanted = [] if self.listener is None else self.listener.keys_of(worker, seqs)
+        return pickle.dumps([(seq, _pickled(keys)) for seq, keys in wanted], 5)
+
+    def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        arrived_at = perf_counter()
+        worker = process.worker_id
+        loans = self._loans[process]
+        outcome = unpack(kind, body, loans.decode)
+        loans.hide((outcome.record.epoch, outcome.record.seq))
+        if self.listener is not None and outcome.record.epoch == self._epoch.number:
+            self._outstanding[worker] -= 1
+            self.listener.on_outcome(worker, outcome, arrived_at)
+            if worker in self._successors and self.is_idle(worker):
+                self.listener.on_successor(worker, self._successors[worker])
+
+    def on_exit(self, process: WorkerProcess, expected: bool) -> None:
+        """A process is gone."""
+        if (loans := self._loans.pop(process, None)) is not None:
+            loans.reclaim()
+        if process in self._leaving:
+            self._leaving.discard(process)
+            self._dismissed.discard(process)
+        elif self._successors.get(process.worker_id) is process:
+            del self._successors[process.worker_id]
+            if not self._closing and self.listener is not None:
+                self.listener.on_successor(process.worker_id, process)
+        elif not (expected or self._closing) and self.listener is not None:
+            self.listener.on_died(process.worker_id, process)
+        self._maybe_closed()
+
+    def _maybe_closed(self) -> None:
+        if self._closing and not self._is_starting and not any(process.is_alive for process in self._everyone()):
+            if isinstance(self._source, PickledSpec):
+                self._source.close()
+            while self._loans:  # of workers whose end was not dealt with to the last, because something failed
+                self._loans.popitem()[1].reclaim()
+            if self.listener is not None:
+                self.listener.on_closed()
+                self.listener = None
+
+    def _everyone(self) -> Iterable[WorkerProcess]:
+        return (*self.processes.values(), *self._successors.values(), *self._leaving)
+
+
+class WorkerHandle:
+    """A worker as code written for torch's iterator finds it in ``_workers``: like a process of multiprocessing."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.name = f"asyncloader worker {process.worker_id}"
+        self.daemon = True
+
+    def __repr__(self) -> str:
+        return repr(self._process)
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.exitcode
+
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process is gone, ``timeout`` seconds at most."""
+        self._process.wait_dead(timeout)
+
+    def terminate(self) -> None:
+        """Kill the process with SIGKILL."""
+        self._process.kill_soon()
+
+    kill = terminate
+
+
+def _pickled(keys: Any) -> bytes | RemoteError:
+    try:
+        return pickle.dumps(keys, 5)
+    except Exception as error:  # it was pickled together with others
+        return RemoteError.capture(error, "in the main process")

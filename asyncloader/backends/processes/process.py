@@ -1,0 +1,457 @@
+"""One worker process: start it, watch it, ask it for its stack, kill it, reap it.
+
+          parent (loop thread)                          worker
+    channel   ───────────────── socketpair ───────────  messages
+    liveness  ───────────────── pipe ─────────────────  hangs up when the parent is gone: SIGKILL by the kernel
+    group     ── the worker's end of it, which outlives the worker: then what it started is killed as well
+    output    ───────────────── pipe ─────────────────  faulthandler: stacks, last words
+    pidfd     ── readable when the process has ended
+
+Death is learned from the pidfd. multiprocessing's own sign (a sentinel pipe) and the end of the channel come late when
+the worker left a child behind, which holds copies of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing.process
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol, cast
+
+from asyncloader.backends.backend import STACK_TIMEOUT_S, Launch, WorkerState
+from asyncloader.backends.processes import executors, fresh
+from asyncloader.backends.processes.channel import Channel, open_pair
+from asyncloader.backends.processes.executors import Running
+from asyncloader.backends.processes.launching import Forking, handlers_wait, masked, start_process, try_descriptors
+from asyncloader.errors import could_not_start
+from asyncloader.messages.frames import BadFrame
+from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.messages.origin import Origin
+from asyncloader.stack_text import shorten
+from asyncloader.worker import bootstrap
+from asyncloader.worker.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+_children: set[BaseProcess] = cast(Any, multiprocessing.process)._children
+
+_OUTPUT_BYTES = 64 << 10
+_STACK_QUIET_S = 0.03
+_EXITCODE_TRIES = 50
+_UP_S = 10.0  # a forked worker is up in some hundredths of a second; an overloaded machine is given time
+_REAPED_WITHIN_S = 1.0
+_DESCRIPTORS = 19  # open at once at most while a worker is started, by us and by multiprocessing
+
+
+class Owner(Protocol):
+    """Whom a worker process reports to, on the loop thread."""
+
+    def on_frame(self, worker: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Take a frame; the body is valid during the call only."""
+
+    def on_exit(self, worker: WorkerProcess, expected: bool) -> None:
+        """The process is gone; what it had sent before has been given to `on_frame`."""
+
+
+class WorkerProcess:
+    """Owner of a process and of the parent's ends of its connections.
+
+    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use.
+    """
+
+    node = ""
+
+    def __init__(self, worker_id: int, loop: GuardedLoop, owner: Owner, *, overlaps: bool = False) -> None:
+        self.worker_id = worker_id
+        self.overlaps = overlaps  # it has a loop of its own
+        self.state = WorkerState.NEW
+        self.pid = -1
+        self.exitcode: int | None = None
+        self.output = bytearray()
+        self.is_telling = False  # it can be asked for its stack
+        self.is_ready = False  # it has opened the dataset
+        self.is_lost = False
+        self.started_at = 0.0  # by time.monotonic()
+        self._loop = loop
+        self._owner = owner
+        self._dead = threading.Event()
+        self._closing = threading.Lock()  # held to close a descriptor, and to use one in another thread
+        self._unexpected_end = False
+        self._was_killed = False
+        self._why_killed = ""
+        self._descriptors: dict[str, int] = {}
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._up_timer: asyncio.TimerHandle | None = None
+        self._stack_waiters: list[Callable[[str], None]] = []
+        self._awaits: str | None = None
+        self._quiet_timer: asyncio.TimerHandle
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.worker_id} pid={self.pid} {self.state.name}>"
+
+    @property
+    def was_set_up(self) -> bool:
+        """Whether it came as far as the user's code. Who has killed it is nothing that it could not be set up for."""
+        has_left = self.exitcode is not None and self.exitcode >= 0
+        return not has_left or (self.is_telling and CANNOT_START.encode() not in self.output)
+
+    # -------------------------------------------------------------------------------------------------- start
+
+    def start(
+        self, context: BaseContext, forking: Forking, source: Any, arena: Any, epoch: EpochSpec, origin: Origin | None
+    ) -> Iterator[Launch]:
+        """Start the process. In the middle what launches it is yielded, to be called in any thread.
+
+        Raises:
+            WorkerStartError: if the system has no room for it.
+        """
+        method = context.get_start_method()
+        try:
+            try_descriptors(_DESCRIPTORS)
+            ends = self._connect()
+            try:
+                context, main = fresh.own(context)
+                initargs = (self.worker_id, ends, Later((source, arena, epoch)), method, origin, main)
+                yield partial(self._launch, context, forking, initargs)
+            finally:
+                ends.close()
+            self._watch()
+            self._move(WorkerState.RUNNING)
+            self.started_at = time.monotonic()
+            if method == "fork":
+                self._up_timer = self._loop.call_later(_UP_S, self._on_late)
+        except OSError as error:
+            self._close()
+            raise could_not_start(error) from error
+        except BaseException:
+            self._close()
+            raise
+
+    def _connect(self) -> Ends:
+        ours, theirs = open_pair()
+        self._sock = ours
+        _parent_ends.add(self)
+        ends = Ends(theirs)
+        try:
+            ends.liveness, self._descriptors["liveness"] = os.pipe()
+            self._descriptors["group"] = os.dup(ends.liveness)
+            self._descriptors["output"], ends.output = os.pipe()
+        except OSError:
+            ends.close()
+            raise
+        return ends
+
+    def _launch(self, context: BaseContext, forking: Forking, args: tuple[Any, ...]) -> None:
+        if context.get_start_method() != "fork":
+            with masked(signal.SIG_UNBLOCK, ()):  # it leaves signals unblocked that were not
+                resource_tracker.ensure_running()
+        if context.get_start_method() == "forkserver":
+            fresh.start_server()
+        process: BaseProcess = cast(Any, context).Process(target=bootstrap.start, args=args)
+        # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
+        with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+            start_process(process)
+            self._process = process
+            self.pid = process.pid or -1
+            with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
+                self._descriptors["pid"] = os.pidfd_open(self.pid)
+
+    def running(self) -> Running | None:
+        """Return the process for an executor, or None if it is gone. In any thread."""
+        with self._closing:
+            pidfd = self._descriptors.get("pid")
+            return None if pidfd is None else Running(self.pid, os.dup(pidfd))
+
+    def _watch(self) -> None:
+        """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""
+        self.channel = Channel(self._loop, self._sock, self._on_frame, self._on_channel_closed)
+        self.channel.open()
+        self._watch_exit()
+        os.set_blocking(self._descriptors["output"], False)
+        self._loop.add_reader(self._descriptors["output"], self._on_output)
+
+    def _watch_exit(self) -> None:
+        if "pid" in self._descriptors:
+            self._loop.add_reader(self._descriptors["pid"], self._on_exit)
+        else:
+            self._loop.call_soon(self._on_exit)
+
+    # -------------------------------------------------------------------------------------------------- events
+
+    def on_up(self) -> None:
+        """The worker has come so far that what it waits for is the user's affair."""
+        if self._up_timer is not None:
+            self._up_timer.cancel()
+
+    def _on_late(self) -> None:
+        """It should be up by now. If this process did not run for a while, its word may be waiting to be read."""
+        self._up_timer = self._loop.call_later(_UP_S / 10, self._on_stuck)
+
+    def _on_stuck(self) -> None:
+        """Kill it: a lock that another thread held at the fork is never released in the child.
+
+        torch's generators have such locks, and whoever draws a number from them holds one. With torch's own DataLoader
+        the trainer itself forks, so it cannot be drawing at that moment; here a worker that died is replaced at any
+        time.
+        """
+        self._why_killed = (
+            "It hung before any code of the user's ran, so it was killed: another thread of the main process held a "
+            "lock (of torch's random generator?) when it was forked. If this happens often, use "
+            'multiprocessing_context="forkserver".'
+        )
+        self.kill()
+
+    def _on_frame(self, kind: int, body: memoryview) -> None:
+        self._owner.on_frame(self, kind, body)
+
+    def _on_channel_closed(self, error: Exception | None) -> None:
+        """The worker left, or closed what it should not have: the pidfd tells, or the grace ends."""
+        if isinstance(error, BadFrame):
+            self._why_killed = f"It wrote something that is no message into its channel ({error}), so it was killed."
+        elif not self._was_killed and self._find_exitcode() is None:
+            self._why_killed = (
+                "It closed its connections to the main process (does something close descriptors that it did not "
+                "open?), so it was killed."
+            )
+        self.end(grace_s=0.0 if isinstance(error, BadFrame) else 1.0, expected=self.state is WorkerState.ENDING)
+
+    def _on_output(self) -> None:
+        try:
+            data = os.read(self._descriptors["output"], _OUTPUT_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._descriptors["output"])
+            return
+        self._keep_output(data)
+        if self._stack_waiters:
+            self._quiet_timer.cancel()
+            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._on_quiet)
+
+    def _keep_output(self, data: bytes) -> None:
+        if data and not self.is_telling:
+            self.is_telling = True
+            data = data[len(CAN_TELL) :]
+        self.output += data
+        del self.output[:-_OUTPUT_BYTES]
+
+    def _on_exit(self, tries: int = 0) -> None:
+        """The process has ended. Its exit code may still be on its way from the fork server, or in another thread.
+
+        The pidfd is watched to the last: if anything in here fails, the loop calls again.
+        """
+        if self.state is WorkerState.DEAD:
+            return
+        self._kill_group()  # children that it left behind
+        self.exitcode = self._find_exitcode()
+        if self.exitcode is None and tries < _EXITCODE_TRIES:
+            if "pid" in self._descriptors:
+                self._loop.remove_reader(self._descriptors["pid"])
+            self._loop.call_later(0.001, self._on_exit, tries + 1)
+            return
+        expected = self.state is WorkerState.ENDING and not self._unexpected_end
+        self._on_output_rest()
+        if not expected and self._was_killed:
+            self.output += self._why_killed.encode()
+        try:
+            self.channel.drain()
+        finally:
+            self._close()
+        owner = self._owner
+        del self._owner, self._process  # no cycle may keep descriptors open
+        owner.on_exit(self, expected)
+
+    def _on_output_rest(self) -> None:
+        with contextlib.suppress(OSError, KeyError):
+            self._keep_output(os.read(self._descriptors["output"], _OUTPUT_BYTES))
+
+    def _find_exitcode(self) -> int | None:
+        """Look at the status without reaping; multiprocessing may be reaping in another thread at the same time."""
+        try:
+            status = os.waitid(os.P_PIDFD, self._descriptors["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except (KeyError, ChildProcessError):  # reaped already, or a child of the fork server
+            popen = self._process._popen  # type: ignore[attr-defined]
+            return fresh.exitcode(popen, self._process.exitcode if popen.method == "forkserver" else popen.returncode)
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def _reap(self) -> None:
+        """Reap the process, which is gone, or killed. One that not even that ends is left."""
+        if (pid := self._descriptors.get("pid")) is not None:
+            wait([pid], _REAPED_WITHIN_S)
+            self._process.is_alive()
+        else:
+            self._process.join(_REAPED_WITHIN_S)
+        _children.discard(self._process)  # it stays there if the program has reaped it
+
+    # ----------------------------------------------------------------------------------------------------- end
+
+    def end(self, grace_s: float, *, expected: bool = True) -> None:
+        """Tell the worker to finish; kill it, and what it started, after ``grace_s`` seconds."""
+        if self.state in (WorkerState.NEW, WorkerState.DEAD):
+            return
+        if self.state is WorkerState.RUNNING:
+            self._unexpected_end = not expected
+            self._move(WorkerState.ENDING)
+            self.channel.send(Kind.END)
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        if grace_s <= 0:
+            self.kill()
+            self._watch_exit()
+        else:
+            self._kill_timer = self._loop.call_later(grace_s, self.kill)
+
+    def kill(self) -> None:
+        """Kill the process and its children with SIGKILL. The pidfd tells when it is gone. In any thread."""
+        if self.state is WorkerState.DEAD:
+            return
+        self._was_killed = True
+        self._kill_group()
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: int) -> None:
+        """Send a signal, if the process is there and the trainer has not become another user since."""
+        with self._closing, contextlib.suppress(KeyError, ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self._descriptors["pid"], number)
+
+    def _close(self) -> None:
+        """Let go of everything, whatever of it fails."""
+        with contextlib.ExitStack() as steps:  # from the last one up
+            steps.callback(self._dead.set)
+            steps.callback(self._move, WorkerState.DEAD)
+            steps.callback(self._tell_stack)
+            steps.callback(_parent_ends.discard, self)
+            if hasattr(self, "_sock"):
+                steps.callback(self._sock.close)
+            if hasattr(self, "channel"):
+                steps.callback(self.channel.close)
+            for name in tuple(self._descriptors):
+                steps.callback(self._close_descriptor, name)
+            if hasattr(self, "_process"):
+                steps.callback(self._reap)
+            steps.callback(self._kill_group)
+            if self.pid > 0:
+                steps.callback(self.kill)
+            for name in {"pid", "output"} & self._descriptors.keys():
+                steps.callback(self._loop.remove_reader, self._descriptors[name])
+            for timer in (self._kill_timer, self._up_timer):
+                if timer is not None:
+                    steps.callback(timer.cancel)
+
+    def _kill_group(self) -> None:
+        """Kill the worker with all that it started and left behind.
+
+        The kernel does it when the pipe hangs up, and knows the group that the worker made. ``killpg`` knows a number:
+        by now it may be that of another group, or, if the worker was refused one, of none.
+        """
+        self._close_descriptor("liveness")
+
+    def _close_descriptor(self, name: str) -> None:
+        with self._closing:
+            fd = self._descriptors.pop(name, None)
+            if fd is not None:
+                os.close(fd)
+
+    def _move(self, state: WorkerState) -> None:
+        self.state = state
+
+    # --------------------------------------------------------------------------------------------- any thread
+
+    def kill_soon(self) -> None:
+        """Have the loop call `kill`."""
+        self._loop.call_soon_threadsafe(self.kill)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
+
+    def wait_dead(self, timeout_s: float | None) -> bool:
+        """Wait until the process is gone and reaped. Not on the loop thread."""
+        return self._dead.wait(timeout_s)
+
+    # -------------------------------------------------------------------------------------------------- stacks
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Have the worker write the stacks of its threads; ``tell`` gets them, or "" if it does not answer in time.
+
+        faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. One whose loop
+        turns also tells at which awaits the samples of the ticket are.
+        """
+        if self.state in (WorkerState.DEAD, WorkerState.NEW) or not self.is_telling:  # the signal would kill it
+            tell("")
+            return
+        self._stack_waiters.append(tell)
+        if len(self._stack_waiters) > 1:
+            return
+        self._stack_start = len(self.output)
+        self._awaits = None
+        if self.overlaps:
+            self.channel.send(Kind.WHERE, pickle.dumps(seq))
+        self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self._tell_stack)
+        self._send_signal(STACK_SIGNAL)
+
+    def _on_quiet(self) -> None:
+        """What faulthandler writes is here. Its loop, if it has one that turns, answers within a moment as well."""
+        if self.overlaps and self._awaits is None:
+            self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S - _STACK_QUIET_S, self._tell_stack)
+        else:
+            self._tell_stack()
+
+    def on_awaits(self, text: str) -> None:
+        """The worker's loop has answered where the samples of the ticket are."""
+        self._awaits = text
+        if self._stack_waiters and len(self.output) > self._stack_start:
+            self._quiet_timer.cancel()
+            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._tell_stack)
+
+    def _tell_stack(self) -> None:
+        waiters, self._stack_waiters = self._stack_waiters, []
+        if not waiters:
+            return
+        self._quiet_timer.cancel()
+        text = (self._awaits or "") + shorten(self.output[self._stack_start :].decode(errors="replace"))
+        del self.output[self._stack_start :]
+        for tell in waiters:
+            tell(text)
+
+
+_parent_ends: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+def kill_all() -> None:
+    """Kill all workers of this process. For who ends the interpreter, in any thread."""
+    for worker in tuple(_parent_ends):
+        worker.kill()
+
+
+def _close_in_child() -> None:
+    """In any forked child, a worker or the trainer's own: close the parent's ends, which would keep pipes open.
+
+    And forget the processes and the executors' threads, which the exit hooks of a child would try to join.
+    """
+    for worker in tuple(_parent_ends):
+        _children.discard(getattr(worker, "_process", None))
+        for fd in worker._descriptors.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        worker._descriptors = {}
+        worker._sock.close()
+    _parent_ends.clear()
+    executors.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,255 @@
+"""The connection of a worker in this process: messages through a queue, outcomes as calls on the parent's loop.
+
+    pool ── put, hang_up ──> LocalTransport ── receive / listen ──> SerialLoop, OverlapLoop
+         <── post, post_outcome ──              <── send, send_outcome ──
+
+Nothing is pickled. How large a batch is, which decides how far workers run ahead, is worked out here (`batch_bytes`);
+and so is what ``torch.utils.data.get_worker_info()`` says in worker threads (`set_worker_info`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import queue
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from time import thread_time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data._utils.collate as torch_collate
+import torch.utils.data._utils.worker as torch_worker
+
+from asyncloader.messages.failure import LocalError
+from asyncloader.messages.messages import Kind, WorkerSpec
+from asyncloader.messages.outcome import Batch, Outcome
+from asyncloader.transport.collate import recycling_collate
+from asyncloader.transport.loans import Rows
+from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.worker.transport import ParentGone
+
+UNKNOWN = -1
+"""What `batch_bytes` returns of a batch that holds something which cannot be looked into."""
+
+_OVERHEAD = 64
+_PLAIN = frozenset({int, float, bool, complex, type(None)})
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONSTANTS = (int, float, complex, type(None), type, np.generic, torch.dtype, torch.device, range, slice)
+
+_info: ContextVar[Any] = ContextVar("asyncloader worker", default=None)
+
+
+class LocalTransport:
+    """Both ends of the connection: messages in through a queue, outcomes out as calls on the parent's loop.
+
+    Args:
+        where: For the words of errors; "" on the portal's loop, where there is no worker in the user's eyes.
+        post: Gives a message, kind and contents, to the parent.
+        post_outcome: Gives it what has become of a ticket.
+    """
+
+    is_remote = False
+    cpu_clock = staticmethod(thread_time)
+
+    def __init__(self, where: str, post: Callable[[int, Any], None], post_outcome: Callable[[Outcome], None]) -> None:
+        self.where = where
+        self._post = post
+        self._post_outcome = post_outcome
+        self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._is_hung_up = False
+        self._is_muted = False
+        self._loop: GuardedLoop | None = None
+        self._ready: Callable[[], None]
+        self._context: contextvars.Context
+        self._collate: Callable[[Any], Any] | None = None
+
+    # ----------------------------------------------------------------------------------------- the parent's side
+
+    def put(self, kind: int, contents: Any = None) -> None:
+        """Send the worker a message."""
+        self._messages.put((kind, contents))
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended, and so has its loop
+                loop.call_soon_threadsafe(self._ready, context=self._context)
+
+    def hang_up(self) -> None:
+        """Take nothing from the worker any more, and have it end as soon as it looks."""
+        self._is_hung_up = self._is_muted = True
+        self.put(Kind.END)
+
+    # ----------------------------------------------------------------------------------------- the worker's side
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Become a worker in torch's eyes, in this thread. Its generators are everybody's: they are not seeded."""
+        if self.where:
+            info = torch_worker.WorkerInfo(
+                id=worker_id,
+                num_workers=spec.num_workers,
+                seed=spec.base_seed + worker_id,
+                dataset=open_dataset(),
+                worker_method="thread",
+            )
+            set_worker_info(info)
+
+    def leave(self) -> None:
+        """Do nothing: the surroundings end with the thread."""
+
+    def receive(self, *, wait: bool) -> tuple[int, Any] | None:
+        """Return the next message."""
+        try:
+            message = self._messages.get(wait)
+        except queue.Empty:
+            message = None
+        if self._is_hung_up:
+            raise ParentGone
+        return message
+
+    def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
+        """Have the parent call ``ready`` on the loop, in the context of this worker."""
+        self._ready, self._context = ready, contextvars.copy_context()
+        self._loop = loop
+        loop.call_soon(ready)  # for what came before
+
+    def unlisten(self) -> None:
+        """Have it do so no more."""
+        self._loop = None
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether the worker cannot go on after this: the user's SystemExit is told instead, to who waits for it."""
+        return isinstance(error, ParentGone)
+
+    def capture(self, error: BaseException) -> LocalError:
+        """Hand the exception over as it is."""
+        return LocalError(error, self.where)
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
+        """Make a batch, in memory that is used again where torch's default does it."""
+        if self._collate is None:
+            self._collate = recycling_collate(collate_fn)
+        return self._collate(samples)
+
+    def mute(self) -> None:
+        """Hand nothing over from now on."""
+        self._is_muted = True
+
+    def send(self, kind: int, body: Any = None) -> None:
+        """Hand a message over."""
+        if not self._is_muted:
+            self._post(kind, body)
+
+    def send_outcome(self, held: list[Outcome]) -> None:
+        """Hand over what has become of a ticket."""
+        outcome = held.pop()
+        if type(outcome) is Batch:
+            outcome = outcome._replace(nbytes=batch_bytes(outcome.data))
+        if not self._is_muted:
+            self._post_outcome(outcome)
+
+
+def set_worker_info(info: Any) -> None:
+    """Set what ``get_worker_info()`` returns in this context: this thread, its tasks, and ``asyncio.to_thread``.
+
+    torch keeps the answer in a global of its module, which is right in a worker process. Set in this process it would
+    be the answer in the trainer's own threads as well. So the function is given a body that looks into a context
+    variable first; a body and not another function, for many have imported it by name.
+    """
+    theirs: Any = torch_worker
+    if not hasattr(theirs, "_asyncloader_info"):
+        theirs._asyncloader_info = _look
+        theirs.get_worker_info.__code__ = _get_worker_info.__code__
+    _info.set(info)
+
+
+def _get_worker_info() -> Any:  # runs with the globals of torch's module
+    return _asyncloader_info(_worker_info)  # type: ignore[name-defined] # noqa: F821
+
+
+def _look(default: Any) -> Any:
+    # torch's collation asks whether to put tensors into shared memory for another process. There is none here.
+    if sys._getframe(2).f_globals is vars(torch_collate):
+        return default
+    return _info.get() or default
+
+
+def batch_bytes(batch: Any) -> int:
+    """Return the bytes of a batch: what tensors, arrays, texts, containers and objects of Python classes hold.
+
+    Returns:
+        UNKNOWN if anything in it is of another kind: an image of PIL, an object that C code keeps its data in.
+    """
+    if type(batch) is torch.Tensor and batch.layout is torch.strided:
+        return _OVERHEAD + batch.nbytes
+    try:
+        return _Sizes().of(batch)
+    except Exception:  # of a class of the user's as well: nothing depends on it but how far workers run ahead
+        return UNKNOWN
+
+
+class _UnknownSizeError(Exception):
+    """Something cannot be sized."""
+
+
+class _Sizes:
+    """Adds up what one batch holds; what it holds twice counts once."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def of(self, thing: Any) -> int:
+        """Return the bytes of `thing` with all that it holds."""
+        if isinstance(thing, (str, bytes, bytearray)):
+            return _OVERHEAD + len(thing)
+        if isinstance(thing, _CONSTANTS):
+            return _OVERHEAD
+        if id(thing) in self._seen:
+            return 0
+        self._seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            return _OVERHEAD + self._tensor(thing)
+        if isinstance(thing, np.ndarray):
+            held = self._all(thing.ravel().tolist()) if thing.dtype.hasobject else 0
+            return _OVERHEAD + int(thing.nbytes) + held
+        if isinstance(thing, Mapping):
+            return _OVERHEAD + self._all(thing.keys()) + self._all(thing.values())
+        if isinstance(thing, _SEQUENCES):
+            return _OVERHEAD + self._all(thing)
+        return _OVERHEAD + self._buffer_or_attributes(thing)
+
+    def _all(self, things: Iterable[Any]) -> int:
+        members = list(things)
+        if _PLAIN.issuperset(map(type, members)):
+            return 32 * len(members)
+        return sum(map(self.of, members))
+
+    def _tensor(self, tensor: torch.Tensor) -> int:
+        try:
+            return tensor.nbytes
+        except (RuntimeError, NotImplementedError) as error:  # sparse, nested
+            raise _UnknownSizeError from error
+
+    def _buffer_or_attributes(self, thing: Any) -> int:
+        try:
+            return memoryview(thing).nbytes
+        except TypeError:
+            pass
+        total = 0
+        for cls in type(thing).__mro__[:-1]:
+            slots = vars(cls).get("__slots__")
+            if slots is None and not cls.__dictoffset__:
+                raise _UnknownSizeError  # made in C: who knows what it holds
+            for name in (slots,) if isinstance(slots, str) else slots or ():
+                if name not in ("__dict__", "__weakref__"):
+                    hidden = name.startswith("__") and not name.endswith("__")
+                    total += self._slot(thing, f"_{cls.__name__.lstrip('_')}{name}" if hidden else name)
+        return total + self._all(getattr(thing, "__dict__", {}).values())
+
+    def _slot(self, thing: Any, name: str) -> int:
+        try:
+            return self.of(object.__getattribute__(thing, name))
+        except AttributeError:  # not set
+            return 0

@@ -1,0 +1,380 @@
+"""One worker in this process: a thread, or a task on the portal's loop (num_workers=0, async datasets).
+
+Or a task on a loop of the user's, where the dataset holds objects of that loop: its home.
+
+    NEW ── start ──> RUNNING ── end ──> ENDING ── it has ended, or was abandoned ──> DEAD
+                        └────────── it has ended by itself, or was abandoned ─────────^
+
+A thread cannot be killed: one that hangs is left alone, hung up, and ends when what it is at returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
+
+from asyncloader.backends.backend import STACK_TIMEOUT_S, WorkerState
+from asyncloader.backends.threads.transport import LocalTransport
+from asyncloader.errors import could_not_start
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.messages.outcome import Outcome
+from asyncloader.stack_text import stack_of
+from asyncloader.worker import threads
+from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
+from asyncloader.worker.serial_loop import SerialLoop
+from asyncloader.worker.transport import ParentGone
+
+log = logging.getLogger("asyncloader")
+
+_HANDOVER_S = 3.0
+"""A worker waits so long for the one before it on the same loop to close what the dataset has open."""
+
+_SILENT_S = 5.0
+"""A worker on the portal's loop that has made nothing of its first tickets by then is spoken of. Seconds."""
+
+_SILENT = (
+    "The async dataset has given no batch for %.0f s. It runs on the background event loop: what belongs to another "
+    "loop does not wake it there, such as an asyncio.Queue that a task of yours fills. If that is what it waits for, "
+    "keep the queue in an attribute of the dataset and iterate with `async for`, and the dataset runs on your loop; or "
+    "read the queue by asyncio.wrap_future(asyncio.run_coroutine_threadsafe(queue.get(), your_loop)).\n%s"
+)
+
+_closing: dict[asyncio.Task[None], Any] = {}
+"""By worker that was told to finish, on a loop, its dataset: the next run over it may come from the same loader."""
+
+
+def _closed(task: asyncio.Task[None]) -> None:
+    _closing.pop(task, None)
+
+
+class Owner(Protocol):
+    """Whom a worker in this process reports to, on the loop thread."""
+
+    def on_message(self, worker: LocalWorker, kind: int, body: Any) -> None:
+        """Take a message."""
+
+    def on_outcome(self, worker: LocalWorker, outcome: Outcome, arrived_at: float) -> None:
+        """Take what has become of a ticket."""
+
+    def on_exit(self, worker: LocalWorker, expected: bool) -> None:
+        """It has ended, or was abandoned."""
+
+
+class LocalWorker:
+    """A worker in this process. Belongs to the loop thread, but for what `WorkerProcess` too allows to others.
+
+    Args:
+        worker_id: From 0.
+        loop: The portal's.
+        owner: Is told what the worker makes, and of its end.
+        on_thread: It has a thread of its own; otherwise it works on a loop.
+        before: The worker whose place it takes.
+        home: The loop of the user's that it works on; None for the portal's.
+    """
+
+    is_telling = True
+    was_set_up = True
+    node = ""
+
+    def __init__(
+        self,
+        worker_id: int,
+        loop: GuardedLoop,
+        owner: Owner,
+        on_thread: bool,
+        before: LocalWorker | None = None,
+        home: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.state = WorkerState.NEW
+        self.pid = os.getpid()
+        self.exitcode: int | None = None
+        self.output = bytearray()
+        self.is_ready = False
+        self.is_lost = False
+        self.started_at = 0.0
+        self._loop = loop
+        self._owner = owner
+        self._before = before
+        where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
+        self._transport = LocalTransport(where, self._post, self._post_outcome)
+        self._answering: SerialLoop | OverlapLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._dataset: Any = None
+        self._on_thread = on_thread
+        self._home = home
+        self._timer: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._first_seq: int | None = None
+        self._dead = threading.Event()
+        self._stack_waiters: list[Callable[[str], None]] = []
+        self._quiet_timer: asyncio.TimerHandle
+
+    def __repr__(self) -> str:
+        return f"<LocalWorker {self.worker_id} {self.state.name}>"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is at work, or ending."""
+        return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
+
+    # -------------------------------------------------------------------------------------------------- lifecycle
+
+    def start(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        """Start the thread, or the task."""
+        name = f"asyncloader worker {self.worker_id}"
+        if self._on_thread:
+            try:
+                self._thread = threads.start(partial(self._run, spec, epoch), name)
+            except RuntimeError as error:
+                raise could_not_start(OSError(11, str(error))) from error
+        else:
+            self._dataset = spec.dataset
+            if self._home is None:
+                self._task = self._loop.create_task(self._serve(spec, epoch), name=name)
+                self._silence = self._loop.call_later(_SILENT_S, self._tell_of_silence)
+            else:
+                self._at_home(self._start_at_home, spec, epoch, name)
+        self.state = WorkerState.RUNNING
+        self.started_at = time.monotonic()
+
+    def _at_home(self, function: Callable[..., object], *args: Any) -> None:
+        """Call it on the loop that the task is on. A loop of the user's that is closed has ended its tasks before."""
+        if self._home is None:
+            function(*args)
+        else:
+            with contextlib.suppress(RuntimeError):
+                self._home.call_soon_threadsafe(function, *args)
+
+    def _start_at_home(self, spec: WorkerSpec, epoch: EpochSpec, name: str) -> None:
+        if self.state is WorkerState.DEAD:
+            return
+        self._task = asyncio.get_running_loop().create_task(self._serve(spec, epoch), name=name)
+        self._task.add_done_callback(self._on_left_home)
+
+    def _on_left_home(self, task: asyncio.Task[None]) -> None:
+        """Note the end of a task that may have been cancelled before its first step, with all others of the loop."""
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the portal's loop is closed
+            self._loop.call_soon_threadsafe(self._on_end)
+
+    def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        if spec.origin is not None:
+            spec.origin.adopt()
+        try:
+            answering = self._make_loop(spec, epoch)
+            with answering.modes():
+                answering.open()
+                answering.run()
+                answering.close()
+        except ParentGone:
+            pass
+        except BaseException as error:
+            self._report(error)
+        finally:
+            with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+                self._loop.call_soon_threadsafe(self._on_end)
+
+    async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
+        """Work on the portal's loop, where others may still be closing what the same dataset has open."""
+        if self.state is WorkerState.ENDING:  # nothing was opened; `_closing` has this very task, too
+            self._at_end()
+            return
+        closing = [task for task, dataset in list(_closing.items()) if dataset is spec.dataset]
+        if (before := self._before) is not None and before._task is not None:
+            self._before = None
+            closing.append(before._task)
+        here = asyncio.get_running_loop()
+        others = {task for task in closing if task.get_loop() is here}
+        if others:
+            await asyncio.wait(others, timeout=_HANDOVER_S)
+        try:
+            answering = self._make_loop(spec, epoch)
+            answering.open()
+            assert isinstance(answering, OverlapLoop)
+            await answering.serve()
+            answering.close()
+        except (ParentGone, asyncio.CancelledError):
+            pass
+        except BaseException as error:
+            self._report(error)
+        finally:
+            self._at_end()
+
+    def _at_end(self) -> None:
+        if self._home is None:  # otherwise the end of the task is told
+            self._on_end()
+
+    def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop | OverlapLoop:
+        if self._on_thread:
+            spec = spec.with_dataset(private_copy(spec.dataset))
+        self._answering = answering = make_loop(self.worker_id, self._transport, epoch, spec)
+        return answering
+
+    def _report(self, error: BaseException) -> None:
+        """Write down what the user's code raised while it was closed, where nobody waits for anything."""
+        if threads.is_ending:
+            return
+        context = {"message": f"A DataLoader worker ended with an exception ({self!r})", "exception": error}
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.loop.call_exception_handler, context)
+
+    def end(self, grace_s: float) -> None:
+        """Tell the worker to finish; abandon it after ``grace_s`` seconds."""
+        if not self.is_alive:
+            return
+        self.state = WorkerState.ENDING
+        self._at_home(self._note_closing)
+        self._transport.put(Kind.END)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(grace_s, 0.0), self.kill)
+
+    def _note_closing(self) -> None:
+        if self._task is not None and not self._task.done():
+            _closing[self._task] = self._dataset
+            self._task.add_done_callback(_closed)
+
+    def kill(self) -> None:
+        """Hang up, and cancel what can be cancelled."""
+        if not self.is_alive:
+            return
+        self._transport.hang_up()
+        self._at_home(self._cancel)
+        self._on_end(is_abandoned=True)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _on_end(self, *, is_abandoned: bool = False) -> None:
+        if self.state is WorkerState.DEAD:
+            return
+        expected = is_abandoned or self.state is WorkerState.ENDING
+        if self._timer is not None:
+            self._timer.cancel()
+        self._heard()
+        if is_abandoned:
+            self._thread = None
+        self.state = WorkerState.DEAD
+        self._dead.set()
+        self.on_awaits("")
+        self._owner.on_exit(self, expected)
+
+    def wait_dead(self, timeout_s: float | None) -> bool:
+        """Wait until it has ended, or was abandoned. Not on the loop thread."""
+        began = time.monotonic()
+        if not self._dead.wait(timeout_s):
+            return False
+        if (thread := self._thread) is not None:
+            thread.join(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began)))
+        return True
+
+    # --------------------------------------------------------------------------------------------------- messages
+
+    def put(self, kind: int, contents: Any) -> None:
+        """Send it a message."""
+        if kind == Kind.TICKETS and self._first_seq is None:
+            self._first_seq = contents[0][0]
+        self._transport.put(kind, contents)
+
+    def _post(self, kind: int, body: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+            self._loop.call_soon_threadsafe(self._owner.on_message, self, kind, body)
+
+    def _post_outcome(self, outcome: Outcome) -> None:
+        if self._home is not None and self._task is not None and self._task.cancelling():
+            return  # a loop that ends cancels samples and worker alike: that is no failure of a sample
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._on_outcome, outcome, perf_counter())
+
+    def _on_outcome(self, outcome: Outcome, arrived_at: float) -> None:
+        self._heard()
+        self._owner.on_outcome(self, outcome, arrived_at)
+
+    # ----------------------------------------------------------------------------------------------------- silence
+
+    def _heard(self) -> None:
+        """Note that something has come, or that nothing more will: there is no silence to speak of."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+    def _tell_of_silence(self) -> None:
+        if self._first_seq is not None:
+            self.ask_stack(self._first_seq, self._log_silence)
+
+    def _log_silence(self, awaits: str) -> None:
+        if self._silence is not None:
+            self._silence = None
+            log.warning(_SILENT, _SILENT_S, awaits)
+
+    # ---------------------------------------------------------------------------------------------------- stacks
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Tell where the thread is, and at which awaits the samples of the ticket are.
+
+        It is asked when somebody has waited too long, and disturbs nothing. The tasks of a loop can only be looked at
+        safely from its own thread: on the portal we are there; a loop of another thread answers itself, if it turns.
+        """
+        answering = self._answering
+        if not isinstance(answering, OverlapLoop):
+            tell(self._thread_stack())
+        elif self._home is None and self._task is not None:
+            tell(answering.where(seq))
+        else:
+            self._stack_waiters.append(tell)
+            if len(self._stack_waiters) == 1:
+                self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self.on_awaits, "")
+                self._transport.put(Kind.WHERE, seq)
+
+    def on_awaits(self, awaits: str) -> None:
+        """The worker's loop has answered where the samples of the ticket are, or did not in time."""
+        waiters, self._stack_waiters = self._stack_waiters, []
+        if waiters:
+            self._quiet_timer.cancel()
+            text = awaits + self._thread_stack()
+            for tell in waiters:
+                tell(text)
+
+    def _thread_stack(self) -> str:
+        thread = self._thread
+        frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+        return f"The thread is at:\n{stack_of(frame)}" if frame is not None else ""
+
+
+def private_copy(dataset: Any) -> Any:
+    """Copy the dataset, and those inside torch's wrappers, but share what they hold.
+
+    So what one worker sets on it (a session that belongs to its loop, a file that is opened at first use, what
+    ``worker_init_fn`` changes) is not seen by others, and the data themselves are there once. What cannot be copied is
+    shared.
+    """
+    try:
+        copied = copy.copy(dataset)
+    except Exception:
+        return dataset
+    if isinstance(copied, Subset):
+        copied.dataset = private_copy(copied.dataset)
+    elif isinstance(copied, StackDataset):
+        inner = copied.datasets
+        if isinstance(inner, dict):
+            copied.datasets = {name: private_copy(member) for name, member in inner.items()}
+        else:
+            copied.datasets = tuple(map(private_copy, inner))
+    elif isinstance(copied, (ConcatDataset, ChainDataset)) and isinstance(copied.datasets, (list, tuple)):
+        copied.datasets = [private_copy(member) for member in copied.datasets]
+    return copied

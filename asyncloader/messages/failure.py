@@ -1,0 +1,244 @@
+"""Exceptions of user code on their way from the worker to the consumer.
+
+The same exception arrives where it can be pickled and unpickled: its type, its arguments, its attributes. The
+worker's traceback is its ``__cause__``, and torch's words and the indices are its notes; ``error.keys`` has the indices
+of the whole batch, unless the exception has such an attribute of its own. What does not survive pickling becomes a
+RuntimeError with torch's text.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+from asyncio import CancelledError
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import cloudpickle
+import torch
+
+from asyncloader.errors import describe_keys
+from asyncloader.messages.indices import listed
+
+Raised = TypeVar("Raised", bound=BaseException)
+
+_OF_BATCH, _OF_SAMPLE = "The batch has the indices", "The sample has the index"
+
+_NO_CUDA_HERE = (
+    "This worker was forked from a process that had initialised CUDA, and no forked process can use CUDA then. Pass "
+    'multiprocessing_context="forkserver"; or leave CUDA to the training loop: make CPU tensors in the dataset, with '
+    "pin_memory=True."
+)
+
+
+class EndOfData(Exception):
+    """There are no more samples. Not StopIteration, which a bug in user code can be."""
+
+
+def stand_in(error: BaseException, *, in_async_for: bool = False) -> BaseException:
+    """Return what to raise at the consumer: the error, or another one if it would mean something else there.
+
+    StopIteration would end a ``for`` loop before its time, StopAsyncIteration an ``async for``, and nobody would know
+    that the epoch is short (PEP 479 says the same of generators); CancelledError would cancel the consumer's task.
+    """
+    misleading = (
+        (StopIteration, CancelledError, StopAsyncIteration) if in_async_for else (StopIteration, CancelledError)
+    )
+    if not isinstance(error, misleading):
+        return error
+    other = RuntimeError(f"The dataset, its sampler or collate_fn raised {type(error).__name__}.")
+    other.__cause__ = error
+    return with_notes(other, getattr(error, "__notes__", []))
+
+
+def another(error: Raised) -> Raised:
+    """Return an exception like this one, if it can be copied, for one that is raised more than once.
+
+    What is raised keeps the frames that it passes: whoever holds it would hold the trainer's.
+    """
+    try:
+        other = copy.copy(error)
+    except Exception:
+        return error
+    if type(other) is not type(error):
+        return error
+    for name in ("__cause__", "__context__", "__suppress_context__", "__traceback__"):
+        BaseException.__setattr__(other, name, getattr(error, name))
+    return other
+
+
+class Blame(NamedTuple):
+    """The sample of a batch that an exception is about.
+
+    Attributes:
+        position: In the batch, from 0.
+        odd: Why it cannot be collated, to follow "the sample with the index 7"; "" where the sample has raised.
+    """
+
+    position: int
+    odd: str = ""
+
+    def describe(self, keys: Any) -> str:
+        """Name the sample by its index, or by its position where there are no indices; "" if there is none to name."""
+        if isinstance(keys, (list, tuple)):
+            if not 0 <= self.position < len(keys):
+                return ""
+            sample = f"sample with the index {describe_keys(keys[self.position])}"
+        else:
+            sample = f"sample at position {self.position} of the batch (from 0)"
+        return f"The {sample} {self.odd}." if self.odd else f"The {sample} raised it."
+
+
+def _notes_of_batch(error: BaseException, keys: Any, blame: Blame | None) -> list[str]:
+    """Return notes that name the batch, and the sample in it; the error gets the indices as its attribute."""
+    if keys is None:
+        return [blame.describe(None)] if blame is not None and blame.odd else []
+    is_batch = isinstance(keys, (list, tuple))
+    shown = describe_keys(keys, None if blame is None else blame.position)
+    words = f"{_OF_BATCH if is_batch else _OF_SAMPLE} {shown}"
+    said = (note.startswith((_OF_BATCH, _OF_SAMPLE)) for note in getattr(error, "__notes__", ()))
+    is_own = "keys" in vars(error) and not any(said)
+    if not is_own and not hasattr(type(error), "keys"):
+        BaseException.__setattr__(error, "keys", listed(keys))
+        words += ", all of them in error.keys" * words.endswith(")")
+    is_one = not is_batch or (len(keys) == 1 and not (blame is not None and blame.odd))
+    sample = "" if blame is None or is_one else blame.describe(keys)
+    return [sample, f"{words}."] if sample else [f"{words}."]
+
+
+def _moved(blame: Blame | None, by: int) -> Blame | None:
+    """Return the same sample, where its position is counted from so many samples before."""
+    return blame and blame._replace(position=blame.position + by)
+
+
+class RemoteTraceback(Exception):
+    """The worker's traceback as text, shown as the cause of what was raised there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """An exception as it crosses the channel.
+
+    Attributes:
+        type_name: Name of its class.
+        text: Its traceback, formatted in the worker.
+        pickled: The exception itself, or None if it does not survive pickling.
+        where: For torch's words: "in DataLoader worker process 3".
+        advice: What to do about it, where the worker knows.
+        blame: The sample that it is about, where that is known.
+    """
+
+    type_name: str
+    text: str
+    pickled: bytes | None
+    where: str
+    advice: tuple[str, ...] = ()
+    blame: Blame | None = None
+
+    @classmethod
+    def capture(cls, error: BaseException, where: str) -> RemoteError:
+        """Describe the exception, in the worker."""
+        text = "".join(traceback.format_exception(error))
+        advice = (_NO_CUDA_HERE,) if _is_of_cuda_after_fork(text) else ()
+        return cls(type(error).__name__, text, _pickled(error), where, advice)
+
+    def rebuild(self, keys: Any, begin: int = 0) -> Exception:
+        """Make the exception to raise, in the parent.
+
+        Args:
+            keys: Of the batch; None for a stream, which has none.
+            begin: Where in the batch its slice begins that has raised.
+        """
+        words = f"Caught {self.type_name} {self.where}."
+        error = self._unpickled()
+        if error is None:
+            error = RuntimeError(f"{words}\nOriginal {self.text}")
+            return with_notes(error, [*self.advice, *_notes_of_batch(error, keys, _moved(self.blame, begin))])
+        BaseException.__setattr__(error, "__cause__", RemoteTraceback(self.text))
+        return with_notes(error, [words, *self.advice, *_notes_of_batch(error, keys, _moved(self.blame, begin))])
+
+    def _unpickled(self) -> Exception | None:
+        if self.pickled is None:
+            return None
+        try:
+            error = pickle.loads(self.pickled)
+        except BaseException:  # whatever the user's classes do, it must not end the loop
+            return None  # its class is not known here; the text is
+        return error if isinstance(error, Exception) else None
+
+
+class BadSample(NamedTuple):
+    """A sample that raised: its key, its place in the batch, and what it raised."""
+
+    key: Any
+    position: int
+    error: RemoteError
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for the keys of a ticket that could not be unpickled in a worker, with what that raised."""
+
+    failure: RemoteError
+
+
+@dataclass(frozen=True, slots=True)
+class LocalError:
+    """An exception of a worker in this process, on its way to the consumer: as it is.
+
+    Attributes:
+        error: What was raised.
+        where: For torch's words; "" if there is no worker in the user's eyes.
+        blame: The sample that it is about, where that is known.
+    """
+
+    error: BaseException
+    where: str
+    blame: Blame | None = None
+
+    def rebuild(self, keys: Any, begin: int = 0) -> BaseException:
+        """Return the exception to raise, with notes; see `RemoteError.rebuild`."""
+        error = stand_in(self.error)
+        notes = [f"Caught {type(self.error).__name__} {self.where}."] if self.where else []
+        notes += _notes_of_batch(error, keys, _moved(self.blame, begin))
+        there = getattr(error, "__notes__", ())
+        return with_notes(error, [note for note in notes if note not in there])
+
+
+def _is_of_cuda_after_fork(text: str) -> bool:
+    """Whether a traceback is of CUDA in a process that was forked after its parent had initialised CUDA.
+
+    torch notes such a fork (`_is_in_bad_fork`). Other libraries, which share the driver's context with torch, raise
+    errors of their own: "initialization error", "CUDA_ERROR_NOT_INITIALIZED".
+    """
+    return "cuda" in text.lower() and torch.cuda._is_in_bad_fork()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Pickle the exception if it comes out again as what it was.
+
+    By reference if possible, so that ``except`` in the trainer knows its class; by value (cloudpickle) if the class is
+    known in neither module that a name can lead to, as after ``python -c`` with spawn.
+    """
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        try:
+            data: bytes = dumps(error)
+            if type(pickle.loads(data)).__name__ == type(error).__name__:
+                return data
+        except BaseException:  # SystemExit as well: it is not what the user raised
+            continue
+    return None
+
+
+def with_notes(error: Raised, notes: list[str]) -> Raised:
+    """Add the notes, past a ``__setattr__`` of the user's: a frozen dataclass has one that refuses."""
+    BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), *notes])
+    return error

@@ -1,0 +1,92 @@
+"""Messages as frames of bytes: what both ends of a channel do with them.
+
+A frame that cannot be (of unknown kind, or longer than
+:data:`~asyncloader.messages.messages.MAX_FRAME_BYTES`) ends the channel with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from asyncloader.messages.messages import HEADER, KINDS, MAX_FRAME_BYTES
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MOST_PARTS = 512
+"""Buffers of one sendmsg; the kernel takes 1024."""
+
+_READ_BYTES = 256 << 10
+
+
+class BadFrame(Exception):
+    """What was read is no frame of ours."""
+
+
+def frame(kind: int, parts: Sequence[Buffer]) -> list[Buffer]:
+    """Put the header before the parts of a body."""
+    return [HEADER.pack(sum(map(len, parts)), kind), *parts]
+
+
+class FrameBuffer:
+    """Bytes as they come in, cut into frames.
+
+    Small frames are cut from one buffer that is used again: their bodies are valid until the next `read`. A frame that
+    does not fit gets memory of its own, which grows with what has come: a length that was never sent costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(_READ_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+        self._large: bytearray | None = None
+        self._large_kind = 0
+        self._large_bytes = 0
+
+    def read(self, receive: Callable[[memoryview], int]) -> int:
+        """Receive once, into the right place; return how many bytes came."""
+        if self._large is not None:
+            count = receive(self._view[: self._large_bytes - len(self._large)])
+            self._large += self._view[:count]
+            return count
+        if self._start:
+            self._compact()
+        count = receive(self._view[self._end :])
+        self._end += count
+        return count
+
+    def frames(self) -> Iterable[tuple[int, memoryview]]:
+        """Yield the complete frames that are there: kind and body."""
+        while True:
+            if self._large is not None:
+                if len(self._large) < self._large_bytes:
+                    return
+                body, self._large = memoryview(self._large), None
+                yield self._large_kind, body
+                continue
+            available = self._end - self._start
+            if available < HEADER.size:
+                return
+            length, kind = HEADER.unpack_from(self._buffer, self._start)
+            if kind not in KINDS or length > MAX_FRAME_BYTES:
+                raise BadFrame(f"a frame of kind {kind} and {length} bytes")
+            begin = self._start + HEADER.size
+            if length > _READ_BYTES - HEADER.size:
+                self._begin_large(kind, length, begin)
+                continue
+            if available < HEADER.size + length:
+                return
+            self._start = begin + length
+            yield kind, self._view[begin : begin + length]
+
+    def _begin_large(self, kind: int, length: int, begin: int) -> None:
+        self._large = bytearray(self._view[begin : self._end])
+        self._large_kind, self._large_bytes = kind, length
+        self._start = self._end = 0
+
+    def _compact(self) -> None:
+        rest = self._end - self._start
+        if rest:
+            self._view[:rest] = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, rest

@@ -1,0 +1,213 @@
+"""What crosses the channel: frames of a fixed header and a body.
+
+    header: length of the body (u64), kind (u8)
+    body:   pickled (small, control), or an outcome (see :mod:`asyncloader.messages.outcome`)
+
+    parent -> worker   TICKETS  ([seq, ...], loans), [keys, ...]  a batch each to do, and slabs to do them in
+                       LOANS    loans                         answer to an ask
+                       KEYS     [(seq, pickled keys), ...]    answer to UNREADABLE: of those that are still wanted
+                       EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
+                       WHERE    seq                           tell at which awaits the samples of this ticket are
+                       END      nothing                       finish: clean up and leave
+                       CONFIRM  number of the run             answer to ENDING
+    worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
+                       READY    nothing                       the dataset is open, `worker_init_fn` has run
+                       BATCH, FAILURE, REFUSED, LEFT_OUT,
+                       EXHAUSTED                              what has become of a ticket
+                       ENDING   number of the run             the iterable dataset has ended; what follows from that
+                                                              is told when this worker has lived on to a CONFIRM
+                       ASK      (sizes, returned loans)       needs slabs of these sizes now
+                       UNREADABLE [seq, ...]                  keys that do not unpickle all together: wants each alone
+                       AWAITS   text                          answer to WHERE
+
+Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from asyncloader.epochs import Told
+from asyncloader.messages.indices import Indices
+from asyncloader.messages.modes import Modes
+from asyncloader.messages.origin import Origin
+from asyncloader.messages.snapshot import Start
+from asyncloader.observe.record import Record as Record
+from asyncloader.seeding.sample_context import Placed
+from asyncloader.settings import OnError
+
+HEADER = struct.Struct("<QB7x")
+MAX_FRAME_BYTES = 1 << 40
+_LENGTH = struct.Struct("<Q")  # of the first part of a body of TICKETS
+
+
+class Kind(enum.IntEnum):
+    """The kinds of frames."""
+
+    TICKETS = 1
+    LOANS = 2
+    EPOCH = 3
+    END = 4
+    WHERE = 5
+    CONFIRM = 6
+    KEYS = 7
+    UP = 15
+    READY = 16
+    BATCH = 17
+    FAILURE = 18
+    EXHAUSTED = 19
+    ASK = 20
+    LEFT_OUT = 22
+    AWAITS = 23
+    ENDING = 25
+    UNREADABLE = 26
+    REFUSED = 27
+
+
+KINDS = frozenset(int(kind) for kind in Kind)
+
+
+class Slice(NamedTuple):
+    """In place of the keys of a batch: those of a slice of one, which is to be joined with others.
+
+    Attributes:
+        keys: Of the slice, with the number of its first sample in the epoch.
+        rows: Where large tensors of it belong in the slabs of the batch: `RowsOfSlice`, in a worker `Rows` of each.
+    """
+
+    keys: Placed
+    rows: Any = ()
+
+
+_PACKED = frozenset({Indices, Placed})
+
+
+def _travelling(keys: Any) -> Any:
+    if type(keys) is Placed:
+        return Placed(keys.keys.travelling(), keys.first) if type(keys.keys) is Indices else keys
+    return keys.travelling()
+
+
+class KeysRefused(Exception):
+    """What the sampler yielded for some tickets cannot be pickled.
+
+    Args:
+        error: Why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def pack_tickets(tickets: Sequence[tuple[int, Any]], loans: Sequence[Any]) -> tuple[bytes, bytes, bytes]:
+    """Return the body of TICKETS, in parts. The keys are the user's: a pickle of their own, which may not come out.
+
+    One for all of them: a pickle for each ticket would take a microsecond more on each side.
+
+    Raises:
+        KeysRefused: if the keys do not go in either.
+    """
+    numbered = _numbered([seq for seq, _ in tickets], loans)
+    try:
+        return *numbered, pickle.dumps([_travelling(keys) if type(keys) in _PACKED else keys for _, keys in tickets], 5)
+    except Exception as error:
+        raise KeysRefused(error) from None
+
+
+def _numbered(seqs: list[int], loans: Sequence[Any]) -> tuple[bytes, bytes]:
+    numbers = pickle.dumps((seqs, loans), 5)
+    return _LENGTH.pack(len(numbers)), numbers
+
+
+def with_loans(body: bytes | memoryview, lend: Callable[[int], Sequence[Any]]) -> tuple[bytes, bytes, memoryview]:
+    """Return the body of TICKETS with loans, for who passes it on: the keys stay pickled.
+
+    Args:
+        body: As `pack_tickets` made it, without loans.
+        lend: Gives slabs for so many tickets.
+    """
+    seqs, _, pickled = unpack_tickets(body)
+    return *_numbered(seqs, lend(len(seqs))), pickled
+
+
+def unpack_tickets(body: bytes | memoryview) -> tuple[list[int], list[Any], memoryview]:
+    """Return sequence numbers, loans, and the pickled keys of TICKETS."""
+    (length,) = _LENGTH.unpack_from(body)
+    view = memoryview(body)[_LENGTH.size :]
+    return *pickle.loads(view[:length]), view[length:]
+
+
+class EpochSpec(NamedTuple):
+    """One run over the data, as a worker needs to know it.
+
+    Attributes:
+        number: Counts the runs of a pool; frames of an earlier run are dropped by it.
+        key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
+        shared_seed: For IterDataPipe.
+        epochs: What the dataset was told by `set_epoch`; nothing where there are no workers, or the run is over.
+        starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
+            is replaced the session writes down where the next one begins.
+        num_workers: How many workers there are, for one that comes later than the first; 0 for as many as those.
+    """
+
+    number: int
+    key: tuple[int, int, int]
+    shared_seed: int | None = None
+    starts: dict[int, Start] | None = None
+    epochs: tuple[Told, ...] = ()
+    num_workers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker works with: the part of the settings that it needs, under the names that they have there.
+
+    Inherited under fork, pickled once for all workers otherwise.
+
+    Attributes:
+        seeds_each_batch: Seed the global generators for each batch.
+        seeds_each_sample: Seed them for each sample, which are made one after the other.
+        knows_places: What is drawn depends on the sample, so those of a batch are asked for one by one.
+        samples_at_once: That one worker fetches.
+        snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
+        keeps_dataset: The worker, and its dataset, are there for the next run too.
+        is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
+        modes: Of the thread that iterates; None where the worker is not to have them.
+        origin: What else workers take over from that thread.
+        epochs: What the dataset has been told by `set_epoch`: what this worker's copy was when it was made.
+    """
+
+    dataset: Any
+    is_iterable: bool
+    auto_collation: bool
+    collate_fn: Any
+    drop_last: bool
+    worker_init_fn: Any
+    num_workers: int
+    base_seed: int
+    seeds_each_batch: bool
+    seeds_each_sample: bool = False
+    knows_places: bool = False
+    on_error: OnError = "raise"
+    samples_at_once: int = 1
+    is_async: bool = False
+    snapshot_every: int = 1
+    keeps_dataset: bool = False
+    modes: Modes | None = None
+    origin: Origin | None = None
+    epochs: tuple[Told, ...] = ()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether samples are fetched on a loop, several at once."""
+        return self.is_async or self.samples_at_once > 1
+
+    def with_dataset(self, dataset: Any) -> WorkerSpec:
+        """Return the same with another dataset."""
+        return replace(self, dataset=dataset)

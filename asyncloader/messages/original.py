@@ -1,0 +1,80 @@
+"""The trainer's dataset, while workers are made of it: the trainer tells it of the next epoch, and this run goes on.
+
+    trainer        set_epoch(0)   iter() ────────────── set_epoch(1) ─────────────────────────── iter()
+    forked copy                        └ heard 0: as it is     └ heard 1: told 0, for this run ── told 1
+
+A copy on a thread is made of one that was made when the iterator was, and so is what is pickled: they heard 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from asyncloader.epochs import Told, listeners
+from asyncloader.messages.messages import EpochSpec, WorkerSpec
+from asyncloader.protocols import probe
+
+
+class Original:
+    """Knows what the trainer's dataset has heard of epochs, at the moment when a copy is made.
+
+    Args:
+        dataset: The trainer's.
+        heard: Returns what it was told; nothing while it is being told.
+
+    Attributes:
+        is_over: Whether all of the run that workers are at has been made.
+    """
+
+    def __init__(self, dataset: Any, heard: Callable[[], tuple[Told, ...]]) -> None:
+        self.is_over: Callable[[], bool] = bool
+        self._dataset = dataset
+        self._heard = heard
+        self._untold = [_attributes(*pair) for pair in zip(listeners(dataset), heard(), strict=False)]
+
+    def run_of_newcomer(self, epoch: EpochSpec) -> EpochSpec:
+        """Return a run as a worker is to know it that is started now: it is told of none that is over."""
+        return epoch._replace(epochs=()) if self.is_over() else epoch
+
+    def copied(self, epochs: tuple[Told, ...]) -> tuple[Told, ...]:
+        """Return what a copy has heard that was just made. To be called in the copy.
+
+        Nobody could tell it that it was told nothing: then it is given the attributes again that it had.
+
+        Args:
+            epochs: What is to be heard in the run.
+        """
+        heard = self._heard()
+        if heard != epochs:
+            for listener, epoch, before in zip(listeners(self._dataset), epochs, self._untold, strict=False):
+                if epoch.number is None and before is not None:
+                    vars(listener).clear()
+                    vars(listener).update(before)
+        return heard
+
+
+class Forked:
+    """What a forked worker works with, which it has of the trainer.
+
+    Args:
+        spec: As it was when the iterator was made.
+        original: The dataset in it.
+        epoch: The run that the worker begins with.
+    """
+
+    def __init__(self, spec: WorkerSpec, original: Original, epoch: EpochSpec) -> None:
+        self._spec = spec
+        self._original = original
+        self._epoch = epoch
+
+    def open(self) -> WorkerSpec:
+        """Return it, in the worker."""
+        return replace(self._spec, epochs=self._original.copied(self._epoch.epochs))
+
+
+def _attributes(listener: Any, told: Told) -> dict[str, Any] | None:
+    """Return the attributes of a dataset that was told nothing, if it has some."""
+    found = probe(listener, "__dict__") if told.number is None else None
+    return dict(found) if isinstance(found, dict) else None

@@ -1,0 +1,256 @@
+"""What all workers of a loader need, pickled once: the dataset and the user's functions, under spawn and forkserver.
+
+    parent:   pickle 5 ──> pickle | buffer | buffer ...   in one memfd (a temporary file elsewhere)
+    workers:  map it privately, unpickle around the mapping: arrays stay where they are, shared until written to
+
+So start-up does not grow with the number of workers times the size of the dataset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import io
+import os
+import pickle
+import sys
+import types
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any, Generic, TypeVar
+
+import cloudpickle
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.messages.parts import Opener, write_parts
+
+T = TypeVar("T")
+
+
+class PickledSpec(Generic[T]):
+    """One pickled object in a memory file. Made and closed by the parent, opened by workers.
+
+    An object that can only be pickled while a process is launched (it holds a lock, queue or shared value of
+    :mod:`multiprocessing`, or what the user has registered a reducer with ForkingPickler for) is kept and pickled then,
+    for each worker.
+    """
+
+    def __init__(self, content: T) -> None:
+        """Pickle the content.
+
+        Raises:
+            Exception: whatever its pickling raises, if neither pickle nor cloudpickle can do it.
+        """
+        self._late: T | None = None
+        self._fd = -1
+        self._sizes: list[int] = []
+        try:
+            data, buffers = _pickle(content)
+        except (_AtLaunchError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "inheritance" not in str(error):
+                raise
+            self._late = content
+            return
+        self._fd, self._sizes = write_parts([data, *(buffer.raw() for buffer in buffers)])
+
+    @property
+    def copied_bytes(self) -> int:
+        """What each worker unpickles into memory of its own: all but arrays and tensors, which workers map."""
+        return self._sizes[0] if self._sizes else 0
+
+    def close(self) -> None:
+        """Let go of the memory; workers that have opened it keep theirs."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._late = None
+
+    def __reduce__(self) -> Any:
+        if self._late is not None:
+            data, buffers = _pickle(self._late, _registered())
+            return _Late, (data, [bytes(buffer.raw()) for buffer in buffers])
+        return Opener, (DupFd(self._fd), self._sizes)
+
+
+class _Late:
+    """Carry what was pickled at launch."""
+
+    def __init__(self, data: bytes, buffers: list[bytes]) -> None:
+        self._data = data
+        self._buffers = buffers
+
+    def open(self) -> Any:
+        """Unpickle."""
+        return pickle.loads(self._data, buffers=[bytearray(buffer) for buffer in self._buffers])
+
+
+class _AtLaunchError(Exception):
+    """Something can only be pickled while a process is launched."""
+
+
+Table = Mapping[type, Any]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles by reference.
+
+    Args:
+        file: Where to.
+        collect: Called with each large buffer, which stays outside the pickle.
+        reducers: multiprocessing's own, which only work while a process is launched; None before that.
+    """
+
+    def __init__(self, file: io.BytesIO, collect: Callable[[pickle.PickleBuffer], Any], reducers: Table | None) -> None:
+        super().__init__(file, 5, buffer_callback=collect)
+        self._is_launching = reducers is not None
+        if reducers is not None:
+            self.dispatch_table = {**copyreg.dispatch_table, **reducers}
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce(obj, self._is_launching)
+
+
+class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value; see `_Pickler`."""
+
+    def __init__(self, file: io.BytesIO, collect: Callable[[pickle.PickleBuffer], Any], reducers: Table | None) -> None:
+        self._reducers = ChainMap(dict(reducers or {}), cloudpickle.Pickler.dispatch_table)
+        super().__init__(file, 5, buffer_callback=collect)
+        self._is_launching = reducers is not None
+
+    @property
+    def dispatch_table(self) -> Any:
+        """What the C code asks for as it begins. An attribute would be hidden behind that of cloudpickle's class."""
+        return self._reducers
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = _reduce(obj, self._is_launching)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def _registered() -> Table:
+    """Reducers that multiprocessing pickles with what it hands to a process: its own, torch's, the user's."""
+    return ForkingPickler._extra_reducers  # type: ignore[attr-defined,no-any-return]
+
+
+_ANY_TIME = (types.MethodType, type(list.append), type(int.__add__), functools.partial)
+"""What multiprocessing has reducers for that do not need a process: pickle has its own for them."""
+
+
+def _reduce(obj: Any, is_launching: bool) -> Any:
+    """Reduce what is not pickled as ever; find out what has to wait until a process is launched.
+
+    Memory that is shared stays shared with the trainer: torch passes its descriptor on, at launch. What else torch has
+    reducers for can go at any time.
+    """
+    if isinstance(obj, torch.Tensor):
+        return _reduce_tensor(obj, is_launching)
+    if type(obj) is torch.UntypedStorage and obj.device.type == "cpu" and not obj.is_shared():
+        return _storage, (torch.empty(0, dtype=torch.uint8).set_(obj).numpy(),)
+    if is_launching:
+        return NotImplemented
+    if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
+        untyped = obj._untyped_storage if isinstance(obj, torch.TypedStorage) else obj  # the typed one's method warns
+        if untyped.is_shared():
+            raise _AtLaunchError
+    elif type(obj) in _registered() and not isinstance(obj, _ANY_TIME):
+        raise _AtLaunchError
+    return NotImplemented
+
+
+def _storage(array: NDArray[np.uint8]) -> torch.UntypedStorage:
+    """Make a storage of its bytes. That which pickle makes of torch's own reduction does not unpickle (torch 2.13)."""
+    return torch.from_numpy(array).untyped_storage()
+
+
+def _reduce_tensor(tensor: torch.Tensor, is_launching: bool) -> Any:
+    """Pickle a plain tensor that has its memory to itself as an array, which travels out of band."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return NotImplemented
+    if tensor._is_zerotensor():  # zeros without memory, which torch refuses to pickle
+        return _reduce_tensor(tensor.clone(), is_launching)
+    if tensor.is_shared():  # type: ignore[no-untyped-call]
+        if is_launching:
+            return NotImplemented
+        raise _AtLaunchError
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return NotImplemented
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return NotImplemented
+    try:
+        return torch.from_numpy, (tensor.numpy(),)
+    except (TypeError, RuntimeError):  # a dtype that numpy does not have, a conjugate view
+        return NotImplemented
+
+
+def _pickle(content: Any, reducers: Table | None = None) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """Pickle by reference where a worker can import what is referred to, otherwise by value."""
+    if _main_is_importable():
+        # The process that is being launched notes down what descriptors it is to be given, and takes none twice.
+        noted: list[int] = getattr(get_spawning_popen(), "_fds", [])
+        count = len(noted)
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            return _dump(_Pickler, content, reducers)
+        del noted[count:]
+    return _dump(_CloudPickler, content, reducers)
+
+
+def is_picklable(content: Any) -> bool:
+    """Whether workers can be sent it, now or while their process is launched."""
+    try:
+        _pickle(content)
+    except _AtLaunchError:
+        return True
+    except Exception as error:
+        return isinstance(error, RuntimeError) and "inheritance" in str(error)
+    return True
+
+
+def count_copied_bytes(content: Any) -> int:
+    """Return what of it each worker would unpickle into memory of its own; 0 where that is not known beforehand."""
+    try:
+        return len(_pickle(content)[0])
+    except Exception:
+        return 0
+
+
+def _dump(pickler: Any, content: Any, reducers: Table | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    pickler(file, buffers.append, reducers).dump(content)
+    return file.getvalue(), buffers
+
+
+def _main_is_importable() -> bool:
+    """Whether a spawned process imports the main module again; it cannot in a notebook or after ``python -c``."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
+
+
+def pickle_for_elsewhere(content: Any) -> list[Any]:
+    """Pickle an object for other machines, by value where those cannot import it: what is in the main module.
+
+    Returns:
+        Pieces of bytes, as `write_parts` takes them.
+
+    Raises:
+        ConfigurationError: if something in it is shared with other processes of this machine.
+        Exception: whatever else its pickling raises.
+    """
+    try:
+        data, buffers = _dump(_CloudPickler, content, None)
+    except (_AtLaunchError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inheritance" not in str(error):
+            raise
+        raise ConfigurationError(
+            "the dataset, or a function that it is used with, holds what processes of one machine share: a tensor "
+            "after share_memory_(), a lock, queue or value of multiprocessing. Workers on other machines cannot: give "
+            "them plain data, or what opens them there"
+        ) from error
+    return [data, *(buffer.raw() for buffer in buffers)]

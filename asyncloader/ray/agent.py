@@ -1,0 +1,396 @@
+"""An agent: a process on another machine that runs workers of ours there, and dials the trainer.
+
+    trainer ── Link ── Agent ── AgentPool ── one worker process, with its slabs, per place
+       tickets ──────────────────> (slabs are lent here) ──> worker
+       <── pickle, buffers ─────── (straight from the slabs) <── batch
+
+The pool beneath it is that of local workers. Tickets and batches pass through as they are: nothing of the user's is
+unpickled here. What leaves is sent from the slabs that the workers have written, which are on lease until the socket
+has taken it.
+
+The process is its workers' fork server: it has imported torch and us, has no thread that computes, and is told what to
+do by its stdin. It goes when the trainer says so, when the connection ends, or when who launched it is gone.
+
+python -m asyncloader.ray.agent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, cast
+
+from asyncloader.backends.backend import Listener
+from asyncloader.backends.processes.pool import Pool
+from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.messages.frames import BadFrame, Buffer
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, with_loans
+from asyncloader.messages.outcome import OUTCOMES, split
+from asyncloader.messages.parts import Opener
+from asyncloader.messages.snapshot import Start
+from asyncloader.ray.facts import facts
+from asyncloader.ray.handshake import agent_side
+from asyncloader.ray.host import Call
+from asyncloader.ray.launcher import Order
+from asyncloader.ray.link import Link
+from asyncloader.ray.wire import NUMBER, SECONDS, Death, Frame, Word
+from asyncloader.transport.codec import open_payload
+from asyncloader.worker.bootstrap import die_with_parent
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+log = logging.getLogger("asyncloader")
+
+_DIAL_S = 20.0
+"""So long it may take until the trainer is reached, and has proven itself. Seconds."""
+
+_SILENT_S = 60
+"""So long the trainer may be silent: its machine may have been suspended, or its interpreter held up. Seconds."""
+
+_LAST_S = 5.0
+"""What has not ended so long after it should have is ended with the process."""
+
+
+class AgentPool(Pool):
+    """The workers of this machine, for a trainer on another one.
+
+    Args:
+        loop: Of the agent.
+        spec: What the workers work with, without what is the user's.
+        source: What they unpickle it from.
+        epoch: The run that is going on.
+        pass_on: Sends a frame to the trainer: kind, worker, parts, large buffers.
+    """
+
+    def __init__(
+        self,
+        loop: GuardedLoop,
+        spec: WorkerSpec,
+        source: Any,
+        epoch: EpochSpec,
+        pass_on: Callable[[int, WorkerProcess, list[Buffer], list[Any]], None],
+    ) -> None:
+        super().__init__(loop, multiprocessing.get_context("fork"), spec)
+        self._source = source
+        self._epoch = epoch
+        self._pass_on = pass_on
+
+    def begin_at(self, worker: int, start: Start | None) -> None:
+        """Note where the next worker of this id begins, if that matters."""
+        if self._epoch.starts is not None and start is not None:
+            self._epoch.starts[worker] = start
+
+    def give(self, process: WorkerProcess, body: memoryview) -> None:
+        """Give a worker tickets, as the trainer packed them, and slabs to do them in."""
+        process.channel.send(Kind.TICKETS, *with_loans(body, functools.partial(self._lend, process)))
+
+    def start_one(self, worker: int, num_workers: int, *, beside: bool) -> WorkerProcess:
+        """Start a worker under an id; or one beside it, which is to take its place."""
+        if beside:
+            self.renew(worker, num_workers)
+            return self._successors[worker]
+        self.add(worker, num_workers)
+        return self.processes[worker]
+
+    def has(self, process: WorkerProcess) -> bool:
+        """Whether it is there, and has a place or waits for one."""
+        worker = process.worker_id
+        return process.is_alive and process in (self.processes.get(worker), self._successors.get(worker))
+
+    def take_place(self, successor: WorkerProcess, grace_s: float) -> None:
+        """Put one that was started beside a worker in its place."""
+        if self._successors.get(successor.worker_id) is successor:
+            self.succeed(successor.worker_id, grace_s)
+
+    def let_go(self, process: WorkerProcess, grace_s: float | None) -> None:
+        """Let it finish, or have it killed at once (None)."""
+        worker = process.worker_id
+        if self.processes.get(worker) is not process:
+            self.abandon(worker, grace_s or 0.0)
+        elif grace_s is None:
+            self.discard(worker)
+        else:
+            self.dismiss(worker, grace_s)
+
+    def _lend(self, process: WorkerProcess, count: int) -> list[Any]:
+        self._outstanding[process.worker_id] += count
+        return list(self._loans[process].lend(self._outstanding[process.worker_id]))
+
+    def on_frame(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+        """Take a frame from a worker, and pass on what is the trainer's."""
+        if process in self._leaving:
+            return
+        if kind in OUTCOMES:
+            self._outstanding[process.worker_id] = max(0, self._outstanding[process.worker_id] - 1)
+            if kind == Kind.BATCH:
+                self._pass_batch(process, body)
+            else:
+                self._pass_on(kind, process, [body], [])
+        elif kind == Kind.UNREADABLE:
+            self._pass_on(kind, process, [body], [])
+        else:
+            super().on_frame(process, kind, body)
+
+    def _pass_batch(self, process: WorkerProcess, body: memoryview) -> None:
+        head, payload = split(body)
+        try:
+            stream, buffers, is_placed, _ = open_payload(payload, self._loans[process])
+        except (LookupError, ValueError) as error:
+            raise BadFrame(f"a batch that names what is not there: {error}") from error
+        if is_placed:
+            self._pass_on(Kind.BATCH, process, [head], [*buffers, stream])
+        else:
+            self._pass_on(Kind.BATCH, process, [head, stream], buffers)
+
+
+class Agent:
+    """Owner of the connection to the trainer, and of the pool. On its loop.
+
+    Args:
+        loop: Of the process.
+        order: What it was told.
+        source: What the workers unpickle what they work with from.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, order: Order, source: Any) -> None:
+        self.failure = ""  # why it ended, if it should not have
+        self._loop = GuardedLoop(loop, self._fail)
+        self._order = order
+        self._source = source
+        prove = lambda link, send: agent_side(order.secret, send, order.number)  # noqa: E731
+        self._link = Link(self, self._loop, prove, lambda nbytes: memoryview(bytearray(nbytes)))
+        self._pool: AgentPool | None = None
+        self._workers: dict[int, WorkerProcess] = {}  # by the number of their lives
+        self._lives: dict[WorkerProcess, int] = {}
+        self._silent_s = 0
+        self._is_leaving = False  # it was told to, by whoever runs its machine
+        self._is_ending = False
+        self._is_closed = False  # no worker is left
+        self._is_gone = False  # the trainer, or the connection to it
+        self._has_met = asyncio.Event()  # the trainer, or the end of the connection to it
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Dial the trainer, and stay until it says to go or is gone."""
+        order, context = self._order, None
+        if order.make_context is not None:
+            import ssl
+
+            context = pickle.loads(order.make_context)(ssl.Purpose.SERVER_AUTH)
+        self._loop.loop.add_signal_handler(signal.SIGTERM, self._leave)
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                hostname = order.host if context is not None else None
+                await self._loop.loop.create_connection(
+                    lambda: self._link, order.host, order.port, ssl=context, server_hostname=hostname
+                )
+                await self._has_met.wait()
+        except OSError as error:  # TimeoutError among them
+            self.failure = f"the trainer cannot be reached at {order.host}:{order.port}: {error!r}"
+            self._link.drop(self.failure)
+            return
+        self._loop.call_later(1.0, self._watch)
+        await self._over.wait()
+
+    # ---------------------------------------------------------------------------------------------- the trainer
+
+    def on_open(self, link: Link) -> None:
+        """The trainer is who it says, and knows the same of this agent."""
+        os.register_at_fork(after_in_child=functools.partial(_leave_alone, link.fileno()))
+        link.send(Word.HELLO, 0, json.dumps(facts()).encode())
+        if self._is_leaving:
+            link.send(Word.LEAVING)
+        self._has_met.set()
+
+    def on_lost(self, link: Link, why: str) -> None:
+        """The trainer has gone, or let go of this agent: nobody waits for anything."""
+        if not self._is_ending:
+            self.failure = why
+        self._is_gone = True
+        self._has_met.set()
+        self._end(0.0)
+
+    def on_frame(self, link: Link, frame: Frame) -> None:
+        """Do what the trainer says."""
+        kind, life, body, _ = frame
+        if kind == Word.PING:
+            link.send(Word.PONG, 0, body, SECONDS.pack(perf_counter()))
+        elif kind == Word.END:
+            self._end(*SECONDS.unpack(body))
+        elif kind == Word.WELCOME:
+            spec, epoch = pickle.loads(body)
+            self._pool = AgentPool(self._loop, spec, self._source, epoch, self._pass_on)
+            self._pool.listener = cast(Listener, self)  # of which it calls what is below
+        elif self._pool is None:
+            raise BadFrame(f"a frame of kind {kind} before the welcome")
+        elif kind == Kind.EPOCH:
+            self._pool.begin_epoch(pickle.loads(body))
+        elif kind in (Word.ADD, Word.RENEW):
+            self._add(self._pool, kind, life, *pickle.loads(body))
+        else:
+            self._for_worker(self._pool, kind, life, body)
+
+    def _add(self, pool: AgentPool, kind: int, life: int, worker: int, num_workers: int, start: Start | None) -> None:
+        if self._is_ending:
+            return
+        pool.begin_at(worker, start)
+        try:
+            process = pool.start_one(worker, num_workers, beside=kind == Word.RENEW)
+        except Exception as error:
+            self._link.send(Word.DIED, life, pickle.dumps(Death(None, str(error).encode(), was_set_up=False)))
+            return
+        self._workers[life], self._lives[process] = process, life
+
+    def _for_worker(self, pool: AgentPool, kind: int, life: int, body: memoryview) -> None:
+        """Do what is said of a worker; if that has ended meanwhile the trainer hears of it."""
+        process = self._workers.get(life)
+        if process is None or not pool.has(process):
+            return
+        if kind == Kind.TICKETS:
+            pool.give(process, body)
+        elif kind == Kind.KEYS:
+            process.channel.send(Kind.KEYS, bytes(body))
+        elif kind == Word.STACK:
+            (seq,) = NUMBER.unpack(body)
+            process.ask_stack(seq, lambda text: self._link.send(Word.STACK, life, text.encode(errors="replace")))
+        elif kind in (Word.DISMISS, Word.DISCARD):
+            pool.let_go(process, None if kind == Word.DISCARD else SECONDS.unpack(body)[0])
+            self._tell_no_more(process)
+        elif kind == Word.SUCCEED:
+            if (before := pool.processes.get(process.worker_id)) is not process and before is not None:
+                self._tell_no_more(before)
+            pool.take_place(process, *SECONDS.unpack(body))
+        else:
+            raise BadFrame(f"a frame of kind {kind}, which is none of the trainer's")
+
+    def _tell_no_more(self, process: WorkerProcess) -> None:
+        if (life := self._lives.pop(process, None)) is not None:
+            del self._workers[life]
+
+    def _watch(self) -> None:
+        """See whether the trainer is there. Counted in turns of this loop, so that its own pauses do not count."""
+        self._silent_s = 0 if self._link.has_heard else self._silent_s + 1
+        self._link.has_heard = False
+        if self._silent_s >= _SILENT_S:
+            self._link.drop(f"the trainer was silent for {_SILENT_S} s")
+        else:
+            self._loop.call_later(1.0, self._watch)
+
+    def _leave(self) -> None:
+        """Who runs this machine wants it back: finish what is in hand. A trainer not met yet is told when it is."""
+        self._is_leaving = True
+        self._link.send(Word.LEAVING)
+
+    # ---------------------------------------------------------------------------------------------- the workers
+
+    def _pass_on(self, kind: int, process: WorkerProcess, parts: list[Buffer], buffers: list[Any]) -> None:
+        self._link.send_large(kind, self._lives[process], parts, buffers)
+
+    def on_ready(self, worker: int) -> None:
+        """A worker has opened the dataset."""
+        assert self._pool is not None
+        process = self._pool.processes[worker]
+        self._link.send(Kind.READY, self._lives[process], NUMBER.pack(process.pid))
+
+    def on_successor(self, worker: int, successor: WorkerProcess) -> None:
+        """One that is to take a worker's place has opened the dataset, or ended."""
+        if successor.is_alive:
+            self._link.send(Kind.READY, self._lives[successor], NUMBER.pack(successor.pid))
+        else:
+            self.on_died(worker, successor)
+
+    def on_died(self, worker: int, process: Any) -> None:
+        """A worker has ended on its own."""
+        life = self._lives.pop(process)
+        del self._workers[life]
+        death = Death(process.exitcode, bytes(process.output), process.was_set_up)
+        self._link.send(Word.DIED, life, pickle.dumps(death))
+
+    def on_closed(self) -> None:
+        """All workers are gone."""
+        self._is_closed = True
+        if self._is_gone:
+            self._over.set()
+        else:  # what has been sent goes first
+            self._link.send(Word.BYE)
+            self._link.close()
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def _fail(self, error: BaseException) -> None:
+        """Something in this agent itself has failed: the trainer is told, and ends the run."""
+        self.failure = "".join(traceback.format_exception(error))
+        self._link.send(Word.FAILED, 0, self.failure.encode())
+        self._link.close()
+        self._end(0.0)
+
+    def _end(self, grace_s: float) -> None:
+        self._is_ending = True
+        if self._is_closed or (self._pool is None and self._is_gone):
+            self._over.set()
+            return
+        self._loop.call_later(grace_s + _LAST_S, self._over.set)
+        if self._pool is None:
+            self._link.close()
+        else:
+            self._pool.end(grace_s)
+
+
+def _leave_alone(fd: int) -> None:
+    """In a worker: the connection is the agent's. Its number stays taken, by ``/dev/null``."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, fd, inheritable=False)
+    os.close(null)
+
+
+class Kept:
+    """A descriptor that is there for every worker that is forked."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def detach(self) -> int:
+        """Give one to a worker."""
+        return os.dup(self._fd)
+
+
+def main() -> None:
+    """Be an agent, as stdin says."""
+    call: Call = pickle.loads(sys.stdin.buffer.read())
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
+    for fd in (call.spec_fd, call.liveness):
+        os.set_inheritable(fd, False)
+    die_with_parent(call.liveness)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = call.path
+    sys.exit(run(call.order, Opener(Kept(call.spec_fd), call.sizes)))
+
+
+def run(order: Order, source: Any) -> str | None:
+    """Be an agent until the end. Returns why it should not have ended, or None."""
+    loop_factory: Any = asyncio.new_event_loop
+    try:
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    except ImportError:
+        pass
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        agent = Agent(runner.get_loop(), order, source)
+        runner.run(agent.run())
+    return f"asyncloader's agent {order.number} ended: {agent.failure}" if agent.failure else None
+
+
+if __name__ == "__main__":
+    main()

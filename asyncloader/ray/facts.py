@@ -1,0 +1,43 @@
+"""What two machines have to have in common for the same batches, bit for bit: versions, and what the processor can do.
+
+The same operation of torch gives other last bits of a float where vectors are 16 floats wide (AVX-512) and not 8.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import socket
+
+import torch
+
+from asyncloader.ray.launcher import NODE_ID
+
+FACTS = ("asyncloader", "Python", "torch", "numpy", "machine", "vectors of torch")
+"""What is compared."""
+
+
+def facts() -> dict[str, str]:
+    """Look at this process and its machine."""
+    return {
+        "asyncloader": importlib.import_module("asyncloader").__version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": importlib.metadata.version("numpy"),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "vectors of torch": torch.backends.cpu.get_cpu_capability(),
+        "node": socket.gethostname(),
+        "node_id": os.environ.get(NODE_ID, ""),
+        "pid": str(os.getpid()),
+    }
+
+
+def differences(here: dict[str, str], there: dict[str, str]) -> list[str]:
+    """Say what differs, a line each: "torch is 2.13.0 here and 2.12.1 there"."""
+    return [
+        f"{name} is {here.get(name)} here and {there.get(name)} there"
+        for name in FACTS
+        if here.get(name) != there.get(name)
+    ]

@@ -1,0 +1,106 @@
+"""Run an agent in a process of its own, beside the process of whoever launches it: no user's code runs in that.
+
+    Ray's actor ── stdin: the order ─────────────> python -m asyncloader.ray.agent
+                ── a file in memory: the dataset ─>
+                ── a pipe, that hangs up when the actor is gone: SIGKILL by the kernel
+
+The dataset is in that file once for all workers of the machine, who map it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from asyncloader.messages.parts import write_parts
+from asyncloader.ray.launcher import NODE_ID, Order
+
+_LOOK_EVERY_S = 1.0
+
+COMMAND = (sys.executable, "-m", "asyncloader.ray.agent")
+
+
+class Call(NamedTuple):
+    """What an agent reads from its stdin.
+
+    Attributes:
+        order: Of the trainer.
+        spec_fd: Of the file in memory with what its workers work with.
+        sizes: Of the pieces in it, in bytes.
+        liveness: A pipe that hangs up when who launched it is gone.
+        path: Where modules are found.
+    """
+
+    order: Order
+    spec_fd: int
+    sizes: list[int]
+    liveness: int
+    path: list[str]
+
+
+class AgentHost:
+    """Runs one agent: Ray's actor."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._spec_fd = -1
+        self._sizes: list[int] = []
+
+    def where(self) -> str:
+        """Return what tells the node that this is on from others on the same host; "" if there is no such thing."""
+        return ""
+
+    def load(self, parts: Sequence[Any]) -> None:
+        """Take what the agent's workers work with, in pieces. Not with `run`: Ray keeps what a call is given."""
+        self._spec_fd, self._sizes = write_parts(list(parts))
+
+    def run(self, order: Order) -> str:
+        """Run the agent to its end.
+
+        Args:
+            order: What it is told.
+
+        Returns:
+            How it ended.
+        """
+        liveness, writing = os.pipe()
+        try:
+            try:
+                self.process = subprocess.Popen(
+                    COMMAND,
+                    stdin=subprocess.PIPE,
+                    pass_fds=(self._spec_fd, liveness),
+                    start_new_session=True,
+                    env={**os.environ, NODE_ID: self.where()},
+                )
+            finally:
+                os.close(liveness)
+                os.close(self._spec_fd)
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:  # its end tells more
+                pickle.dump(Call(order, self._spec_fd, self._sizes, liveness, sys.path), stdin)
+            return _await_end(self.process)
+        finally:
+            os.close(writing)
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> str:
+    """Wait for the end of an agent, or for that of this process's parent; then the agent ends as well.
+
+    That is the raylet. When it has died Ray takes the node for dead, but leaves actors that are at work alone.
+    """
+    parent = os.getppid()
+    ended = os.pidfd_open(process.pid)
+    try:
+        while not select.select([ended], [], [], _LOOK_EVERY_S)[0]:
+            if os.getppid() != parent:
+                process.kill()
+    finally:
+        os.close(ended)
+    return f"its process ended with exit code {process.wait()}"

@@ -1,0 +1,150 @@
+"""Local workers and those of other machines in one run: one backend for the session, two behind it, told by ids.
+
+session ──> Together ── ids below `first` ──> Pool: processes of this machine
+                     └─ the others ─────────> RemotePool
+"""
+
+from __future__ import annotations
+
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from asyncloader.backends.backend import Backend, Launch, Listener, Renewable, Worker
+from asyncloader.messages.messages import EpochSpec
+from asyncloader.ray.pool import RemotePool
+
+
+class Together:
+    """Two backends as one; see :class:`asyncloader.backends.backend.Backend` for the methods. Loop thread only.
+
+    Args:
+        local: Its workers have ids below `first`.
+        remote: Its workers have the others.
+        first: The least id of a remote worker.
+    """
+
+    def __init__(self, local: Renewable, remote: RemotePool, first: int) -> None:
+        self._local = local
+        self._remote = remote
+        self._first = first
+        self._listener: Listener | None = None
+        self._open: list[Backend] = [local, remote]
+        places: Any = (local.processes, remote.processes)
+        self._places: ChainMap[int, Worker] = ChainMap(*places)
+
+    def __repr__(self) -> str:
+        return f"<Together {self._local!r} {self._remote!r}>"
+
+    @property
+    def listener(self) -> Listener | None:
+        """Who gets what the workers make."""
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: Listener | None) -> None:
+        halves: list[Listener | None] = [None] * len(self._open)
+        if listener is not None:
+            halves = [_Half(listener, partial(self._on_closed, half)) for half in self._open]
+        self._listener = listener  # nothing fails from here on: each of the two tells of its end, or neither
+        for half, told in zip(self._open, halves, strict=True):
+            half.listener = told
+
+    def _on_closed(self, half: Backend) -> None:
+        self._open = [other for other in self._open if other is not half]
+        if not self._open and self._listener is not None:
+            self._listener.on_closed()
+            self._listener = None
+
+    @property
+    def processes(self) -> Mapping[int, Worker]:
+        """The workers that have a place now, by id."""
+        return self._places
+
+    @property
+    def has_processes(self) -> bool:
+        """As the local ones."""
+        return self._local.has_processes
+
+    @property
+    def takes_long(self) -> bool:
+        """As the local ones."""
+        return self._local.takes_long
+
+    def _of(self, worker: int) -> Renewable:
+        return self._local if worker < self._first else self._remote
+
+    def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
+        """Start the local workers, then have agents launched: no thread of that is at anything while one is forked."""
+        yield from self._local.start(epoch, started)
+        yield from self._remote.start(epoch, started)
+
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
+        """Give the worker tickets."""
+        self._of(worker).send(worker, tickets)
+
+    def begin_epoch(self, epoch: EpochSpec) -> None:
+        """Begin a new run over the data."""
+        self._local.begin_epoch(epoch)
+        self._remote.begin_epoch(epoch)
+
+    def discard(self, worker: int) -> None:
+        """Kill this worker: another will take its place."""
+        self._of(worker).discard(worker)
+
+    def add(self, worker: int, num_workers: int) -> None:
+        """Start a worker under this id."""
+        self._of(worker).add(worker, num_workers)
+
+    def want(self, num_workers: int | None) -> None:
+        """Have so many workers on other machines."""
+        self._remote.want(num_workers)
+
+    def renew(self, worker: int, num_workers: int) -> None:
+        """Start a successor of this worker."""
+        self._of(worker).renew(worker, num_workers)
+
+    def is_idle(self, worker: int) -> bool:
+        """Whether this worker has answered all its tickets."""
+        return self._of(worker).is_idle(worker)
+
+    def succeed(self, worker: int, grace_s: float) -> None:
+        """Put its successor in the place of this worker."""
+        self._of(worker).succeed(worker, grace_s)
+
+    def abandon(self, worker: int, grace_s: float) -> None:
+        """Let the successor of this worker finish."""
+        self._of(worker).abandon(worker, grace_s)
+
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        """Let this worker finish."""
+        self._of(worker).dismiss(worker, grace_s)
+
+    def end(self, grace_s: float) -> None:
+        """Tell all workers to finish."""
+        self._remote.end(grace_s)
+        self._local.end(grace_s)
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all workers are gone. In any thread but the loop's."""
+        deadline = time.monotonic() + timeout_s
+        both = (self._local, self._remote)
+        waits = [backend.wait_dead(max(0.0, deadline - time.monotonic())) for backend in both]
+        return all(waits)
+
+
+class _Half:
+    """Tells the session what one of the two tells, but that it is closed."""
+
+    def __init__(self, listener: Listener, on_closed: Callable[[], None]) -> None:
+        self.on_ready = listener.on_ready
+        self.on_outcome = listener.on_outcome
+        self.keys_of = listener.keys_of
+        self.on_died = listener.on_died
+        self.on_left = listener.on_left
+        self.on_lost = listener.on_lost
+        self.on_successor = listener.on_successor
+        self.on_failed = listener.on_failed
+        self.on_closed = on_closed

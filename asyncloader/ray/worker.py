@@ -1,0 +1,162 @@
+"""A worker on another machine, and the agent that runs it, as the trainer knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable
+
+from asyncloader.backends.backend import STACK_TIMEOUT_S
+from asyncloader.ray.link import Link
+from asyncloader.ray.wire import NUMBER, Death, Word
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+_ON_THE_WAY_S = 1.0
+
+
+class AgentState(enum.Enum):
+    """Where an agent is in its life."""
+
+    COMING = enum.auto()  # launched, or about to be
+    HERE = enum.auto()  # it has proven itself, and has been given workers to start
+    LEAVING = enum.auto()  # it wants no more tickets
+    GONE = enum.auto()  # its number is good for nothing any more
+
+
+class Clock:
+    """How far ahead the agent's clock is of the trainer's: as the quickest of the last round trips says."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self._least_s = float("inf")
+
+    def note(self, sent_at: float, there: float, now: float) -> None:
+        """A round trip has ended: sent at, answered at (by its clock), and back now. Seconds."""
+        trip_s = now - sent_at
+        self._least_s *= 1.05  # clocks drift: the quickest one is not believed for ever
+        if trip_s <= self._least_s:
+            self._least_s, self.ahead_s = trip_s, there - (sent_at + now) / 2
+
+
+class RemoteAgent:
+    """What the trainer knows of an agent. No step of a pool looks through agents or workers: each knows its own.
+
+    Attributes:
+        workers: The ids of the workers that it is for: its places.
+        free: Of these, where nobody is, in a heap. Not for slots.
+        staying: Of these, who is wanted, with the process that was started when the place was free. Not for slots.
+        lives: Their processes, successors included, by the number of each.
+        node: Its machine, by name.
+        silent_s: Since when nothing has come from it.
+        num_placed: How many of its workers have their place.
+        has_served: One of its workers has been ready.
+        went_with_node: Whether its process ended because its machine did; None until the launcher says so.
+        failed: How many of its workers have ended before they were ready.
+    """
+
+    def __init__(self, number: int, workers: list[int]) -> None:
+        self.number = number
+        self.workers = set(workers)
+        self.free = sorted(workers)
+        self.staying: dict[int, RemoteWorker] = {}
+        self.lives: dict[int, RemoteWorker] = {}
+        self.state = AgentState.COMING
+        self.link: Link | None = None
+        self.node = ""
+        self.clock = Clock()
+        self.silent_s = 0
+        self.num_placed = 0
+        self.has_served = False
+        self.went_with_node: bool | None = None
+        self.failed = 0
+
+    def __repr__(self) -> str:
+        return f"<RemoteAgent {self.number} {self.state.name} {self.node} workers={sorted(self.workers)}>"
+
+    def send(self, kind: int, life: int = 0, *parts: bytes) -> None:
+        """Send a frame, if it is there."""
+        if self.link is not None:
+            self.link.send(kind, life, *parts)
+
+
+class RemoteWorker:
+    """One worker on another machine; see :class:`asyncloader.backends.backend.Worker`. On the loop.
+
+    Args:
+        worker_id: Its place.
+        life: Its own number: another one that takes its place has another.
+        agent: Who runs it.
+        loop: The trainer's.
+    """
+
+    def __init__(self, worker_id: int, life: int, agent: RemoteAgent, loop: GuardedLoop) -> None:
+        self.worker_id = worker_id
+        self.life = life
+        self.agent = agent
+        self.pid = -1
+        self.exitcode: int | None = None
+        self.output = bytearray()
+        self.is_ready = False
+        self.is_alive = True
+        self.is_lost = False
+        self.outstanding = 0  # tickets that it has not answered
+        self.was_set_up = True
+        self.started_at = time.monotonic()
+        self._loop = loop
+        self._waiters: list[Callable[[str], None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<RemoteWorker {self.worker_id} pid={self.pid} on {self.agent.node}>"
+
+    @property
+    def node(self) -> str:
+        """The machine that it is on, by name."""
+        return self.agent.node
+
+    @property
+    def is_telling(self) -> bool:
+        """It can be asked where it is."""
+        return self.is_alive and self.is_ready
+
+    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
+        """Have it tell the stacks of its threads; `tell` gets them, or "" if no answer comes in time."""
+        if not self.is_telling:
+            tell("")
+            return
+        self._waiters.append(tell)
+        if len(self._waiters) == 1:
+            self._timer = self._loop.call_later(STACK_TIMEOUT_S + _ON_THE_WAY_S, self.on_stack, "")
+            self.agent.send(Word.STACK, self.life, NUMBER.pack(seq))
+
+    def kill(self) -> None:
+        """Give its agent up, which ends it."""
+        if self.agent.link is not None:
+            self.agent.link.drop("it was given up")
+
+    def on_stack(self, text: str) -> None:
+        """It has told, or will not."""
+        waiters, self._waiters = self._waiters, []
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for tell in waiters:
+            tell(f"on node {self.agent.node}:\n{text}" if text else "")
+
+    def on_died(self, death: Death) -> None:
+        """It has ended."""
+        self.exitcode, self.was_set_up = death.exitcode, death.was_set_up
+        self.output += f"On node {self.agent.node}. ".encode() + death.output
+        self.on_gone()
+
+    def on_lost(self, why: str) -> None:
+        """It is gone with its agent."""
+        self.is_lost = True
+        self.output += why.encode()
+        self.on_gone()
+
+    def on_gone(self) -> None:
+        """It is there no more."""
+        self.is_alive = False
+        self.on_stack("")

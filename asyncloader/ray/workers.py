@@ -1,0 +1,110 @@
+"""Workers on other machines, placed by Ray: the same loader, the same dataset, the same batches.
+
+    from asyncloader import DataLoader
+    from asyncloader.ray import RayWorkers
+
+    loader = DataLoader(dataset, 64, num_workers=8, worker_backend=RayWorkers(num_workers=32))
+
+Ray finds room, starts one process a node and ends it. That runs an agent, whose workers are ours; batches come by a
+connection of our own, since objects of Ray travel at a fraction of what the network gives. `import ray` happens when a
+run begins. See docs/guides/many-machines.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.protocols import MakeContext, OnMismatch
+
+if TYPE_CHECKING:
+    from asyncloader.ray.launcher import Launcher
+    from asyncloader.ray.rooms import Places
+
+__all__ = ["RayWorkers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayWorkers:
+    """Have workers on the nodes of a Ray cluster too: the ``worker_backend`` of a loader.
+
+    Nodes may come and go during a run: what a lost node had in hand is made by others. Iterable datasets, datasets with
+    a state of their own in each worker, and ``seeding="worker"`` need ``num_workers``, which is then fixed for the run.
+    Ray is the one that ``ray.init`` has connected to; if none has, a local one is started with Ray's defaults.
+
+    Args:
+        num_workers: How many there are to be on other machines, as far as there is room; more come as that does. None
+            for as many as there is room for, on all nodes but this one if there are others; with
+            ``DataLoader(num_workers="auto")`` for as many of these as are worth it.
+        max_workers: The most there may be, where ``num_workers`` is None; None for any number.
+        cpus_per_worker: What each takes of a node's CPUs, as Ray counts them.
+        resources: What each takes of other resources, by name; so they can be kept to certain nodes.
+        runtime_env: What Ray sets up on nodes before workers start: packages, files, environment variables.
+        placement: A placement group, as ``ray.util.placement_group`` returns it, to whose bundles workers are kept:
+            each bundle has as many as what nobody has of it is enough for, also one on this node. It may wait to be
+            placed. The loader neither makes nor removes it. None for the nodes' free room.
+        on_mismatch: What to do about a node where versions, or what the processor can do, would make batches that
+            differ in a bit: "raise" ends the run, "warn" says so in the log.
+        port: Where this process listens for agents; 0 for any port that is free.
+        make_context: Makes contexts for TLS: called here with ``ssl.Purpose.CLIENT_AUTH``, and in each agent with
+            ``SERVER_AUTH``. None for connections that are proven on both sides, but not encrypted.
+
+    Raises:
+        ConfigurationError: for an option that cannot work.
+    """
+
+    num_workers: int | None = None
+    max_workers: int | None = None
+    cpus_per_worker: float = 1.0
+    resources: Mapping[str, float] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+    placement: Any = None
+    on_mismatch: OnMismatch = "raise"
+    port: int = 0
+    make_context: MakeContext | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("num_workers", self.num_workers), ("max_workers", self.max_workers)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise ConfigurationError(f"RayWorkers: {name} should be at least 1, or None, but got {count!r}")
+        if self.num_workers is not None and self.max_workers is not None:
+            raise ConfigurationError("RayWorkers: max_workers bounds what num_workers does not say: give one of them")
+        for name, amount in self.need.items():
+            if not amount > 0:
+                raise ConfigurationError(f"RayWorkers: a worker should take more than 0 of {name}, but got {amount!r}")
+        if self.placement is not None and not _is_group(self.placement):
+            raise ConfigurationError(
+                "RayWorkers: placement should be a placement group, as ray.util.placement_group(...) returns it, "
+                f"or None, but got {self.placement!r}"
+            )
+        if self.on_mismatch not in get_args(OnMismatch):
+            raise ConfigurationError(f'RayWorkers: on_mismatch is "raise" or "warn", but got {self.on_mismatch!r}')
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigurationError(f"RayWorkers: port should be 0, or that of a socket, but got {self.port!r}")
+
+    @property
+    def need(self) -> dict[str, float]:
+        """What one worker takes of a node, by Ray's names."""
+        return {"CPU": self.cpus_per_worker, **(self.resources or {})}
+
+    @property
+    def places(self) -> Places:
+        """Where workers may be."""
+        from asyncloader.ray.rooms import Bundles, Nodes
+
+        return Nodes() if self.placement is None else Bundles(self.placement)
+
+    def launcher(self) -> Launcher:
+        """Return what launches agents, for one pool of workers."""
+        from asyncloader.ray.ray_launcher import RayLauncher
+
+        return RayLauncher(self.need, dict(self.runtime_env or {}), self.places, self.num_workers or 1)
+
+
+def _is_group(value: Any) -> bool:
+    """Whether it is a placement group. Who has one has imported this."""
+    module = sys.modules.get("ray.util.placement_group")
+    return module is not None and isinstance(value, module.PlacementGroup)

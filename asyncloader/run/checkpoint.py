@@ -1,0 +1,354 @@
+"""The state of a loader: what is in it, and what it has to fit.
+
+    {"version": 2, "kind": "map" or "iterable",
+     "epoch": runs of the loader before this one, "position": batches of it that are done with, "ahead": [more of them],
+     "base_seed": of this run, or None if the next one draws its own,
+     "draws": what the random generators were when the order began to be drawn (JSON), "check": what they are now; [] if
+     nobody can say, "asked": how often the sampler had been asked for a batch by then, its end included,
+     "inline": whether the base seed was drawn after that, "shared_seed": of data pipes,
+     "set_epochs": what `set_epoch` of samplers had been called with, "dataset_epochs": that of datasets,
+     "samplers": the last state of samplers that was taken, "drawn": batches that were drawn since, "is_over": that was
+     in the epoch before, which has ended since,
+     "sample": samples of the epoch before that position; -1 if the run has not counted them,
+     "bad_count": samples of the run that have raised, and were left out or replaced,
+     "finished": whether it is a state after the end of a run,
+     "has_past": its workers had made epochs before this one,
+     "num_workers": how many there are, where their number looks after itself,
+     "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
+     "fits": what of the loader must be the same; "samplers" and "datasets" in it are lists of identities (JSON)}
+
+Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
+as JSON text if that says all there is, else as they are; so the keys of two states are the same whatever was saved,
+which torch.distributed.checkpoint needs.
+
+Two kinds of states: one in the middle of a run, from which that run is resumed, and one between two runs (before the
+first, or after the end of one), where ``base_seed`` is None unless persistent workers keep theirs.
+
+What samplers and datasets count over epochs is in the latter too. Samplers load their last state of the run that was
+over and are drawn to its end, so they do by themselves what they do then. Datasets that outlast a run, without workers
+or in persistent ones, provide their state after its end; others begin each run as the trainer's process has them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncloader import identity
+from asyncloader.engine.progress import Progress, SamplerState
+from asyncloader.errors import StateMismatchError
+from asyncloader.messages.snapshot import Start, as_plain, dataset_here, from_plain
+from asyncloader.protocols import is_stateful, members, probe
+from asyncloader.run.plan import is_elastic, own_state, samplers_within
+from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.settings import Settings
+
+log = logging.getLogger("asyncloader")
+
+VERSION = 2
+
+_OTHER_RANKS = (
+    "A state of this sampler fits as many ranks as it was taken on. asyncloader.ElasticSampler, in the place of "
+    "DistributedSampler when the state is taken, is resumed on any number."
+)
+_ADVICE = {
+    "rank": (
+        "Each rank has to load the state that it has saved itself; with asyncloader.ElasticSampler in the place of "
+        "DistributedSampler a state fits every rank."
+    ),
+    "seeding_rank": (
+        "It is part of the seeds. Give it, or leave it out, as when the state was taken; otherwise the run would go on "
+        "with other random numbers."
+    ),
+    "division": (
+        "(It is batch_size, num_replicas and rank of each sampler.) With in_order=False a state names batches that "
+        "came early by their numbers, which are other samples in another division. Save between epochs, or with "
+        "in_order=True."
+    ),
+    "generators": "Give the loader and its samplers as many generators of their own as they had.",
+    "dataset_state": (
+        "It says whether a state has that of the dataset: so it is if the dataset provides one, unless "
+        "snapshot_every_n_steps is 0 or None."
+    ),
+    "num_workers": "A dataset with a state of its own in each worker can only go on with as many workers.",
+}
+"""By what differs: what to do about it."""
+
+_DIVISION = ("batch_size", "num_replicas", "rank")
+"""What of samplers says which samples batch n has."""
+
+
+def check(state: dict[str, Any], settings: Settings) -> None:
+    """See whether a state fits what is to be iterated over.
+
+    Raises:
+        StateMismatchError: if it does not; it says what differs.
+    """
+    if not isinstance(state, dict) or state.get("version") != VERSION:
+        version = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise StateMismatchError("version", version, VERSION, "It is not a state of this version of asyncloader.")
+    keys = _state("", 0, {}, "").keys() - {"asked", "has_past"}  # which earlier versions did not say
+    if missing := keys - state.keys():
+        advice = f"It is not all that a loader had given: without {', '.join(sorted(missing))}."
+        raise StateMismatchError("keys", sorted(state), sorted(keys), advice)
+    _same("kind", state["kind"], _kind(settings))
+    saved, here = dict(state["fits"]), describe(settings)
+    is_between = is_between_runs(state)
+    saved["generators"] = len(json.loads(state["draws"]))
+    here["generators"] = len(RNGSnapshot(settings.generator, samplers_within(settings.index_sampler)))
+    if state["workers"] is not None and not is_between:
+        saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), settings.num_places
+    free = {"samplers", "datasets"}  # which are compared one by one
+    free |= set() if state["ahead"] else {"division"}
+    saved_ranks, ranks = saved.get("num_replicas"), here["num_replicas"]
+    if saved_ranks != ranks and None not in (saved_ranks, ranks):  # before their samples are, which follow from that
+        _same("num_replicas", saved_ranks, ranks, _OTHER_RANKS)
+    identity.check(saved, here, free=free, advice=_ADVICE)
+    for name in ("samplers", "datasets"):
+        if name in saved:  # earlier versions did not save them
+            _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
+
+
+def _check_each(name: str, saved: list[dict[str, Any]], here: list[dict[str, Any]], free: Collection[str]) -> None:
+    """See whether samplers or datasets are those that a state was taken with."""
+    _same(name, [one["kind"] for one in saved], [one["kind"] for one in here])
+    for one, other in zip(saved, here, strict=True):
+        identity.check(one, other, free=free)
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """Return what must be the same for a state to mean the same batches, as plain data."""
+    samplers = samplers_within(settings.index_sampler)
+    elastic = any(map(is_elastic, samplers))
+    divided = next((sampler for sampler in samplers if _is_divided(sampler)), None)
+    return {
+        "dataset_length": None if settings.is_iterable else _length(settings.dataset),
+        "batch_size": None if elastic else settings.batch_size,
+        "drop_last": settings.drop_last,
+        "seeding": None if settings.is_iterable else settings.seeding,
+        "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),
+        "samples": None if elastic or settings.is_iterable else _length(settings.sampler),
+        "num_replicas": None if elastic or divided is None else divided.num_replicas,
+        "rank": None if elastic or divided is None else divided.rank,
+        # Not which one: the states of ranks are alike, and many trainers save that of the first for all.
+        "seeding_rank": None if settings.seeding_rank is None else "given",
+        "division": [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers],
+        "dataset_state": not settings.is_iterable and settings.snapshot_every > 0 and is_stateful(settings.dataset),
+        "samplers": json.dumps([_identity(sampler, elastic) for sampler in samplers], default=identity.plain),
+        "datasets": json.dumps([known for one in members(settings.dataset) if len(known := identity.of(one)) > 1]),
+    }
+
+
+def _identity(sampler: Any, elastic: bool) -> dict[str, Any]:
+    """Return what a state of the loader belongs to of one of its samplers."""
+    found = identity.of(sampler)
+    if isinstance(sampler, (list, tuple, range, np.ndarray, torch.Tensor)):
+        return {**found, "keys": identity.checksum(sampler)}
+    return {name: value for name, value in found.items() if not (elastic and name == "batch_size")}
+
+
+def is_between_runs(state: dict[str, Any]) -> bool:
+    """Whether a state is of the time before a run or after it, and not in its middle."""
+    return state["finished"] or state["base_seed"] is None
+
+
+def _kind(settings: Settings) -> str:
+    return "iterable" if settings.is_iterable else "map"
+
+
+def _is_divided(sampler: Any) -> bool:
+    return _whole(sampler, "num_replicas") is not None and _whole(sampler, "rank") is not None
+
+
+def _whole(sampler: Any, name: str) -> int | None:
+    value = probe(sampler, name)
+    return value if isinstance(value, int) else None
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _same(name: str, saved: Any, now: Any, advice: str = "") -> None:
+    if saved != now:
+        raise StateMismatchError(name, saved, now, advice)
+
+
+@dataclass
+class Checkpointer:
+    """Makes states of one run. Held by its iterator and by the loader.
+
+    Attributes:
+        settings: What is iterated over, and how.
+        progress: How far it is.
+        rng: The generators that its order is drawn from.
+        begun: What they were when the order began to be drawn.
+        epoch: Runs of the loader before this one.
+        base_seed: Of this run.
+        shared_seed: Of data pipes.
+        inline: The base seed was drawn between `begun` and the first batch.
+        dataset_epochs: What `set_epoch` had told the dataset.
+        has_past: Its workers had made runs before it.
+    """
+
+    settings: Settings
+    progress: Progress
+    rng: RNGSnapshot
+    begun: list[Any]
+    epoch: int
+    base_seed: int
+    shared_seed: int | None
+    inline: bool
+    dataset_epochs: list[int | None]
+    has_past: bool = False
+    _begun_text: str = ""
+    _described: dict[str, Any] = field(default_factory=dict)
+    _has_warned: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as of what was yielded so far."""
+        with self.progress.lock:
+            state = self._after_the_run() if self.progress.finished else self._within_the_run()
+        if (untold := self.progress.now.untold) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "The state of the dataset could not be taken (%s). %s",
+                untold,
+                "It is not in states of the loader."
+                if not self.settings.is_iterable
+                else "To resume from here, batches since the last one are read again and dropped.",
+            )
+        return state
+
+    def carried(self) -> dict[int, Start] | None:
+        """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
+        settings, ends, workers = self.settings, self.progress.ends, self.progress.now.workers
+        if not settings.keeps_dataset or workers is None:
+            return None
+        if not settings.is_iterable:
+            if settings.persistent_workers:
+                return workers
+            return {0: dataset_here(settings.dataset, settings.snapshot_every)}
+        return {worker: Start(0, ends.get(worker)) for worker in workers} if ends else None
+
+    def samplers_after(self) -> SamplerState:
+        """Return where samplers are before the next run."""
+        samplers = self.progress.sampler_state()
+        if samplers.is_over or samplers.state is None or not self.progress.finished:
+            return SamplerState(own_state(self.settings.index_sampler))
+        return samplers._replace(is_over=True)
+
+    def _after_the_run(self) -> dict[str, Any]:
+        samplers = self.samplers_after()
+        carried = self.carried()
+        return _state(
+            _kind(self.settings),
+            self.epoch + 1,
+            describe(self.settings),  # anew: between two runs the trainer may change its samplers
+            self.rng.as_text(self.rng.capture()),
+            base_seed=self.base_seed if self.settings.persistent_workers else None,
+            shared_seed=self.shared_seed if self.settings.persistent_workers else None,
+            samplers=samplers.state and samplers.state.plain(),
+            drawn=samplers.drawn,
+            is_over=samplers.is_over,
+            finished=True,
+            has_past=self.settings.persistent_workers,
+            num_workers=self.progress.num_workers,
+            workers=None if carried is None else as_plain(carried),
+        )
+
+    def _within_the_run(self) -> dict[str, Any]:
+        progress, now = self.progress, self.progress.now
+        self._begun_text = self._begun_text or self.rng.as_text(self.begun)
+        samplers = progress.sampler_state()
+        return _state(
+            _kind(self.settings),
+            self.epoch,
+            self._describe(),
+            self._begun_text,
+            position=now.position,
+            ahead=sorted(now.ahead),
+            base_seed=self.base_seed,
+            shared_seed=self.shared_seed,
+            inline=self.inline,
+            **self.generators_now(),
+            set_epochs=list(progress.set_epochs),
+            dataset_epochs=list(self.dataset_epochs),
+            bad_count=now.bad_count,
+            sample=progress.sample,
+            samplers=samplers.state and samplers.state.plain(),
+            drawn=samplers.drawn,
+            is_over=samplers.is_over,
+            workers=None if now.workers is None else as_plain(now.workers),
+            next_worker=now.next_worker,
+            has_past=self.has_past,
+            num_workers=progress.num_workers,
+        )
+
+    def generators_now(self) -> dict[str, Any]:
+        """Return what the generators are, and how often the sampler was asked by now, which goes with that.
+
+        In the middle of an answer, where a handler of a signal may ask, the generators are at no place that a sampler
+        that is read again would leave them at.
+        """
+        with self.progress.lock:
+            is_between = self.progress.asked == self.progress.replied
+            return {"check": self.rng.check() if is_between else [], "asked": self.progress.replied}
+
+    def _describe(self) -> dict[str, Any]:
+        self._described = self._described or describe(self.settings)
+        return self._described
+
+
+def initial_state(settings: Settings, epoch: int) -> dict[str, Any]:
+    """Return the state of a loader that was not iterated over since so many runs."""
+    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
+    samplers = own_state(settings.index_sampler)
+    here = Start() if settings.has_workers else dataset_here(settings.dataset, settings.snapshot_every)
+    return _state(
+        _kind(settings),
+        epoch,
+        describe(settings),
+        rng.as_text(rng.capture()),
+        samplers=samplers and samplers.plain(),
+        workers=None if here == Start() else as_plain({0: here}),
+        num_workers=int(settings.num_workers) if settings.is_auto else None,
+    )
+
+
+def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "version": VERSION,
+        "kind": kind,
+        "epoch": epoch,
+        "position": 0,
+        "ahead": [],
+        "base_seed": None,
+        "shared_seed": None,
+        "draws": rng,
+        "check": [],
+        "asked": 0,
+        "inline": False,
+        "set_epochs": [],
+        "dataset_epochs": [],
+        "bad_count": 0,
+        "sample": 0,
+        "samplers": None,
+        "drawn": 0,
+        "is_over": False,
+        "finished": False,
+        "workers": None,
+        "next_worker": None,
+        "has_past": False,
+        "num_workers": None,
+    }
+    return {**state, **more, "fits": dict(fits)}

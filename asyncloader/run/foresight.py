@@ -1,0 +1,342 @@
+"""The next run over the data, begun while the last batches of this one are taken: ``prefetch_epochs``.
+
+    run n: everything is made, the last batches wait to be taken
+      └─ foresee: draw the first keys of run n + 1, from copies of samplers and generators ──> Run n + 1 ──> session
+    iter(loader): draws run n + 1 as ever ── the same keys, seeds and epochs? ─ yes ──> its batches are there
+                                                                             └─ no ───> they are dropped, begin anew
+
+Nothing that was foreseen is relied on: the run is drawn as it is without this, at the moment at which it is, and then
+compared. So it does not matter what the trainer does between two runs, nor how well it was guessed; and nothing of the
+user's is moved ahead of time, also where a Ctrl-C ends the drawing.
+
+All of it happens in the consumer's thread: samplers are the user's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import logging
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
+
+from asyncloader.engine.progress import Progress
+from asyncloader.engine.run import Run
+from asyncloader.epochs import Told, epoch_of
+from asyncloader.messages.indices import listed
+from asyncloader.messages.messages import EpochSpec
+from asyncloader.messages.snapshot import Pace
+from asyncloader.observe.notices import warn
+from asyncloader.run.plan import Plan, samplers_within, set_epochs
+from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
+from asyncloader.samplers.elastic import ElasticSampler
+from asyncloader.seeding.turns import untouched
+from asyncloader.settings import Settings
+
+log = logging.getLogger("asyncloader")
+
+_BY_EPOCH = (DistributedSampler, ElasticSampler)
+
+
+class Guess:
+    """What `set_epoch` will have been called with when the next run begins: it goes on as between the last two.
+
+    Before that can be known, samplers that shuffle by epoch are taken to be told the next number. The dataset is taken
+    to be told nothing: its copies really hear of it.
+
+    Args:
+        settings: Of the first run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        samplers = samplers_within(settings.index_sampler)
+        self._steps = [int(isinstance(sampler, _BY_EPOCH)) for sampler in samplers]
+        self._told_steps: list[Told | None] = []
+
+    def learn(
+        self,
+        epochs: Sequence[int | None],
+        told: Sequence[Told],
+        next_epochs: Sequence[int | None],
+        next_told: Sequence[Told],
+    ) -> None:
+        """See what samplers and the dataset had been told when a run was over, and when the next one began."""
+        self._steps = [_step(*pair) for pair in zip(epochs, next_epochs, strict=False)]
+        self._told_steps = [_told_step(*pair) for pair in zip(told, next_told, strict=False)]
+
+    def samplers(self, now: Sequence[int | None]) -> list[int | None]:
+        """Return what samplers will have been told, who have been told this."""
+        return [_plus(*pair) for pair in zip(now, self._steps, strict=True)]
+
+    def dataset(self, told: Sequence[Told]) -> tuple[Told, ...] | None:
+        """Return what the dataset will have been told, which has been told this; None if nobody knows."""
+        steps = self._told_steps or [Told(0, 0)] * len(told)
+        known = [step for step in steps if step is not None]
+        if len(known) != len(told):
+            return None
+        pairs = zip(told, known, strict=True)
+        return tuple(Told(_plus(each.number, step.number or 0), each.calls + step.calls) for each, step in pairs)
+
+
+class Foresight:
+    """What one iterator over the data knows of its next run.
+
+    Args:
+        settings: Of the first run.
+
+    Attributes:
+        told_in_vain: A run was begun ahead and dropped that has told copies what they are to be told now.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.told_in_vain = False
+        self._guess = Guess(settings)
+        self._tells = True  # copies of the dataset, ahead of time
+        self._over: tuple[list[int | None], Sequence[Told]] | None = None  # what was told when this run was over
+        self._foreseen: _Foreseen | None = None
+        self._is_due = deque([True])  # of several threads that take, one begins the next run
+
+    def foresee(
+        self,
+        settings: Settings,
+        told: Sequence[Told],
+        heard: Sequence[Told],
+        begin: Callable[..., Run],
+    ) -> None:
+        """Begin the next run, once, with the keys of its first batches.
+
+        Not if copies of the dataset would be told of it, and once were of one that did not come. Not if keys cannot be
+        drawn either: whatever a sampler raises belongs to the next run, which draws them when it begins.
+
+        Args:
+            settings: What it will be made with, if nobody changes them.
+            told: What the dataset has heard.
+            heard: What copies of it have, in the run that is over.
+            begin: Begins a run, of which it is given the keys of the first batches, the progress in which they are
+                counted as read, what the dataset will have heard, and whether there are no other batches.
+        """
+        try:
+            self._is_due.pop()
+        except IndexError:
+            return
+        epochs = set_epochs(settings.index_sampler)
+        self._over = epochs, told
+        next_told = self._guess.dataset(told)
+        if next_told is None or not (self._tells or next_told == heard):
+            return
+        progress = Progress(knows_places=settings.knows_places)
+        try:
+            keys, is_whole = _draw(settings, self._guess.samplers(epochs), settings.window, progress)
+            text = _written(keys)
+        except Exception:
+            log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
+            return
+        if keys:
+            self._foreseen = foreseen = _Foreseen(next_told, heard, settings, len(keys), text, is_whole)
+            foreseen.run = begin(keys, progress, next_told, is_whole=is_whole)
+
+    def compare(self, settings: Settings, spec: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
+        """Return the run that was begun ahead, if it is the one that begins now, and the keys that are to be read.
+
+        Args:
+            settings: What is iterated over now.
+            spec: Of the run that begins now.
+            plan: The keys of its batches.
+        """
+        foreseen, self._foreseen = self._foreseen, None
+        over, self._over = self._over, None
+        if over is not None:
+            self._guess.learn(*over, set_epochs(settings.index_sampler), spec.epochs)
+        self._is_due = deque([True])
+        self.told_in_vain = False
+        if foreseen is None:
+            return None, plan
+        if foreseen.is_of(settings, spec):
+            keys, error = _read(plan, foreseen.batches + foreseen.is_whole)
+            if error is None and foreseen.has(keys):
+                return foreseen.run, plan
+            plan = chain(keys, _raised(error), plan)
+        self._tells = self._tells and foreseen.epochs == foreseen.heard
+        self.told_in_vain = foreseen.told(spec.epochs)
+        return None, plan
+
+
+@dataclasses.dataclass
+class _Foreseen:
+    """A run that was begun before it was asked for.
+
+    Attributes:
+        epochs: What copies of the dataset are told in it.
+        heard: What they had heard before it.
+        settings: What it is made with.
+        batches: How many were begun.
+        text: Their keys, written down.
+        is_whole: There are no others.
+        run: What workers are at; None where a Ctrl-C came before this was known.
+    """
+
+    epochs: Sequence[Told]
+    heard: Sequence[Told]
+    settings: Settings
+    batches: int
+    text: bytes
+    is_whole: bool
+    run: Run | None = None
+
+    def told(self, epochs: Sequence[Told]) -> bool:
+        """Whether copies have heard of some of these epochs in it, and not before."""
+        of_each = zip(epochs, self.epochs, self.heard, strict=False)
+        return any(now == ahead != before for now, ahead, before in of_each)
+
+    def has(self, keys: list[Any]) -> bool:
+        """Whether these are the keys of its batches."""
+        try:
+            return _written(keys) == self.text
+        except Exception:
+            return False
+
+    def is_of(self, settings: Settings, spec: EpochSpec) -> bool:
+        """Whether its batches are those of another run, as far as their keys are the same."""
+        is_alike = self.run is not None and _seen_by_workers(self.run.epoch) == _seen_by_workers(spec)
+        return is_alike and _same(self.settings, settings)
+
+
+def make_foresight(settings: Settings) -> Foresight | None:
+    """Return what begins next runs ahead; warn and return None where none can be."""
+    known = (*KNOWN_SAMPLERS, ElasticSampler)
+    unknown = [each for each in samplers_within(settings.index_sampler) if type(each) not in known]
+    if not unknown:
+        return Foresight(settings)
+    warn(
+        f"prefetch_epochs has no effect: drawing the order of {type(unknown[0]).__name__} ahead might move more than "
+        "random generators"
+    )
+    return None
+
+
+def _draw(settings: Settings, epochs: Sequence[int | None], count: int, progress: Progress) -> tuple[list[Any], bool]:
+    """Draw the keys of the first batches of a run, and whether they are all.
+
+    Args:
+        settings: What is iterated over.
+        epochs: What samplers will have been told, from the outermost on.
+        count: How many batches to draw.
+        progress: Where they are counted.
+    """
+    sampler = _apart(samplers_within(settings.index_sampler), epochs)
+    plan = Plan(sampler, iter(sampler), progress, Pace(), is_batched=settings.auto_collation)
+    keys = list(islice(plan, count))
+    return keys, len(keys) < count
+
+
+def _apart(samplers: Sequence[Any], epochs: Sequence[int | None]) -> Any:
+    """Return a copy of the outermost sampler that gives what it would give, and moves no generator but copies.
+
+    Args:
+        samplers: From the outermost on.
+        epochs: What they will have been told.
+    """
+    copies = [copy.copy(sampler) for sampler in samplers]
+    for sampler, within in pairwise(copies):
+        sampler.sampler = within
+    for sampler, epoch in zip(copies, epochs, strict=True):
+        if epoch is not None and epoch_of(sampler) != epoch:
+            sampler.set_epoch(epoch)
+        if hasattr(sampler, "generator"):
+            sampler.generator = _generator_apart(sampler)
+    return copies[0]
+
+
+def _generator_apart(sampler: Any) -> torch.Generator:
+    """Return a generator that gives what the sampler would draw, from its own generator or the global one.
+
+    A RandomSampler without one seeds a new one by the first number that it draws from the global one.
+    """
+    own: torch.Generator | None = sampler.generator
+    generator = torch.default_generator if own is None else own
+    apart = torch.Generator(generator.device)
+    with untouched():
+        apart.set_state(generator.get_state())
+    if own is None and isinstance(sampler, RandomSampler):
+        seed = torch.empty((), dtype=torch.int64).random_(generator=apart)
+        apart.manual_seed(int(seed))
+    return apart
+
+
+class _Writer(pickle.Pickler):
+    """Writes keys down: the same for two only if they are, types and dtypes included, and as they are at this moment.
+
+    They are not compared themselves: what ``==`` says of two tensors is a tensor, and a key that is a part of the
+    sampler's own indices changes with them.
+    """
+
+    def reducer_override(self, thing: Any) -> Any:
+        """Write of a tensor what is in it, and not all that it is a view of."""
+        if not isinstance(thing, torch.Tensor):
+            return NotImplemented
+        numbers = thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tuple, ([str(thing.dtype), list(thing.shape), numbers],)
+
+
+def _written(keys: list[Any]) -> bytes:
+    """Return the keys of batches as bytes that tell them from others."""
+    text = io.BytesIO()
+    _Writer(text, pickle.HIGHEST_PROTOCOL).dump([listed(each) for each in keys])
+    return text.getvalue()
+
+
+def _read(plan: Iterator[Any], count: int) -> tuple[list[Any], Exception | None]:
+    """Read so many batches of keys, or until the sampler raises, or ends."""
+    keys: list[Any] = []
+    try:
+        while len(keys) < count:
+            keys.append(next(plan))
+    except StopIteration:
+        pass
+    except Exception as error:
+        return keys, error
+    return keys, None
+
+
+def _raised(error: Exception | None) -> Iterator[Any]:
+    """Raise in the place of a batch of keys what the sampler has raised there."""
+    if error is not None:
+        raise error
+    yield from ()
+
+
+def _plus(number: int | None, step: int) -> int | None:
+    return None if number is None else number + step
+
+
+def _step(before: int | None, now: int | None) -> int:
+    return 0 if before is None or now is None else now - before
+
+
+def _told_step(before: Told, now: Told) -> Told | None:
+    """Return by how much number and calls have changed; None if this was the first call, or the first number."""
+    if (now.calls and not before.calls) or (before.number is None and now.number is not None):
+        return None
+    return Told(_step(before.number, now.number), now.calls - before.calls)
+
+
+def _seen_by_workers(spec: EpochSpec) -> EpochSpec:
+    """Return of a run what its batches are made from: not its number. Who is told the same again may begin anew."""
+    return spec._replace(number=0)
+
+
+def _same(one: Settings, other: Settings) -> bool:
+    """Whether batches are made alike; how many workers make them does not matter."""
+    if one is other:
+        return True
+    names = [each.name for each in dataclasses.fields(Settings) if each.name != "num_workers"]
+    pairs = ((getattr(one, name), getattr(other, name)) for name in names)
+    plain = (bool, int, float, str)
+    return all(a is b or (isinstance(a, plain) and type(a) is type(b) and a == b) for a, b in pairs)

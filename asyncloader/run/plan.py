@@ -1,0 +1,349 @@
+"""Reads batches of keys from the sampler, so that an epoch can be resumed in the middle.
+
+How a plan is resumed at batch n: samplers with a state load the last one that was taken, up to n; for others the
+generators are set to what they were when the epoch began. The batches from there to n are drawn and dropped; no data
+are read for it. Where the trainer has restored a generator, the sampler is then asked for batches as often as it had
+been when the state was saved (`read_ahead`), so that what it draws later is drawn from the restored generator.
+
+All of it happens in the consumer's thread: samplers are the user's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler
+
+from asyncloader.engine.actions import VOID
+from asyncloader.engine.progress import Progress
+from asyncloader.epochs import epoch_of, restore
+from asyncloader.errors import LoaderClosedError
+from asyncloader.messages.indices import Indices
+from asyncloader.messages.snapshot import Frozen, Pace, unplain
+from asyncloader.protocols import is_stateful, probe
+from asyncloader.run.rng_snapshot import draws_once
+from asyncloader.samplers.random_order import indices, skip, take, take_array
+from asyncloader.seeding.turns import Drawing
+
+log = logging.getLogger("asyncloader")
+
+
+def samplers_within(index_sampler: Any) -> list[Any]:
+    """List an index sampler and the samplers that it is made of, the outermost first."""
+    found: list[Any] = []
+    todo = [index_sampler]
+    while todo:
+        sampler = todo.pop(0)
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            todo += [probe(sampler, name) for name in ("batch_sampler", "sampler")]
+    return found
+
+
+_NOTHING: Any = object()
+_END: Any = object()
+_torch_iter = BatchSampler.__iter__
+
+
+class Plan:
+    """Iterator over the batches of keys of one epoch; VOID in place of those that were yielded before the run.
+
+    Read with the lock of the progress held: states are made under it, and say how often the sampler was asked.
+
+    torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
+    what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
+
+    States of samplers are taken after the first batch, and then as `Pace` allows. Not after a short one, whose sampler
+    has come to its end and may have begun anew: it is drawn again from the state before. Those of elastic samplers are
+    taken after every batch, for what is drawn again is drawn by another number of ranks, it may be.
+
+    Args:
+        index_sampler: What torch's loader iterates over.
+        iterator: Its iterator, which torch has made.
+        progress: Where is counted what was read; samplers' states are left there.
+        pace: When to take these.
+        is_batched: Keys name the samples of a batch; otherwise one sample.
+        with_arrays: Whoever makes batches takes their keys as arrays as well, where torch's own samplers made them.
+    """
+
+    def __init__(
+        self,
+        index_sampler: Any,
+        iterator: Iterator[Any],
+        progress: Progress,
+        pace: Pace,
+        *,
+        is_batched: bool = True,
+        with_arrays: bool = False,
+    ) -> None:
+        self._index_sampler = index_sampler
+        self._is_batched = is_batched
+        self._with_arrays = with_arrays
+        self._takes_apart = _is_torchs(index_sampler, iterator)
+        # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
+        iterated_over = iter(self._batch, []) if self._takes_apart else iterator
+        self._feed = map(next, repeat(iterated_over))
+        self._read: Any = _NOTHING  # what was read, until the sampler's state is taken: a Ctrl-C may hit in between
+        self._held: Any = _NOTHING  # what was read, until it is given out: the same
+        self._begun: list[Any] = []  # a batch that is being taken: the same
+        self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
+        self._ahead: Iterator[Any] = iter(())  # what was read before the plan was asked for it
+        self._inner: Any = None if self._takes_apart else iterator  # what may have a state
+        self._progress = progress
+        self._done = frozenset(progress.now.ahead)
+        self._sampler = stateful_sampler(index_sampler)
+        iterated = index_sampler.sampler if self._takes_apart else index_sampler
+        self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
+        self._is_elastic = self._is_exact and is_elastic(iterated)
+        self._keeps_out = True  # blocks of samples, while the sampler is read: it may draw from global generators
+        self._is_stateful: bool | None = None  # known when the iterator within is there
+        self._has_state = False
+        self._pace = pace
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._held is _NOTHING:
+            # Not `next(self._ahead)`: a Ctrl-C can hit between a call and the assignment.
+            for answer in self._ahead:
+                self._held = answer
+                break
+            else:
+                self._ask()
+        keys = self._held
+        if keys is _END:  # which stays: the sampler is not asked again, as some iterators would begin anew
+            raise StopIteration
+        if type(keys) is _Raised:
+            self._held = _NOTHING
+            raise keys.error
+        progress = self._progress
+        count = len(keys) if self._is_batched and hasattr(keys, "__len__") else 1
+        if progress.read in self._done:
+            keys = VOID
+        else:
+            progress.named_samples += count
+        progress.read_batch(count)
+        self._held = _NOTHING
+        return keys
+
+    def _ask(self) -> None:
+        """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""
+        if not self._keeps_out:
+            self._hold_answer()
+            return
+        with Drawing() as drawing:
+            self._hold_answer()
+        draws_on = not (self._is_elastic or all(map(draws_once, samplers_within(self._index_sampler))))
+        self._keeps_out = draws_on and not drawing.overstayed
+
+    def _hold_answer(self) -> None:
+        progress = self._progress
+        if self._read is _NOTHING:
+            if self._ended_by:
+                raise LoaderClosedError(
+                    f"{self._ended_by} was raised while the sampler was read, and has ended its iterator: nothing "
+                    "more comes of it. loader.load_state_dict(loader.state_dict()) goes on after the batches that "
+                    "were given."
+                )
+            progress.asked = progress.replied + 1
+            try:
+                # Not `self._read = next(self._iterator)`: see above. Nor a `for` over the iterator itself: `iter`
+                # begins some anew.
+                for keys in self._feed:
+                    self._read = keys
+                    break
+                else:
+                    self._read = _END
+            except BaseException as error:
+                self._note_interrupt(error)
+                raise
+        progress.replied = progress.asked
+        keys = self._read
+        if is_short := keys is not _END and self._takes_apart and len(keys) < self._index_sampler.batch_size:
+            self._inner = iter(())
+            if self._index_sampler.drop_last:
+                self._read = _END
+        if self._is_stateful is not False and self._read is not _END:
+            self._note_state(is_short=is_short)
+        self._held = self._read
+        self._read = _NOTHING
+        self._begun = []
+
+    def _note_interrupt(self, error: BaseException) -> None:
+        """Remember an interrupt that has gone through a generator of the sampler's: the generator is finished by that.
+
+        Its next answer would be the end of the epoch. Any other iterator is asked again.
+        """
+        trace = error.__traceback__
+        while trace is not None and not trace.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
+            trace = trace.tb_next
+        if trace is not None and not isinstance(error, Exception):
+            self._ended_by = type(error).__name__
+
+    def _note_state(self, *, is_short: bool) -> None:
+        """Take the sampler's state after a batch, if there is one, and it is due."""
+        if self._is_stateful is None:
+            self._is_stateful = self._is_exact or is_stateful(self._inner)
+        if self._is_stateful and (self._is_elastic or (not is_short and (self._pace.is_due() or not self._has_state))):
+            self._take_state(self._progress.replied)
+
+    def read_ahead(self, asked: int) -> None:
+        """Ask the sampler now until it was asked so often in all; the answers are given out in their turn.
+
+        Not one whose order is a function of positions, which draws from no generator; and other ranks and batch sizes
+        ask it differently.
+        """
+        answers: list[Any] = []
+        while not self._is_elastic and self._progress.replied < asked and not (answers and answers[-1] is _END):
+            try:
+                self._ask()
+            except Exception as error:
+                answers.append(_Raised(error))
+                break
+            answers.append(self._held)
+            self._held = _NOTHING
+        self._ahead = iter(answers)
+
+    def go_on(self, states: dict[str, Any] | None, batches: int) -> None:
+        """Begin in the middle, before anything was read.
+
+        Args:
+            states: Of the sampler, which was loaded before it was iterated over, and of its iterator.
+            batches: How many to leave out from there.
+        """
+        with Drawing():
+            if self._takes_apart:
+                self._inner = indices(self._index_sampler.sampler)
+                batches *= self._index_sampler.batch_size
+            if states is not None and states["iterator"] is not None and is_stateful(self._inner):
+                self._inner.load_state_dict(states["iterator"])
+            skipped = skip(self._inner, batches)
+        if skipped < batches:  # not asked again: some iterators would begin anew
+            self._inner = iter(())
+            if not self._takes_apart:
+                self._feed = map(next, repeat(self._inner))
+
+    def _take_state(self, read: int) -> None:
+        self._pace.begin()
+        sampler = self._sampler if self._is_exact else None
+        inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
+        try:
+            state = {
+                "sampler": None if sampler is None else sampler.state_dict(),
+                "iterator": None if inner is None else inner.state_dict(),
+            }
+            self._progress.sampler_states.append((read, Frozen(state)))
+            self._has_state = True
+        except Exception:
+            log.warning(
+                "The state of the sampler could not be taken: to resume from here, what it has yielded since the last "
+                "one is drawn again.",
+                exc_info=True,
+            )
+            self._is_stateful = False
+        self._pace.end()
+
+    def _batch(self) -> list[Any]:
+        """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; [] at the end.
+
+        After an exception of the sampler there is nothing more, as with torch; nor after its end.
+        """
+        try:
+            if self._inner is None:
+                self._inner = indices(self._index_sampler.sampler)
+            if not self._with_arrays:
+                return take(self._inner, self._index_sampler.batch_size, self._begun)
+            keys, array = take_array(self._inner, self._index_sampler.batch_size, self._begun)
+            return keys if array is None else Indices(keys, array)
+        except Exception:
+            self._inner, self._begun = iter(()), []
+            raise
+
+
+class _Raised(NamedTuple):
+    """What the sampler has raised in place of a batch."""
+
+    error: Exception
+
+
+def is_drawn_from(iterator: Any) -> bool:
+    """Whether somebody has advanced a sampler's iterator, as far as can be seen: a generator shows it."""
+    return isinstance(iterator, GeneratorType) and inspect.getgeneratorstate(iterator) != inspect.GEN_CREATED
+
+
+def _is_torchs(index_sampler: Any, iterator: Any) -> bool:
+    """Whether it is torch's BatchSampler, with the iterator that this makes, as it is made."""
+    is_its_own = type(index_sampler) is BatchSampler and isinstance(iterator, GeneratorType)
+    return is_its_own and iterator.gi_code is _torch_iter.__code__ and not is_drawn_from(iterator)
+
+
+def stateful_sampler(index_sampler: Any) -> Any:
+    """Return the outermost sampler that provides a state, which covers those within; None if none does."""
+    return next(filter(is_stateful, samplers_within(index_sampler)), None)
+
+
+def is_elastic(sampler: Any) -> bool:
+    """Whether a sampler's states are small, and say for any number of ranks what comes next: it has `state_after`."""
+    return callable(probe(sampler, "state_after"))
+
+
+def left_after(index_sampler: Any, state: dict[str, Any]) -> int | None:
+    """Return how many batches are left after a loader's state of any division; None if the sampler cannot say."""
+    sampler = stateful_sampler(index_sampler)
+    count, states = probe(sampler, "left_after"), unplain(state["samplers"])
+    if not callable(count) or states is None or states["sampler"] is None or state["drawn"]:
+        return None
+    next_epoch = None
+    if state["is_over"]:  # the state is of the end of the epoch before
+        epochs = dict(zip(map(id, samplers_within(index_sampler)), state["set_epochs"], strict=False))
+        if state["position"] or (next_epoch := epochs.get(id(sampler))) is None:
+            return None
+    left: int = count(states["sampler"], next_epoch)
+    if sampler is index_sampler:
+        return left
+    if type(index_sampler) is not BatchSampler:
+        return None
+    return left // index_sampler.batch_size if index_sampler.drop_last else -(-left // index_sampler.batch_size)
+
+
+def may_be_looked_at(index_sampler: Any) -> bool:
+    """Whether the user may take a sampler's state beside the loader, and count on how far it is ahead of batches.
+
+    So some libraries save it: ``loader.sampler.state_dict()``, less torch's window. Not where the sampler says, as
+    `ElasticSampler` does, what its state was after any number of samples.
+    """
+    sampler = stateful_sampler(index_sampler)
+    return sampler is not None and not is_elastic(sampler)
+
+
+def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Sequence[int | None]) -> None:
+    """Load the state of a sampler, before it is iterated over; set epochs as they had been set."""
+    restore(samplers_within(index_sampler), epochs)
+    sampler = stateful_sampler(index_sampler)
+    if sampler is not None and states is not None and states["sampler"] is not None:
+        with Drawing():  # it may set global generators
+            sampler.load_state_dict(states["sampler"])
+
+
+def own_state(index_sampler: Any) -> Frozen | None:
+    """Return the state of a sampler that is not being iterated over; None if it has none."""
+    sampler = stateful_sampler(index_sampler)
+    if sampler is None:
+        return None
+    try:
+        with Drawing():  # it may be that of a global generator
+            return Frozen({"sampler": sampler.state_dict(), "iterator": None})
+    except Exception:
+        log.warning("The state of the sampler could not be taken: it is not in states of the loader.", exc_info=True)
+        return None
+
+
+def set_epochs(index_sampler: Any) -> list[int | None]:
+    """Return what `set_epoch` of samplers, from the outermost on, has been called with."""
+    return [epoch_of(sampler) for sampler in samplers_within(index_sampler)]

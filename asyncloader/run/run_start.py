@@ -1,0 +1,354 @@
+"""How a run over the data starts: anew, or from a state.
+
+    generators, samplers, dataset as they were ──> torch draws and iterates ──> plan, progress, where workers begin
+
+torch iterates over the samplers as often as without a state, so what they do then they do as often.
+
+Generators belong to the trainer, and the sampler draws from them whenever it is asked for a batch. At a resume each is
+set to what it was when the order began, and the sampler draws again what it had drawn. If the trainer has restored a
+generator (the state's ``check`` tells), the sampler is asked as often as it had been when the state was saved, and the
+generator is then put back to what the trainer has made it. What is drawn afterwards, by the sampler, the trainer and
+the next epochs, is drawn from there: as in the run that is resumed, whoever had drawn from it. A generator that was not
+restored is left where the sampler takes it: right as long as nothing else draws from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncloader.engine.progress import Progress, SamplerState
+from asyncloader.epochs import Told, listeners, restore, tell
+from asyncloader.messages.snapshot import Frozen, Pace, Start, dataset_here, from_plain, unplain
+from asyncloader.protocols import is_stateful, leaves_out_buffer
+from asyncloader.run.checkpoint import Checkpointer, is_between_runs
+from asyncloader.run.data_rank import data_rank
+from asyncloader.run.plan import Plan, is_drawn_from, load_samplers, own_state, samplers_within
+from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.run.runs import Runs
+from asyncloader.seeding.sample_context import EpochKey
+from asyncloader.seeding.turns import Drawing
+from asyncloader.settings import Settings
+from asyncloader.worker.gather import gathers
+
+log = logging.getLogger("asyncloader")
+
+
+class Drawn(NamedTuple):
+    """What torch's iterator has drawn for a run, its iterator over the keys of batches, and how far that is."""
+
+    keys: Iterator[Any]
+    base_seed: int
+    shared_seed: int | None
+    num_yielded: int = 0
+
+
+class RunStart(NamedTuple):
+    """How a run starts.
+
+    Attributes:
+        plan: Yields the keys of its batches.
+        checkpointer: Makes its states; with its progress, epoch and seeds.
+        key: What the seeds of its batches are made from: base seed, epoch, rank of the data.
+        starts: Where workers begin, for datasets that they have a place or a state in. The session changes those of
+            workers that it replaces.
+    """
+
+    plan: Plan
+    checkpointer: Checkpointer
+    key: EpochKey
+    starts: dict[int, Start] | None
+
+
+def begin(
+    settings: Settings,
+    state: dict[str, Any] | None,
+    runs: Runs,
+    iterate: Callable[[], Drawn],
+    *,
+    prepare: Callable[[], object] | None = None,
+    inline: bool = False,
+    last: Checkpointer | None = None,
+) -> RunStart:
+    """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
+
+    Args:
+        settings: What is iterated over, and how.
+        state: To begin from, or None.
+        runs: The loader's; it is told of this one.
+        iterate: Iterates over the samplers, as torch's iterator does.
+        prepare: What torch does before the order is drawn.
+        inline: Nothing is read of the sampler before the first batch, and ``iterate`` draws the base seed.
+        last: The run before this one, if its workers make this one too.
+    """
+    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
+    before = begun = rng.capture()
+    left_alone = [False] * len(before)
+    states = None if state is None else unplain(state["samplers"])
+    goes_on = state is not None and state["base_seed"] is not None
+    if state is not None:
+        left_alone = _left_alone(rng.check(), state)
+        if state["is_over"]:
+            _finish_last_run(settings.index_sampler, states, state["drawn"], runs)
+        begun = rng.from_text(state["draws"])
+        rng.restore(begun)
+    if prepare is not None:
+        with Drawing():
+            prepare()
+        if goes_on:
+            rng.restore(begun)
+        else:
+            begun = rng.capture()
+    samplers = _load_samplers(settings.index_sampler, state, states, runs.latest)
+    loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
+    if state is not None:
+        with runs.telling():
+            restore(listeners(settings.dataset), state.get("dataset_epochs", ()))
+            runs.restored(state, settings)
+    news = runs.told_since(state, settings)
+    is_dataset_loaded = inline and _load_dataset(settings, state, news)
+    with Drawing():
+        order = _Order(iterate(), begun, inline, samplers)
+    if order.drawn.num_yielded or is_drawn_from(order.drawn.keys):
+        order = _past_patches(order, settings, state, rng, before if state is None else loaded, inline=inline)
+    if state is not None and goes_on:
+        order = _as_drawn_before(order, settings, state, rng, loaded, inline=inline)
+    drawn, begun, is_seed_first, samplers = order
+    epoch = runs.begun if state is None else state["epoch"]
+    key = EpochKey((drawn.base_seed, epoch, data_rank(settings)))
+    starts = _starts(settings, None if is_dataset_loaded else state, news)
+    progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
+    plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)
+    if state is not None and any(left_alone):
+        plan.read_ahead(state["asked"])
+        rng.restore(before, left_alone)
+    progress.set_epochs = runs.heard_by_samplers(settings.index_sampler)
+    epochs = [each.number for each in runs.heard(settings.dataset)]
+    checkpointer = Checkpointer(
+        settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
+    )
+    checkpointer.has_past = last is not None
+    runs.begin(epoch, checkpointer, state)
+    return RunStart(plan, checkpointer, key, starts)
+
+
+def _left_alone(now: list[int], state: dict[str, Any]) -> list[bool]:
+    """Return which generators the trainer has restored, by what they are now."""
+    restored = [here == saved for here, saved in zip_longest(now, state["check"][: len(now)])]
+    if any(restored) and "asked" not in state:
+        log.warning(
+            "The state is of an earlier version of asyncloader, which did not note how far the sampler had been read: "
+            "random generators that were restored are left where drawing the order again takes them."
+        )
+        return [False] * len(now)
+    return restored
+
+
+class _Order(NamedTuple):
+    """The order of a run.
+
+    Attributes:
+        drawn: What was drawn for it.
+        begun: The generators before that.
+        is_seed_first: The base seed was drawn before the order, as one kind of iterators does it.
+        samplers: Where samplers were.
+    """
+
+    drawn: Drawn
+    begun: list[Any]
+    is_seed_first: bool
+    samplers: SamplerState
+
+
+def _past_patches(
+    order: _Order,
+    settings: Settings,
+    state: dict[str, Any] | None,
+    rng: RNGSnapshot,
+    before: list[Any],
+    *,
+    inline: bool,
+) -> _Order:
+    """Begin where a patch of torch's constructor has advanced the sampler to, unless a state says where."""
+    if state is None:
+        return _Order(order.drawn, before, True, SamplerState(None))
+    rng.restore(before)
+    if inline:
+        _draw_base_seed(settings)
+    return order._replace(drawn=order.drawn._replace(keys=_iterate(settings)))
+
+
+def _as_drawn_before(
+    order: _Order, settings: Settings, state: dict[str, Any], rng: RNGSnapshot, before: list[Any], *, inline: bool
+) -> _Order:
+    """Draw seeds and order as the run that is resumed did, which may have been of the other kind of iterators."""
+    drawn = order.drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
+    if inline and not state["inline"]:
+        rng.restore(before)
+        drawn = drawn._replace(keys=_iterate(settings))
+    elif state["inline"] and not inline:
+        _draw_base_seed(settings)
+    return order._replace(drawn=drawn, is_seed_first=state["inline"])
+
+
+def _plan(
+    settings: Settings,
+    drawn: Drawn,
+    progress: Progress,
+    samplers: SamplerState,
+    states: dict[str, Any] | None,
+    *,
+    goes_on: bool,
+) -> Plan:
+    """Return the plan, from where the run begins."""
+    progress.begin_after(samplers)
+    is_batched, dataset = settings.auto_collation, settings.dataset
+    is_gathered = gathers(dataset, is_batched, settings.collate_fn) and not (settings.overlaps or is_stateful(dataset))
+    kind = {"is_batched": is_batched, "with_arrays": is_gathered}
+    plan = Plan(settings.index_sampler, drawn.keys, progress, Pace(), **kind)
+    if goes_on and progress.now.position and not settings.is_iterable:
+        plan.go_on(None if samplers.is_over else states, progress.now.position if samplers.is_over else samplers.drawn)
+    return plan
+
+
+def _progress(
+    settings: Settings,
+    state: dict[str, Any] | None,
+    drawn: Drawn,
+    key: tuple[int, int, int],
+    workers: dict[int, Start] | None,
+) -> Progress:
+    """Return how far the run is before its first batch."""
+    position = state["position"] if state is not None else drawn.num_yielded
+    sample = position * (settings.batch_size or 1)
+    if state is not None and (counted := state.get("sample", -1)) >= 0:
+        sample = counted
+    progress = Progress(
+        position,
+        set(state["ahead"]) if state is not None else None,
+        in_order=settings.in_order,
+        workers=workers,
+        next_worker=state["next_worker"] if state is not None else None,
+        bad_count=state.get("bad_count", 0) if state is not None else 0,
+        key=None if settings.is_iterable else key,
+        overlaps=settings.overlaps,
+        sample=sample if settings.knows_places else 0,
+        knows_places=settings.knows_places,
+    )
+    progress.num_workers = int(settings.num_workers) if settings.is_auto else None
+    return progress
+
+
+def _draw_base_seed(settings: Settings) -> None:
+    with Drawing():
+        torch.empty((), dtype=torch.int64).random_(generator=settings.generator)
+
+
+def _iterate(settings: Settings) -> Iterator[Any]:
+    with Drawing():
+        return iter(settings.index_sampler)
+
+
+def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
+    """Have samplers come to the end of an epoch that was over: so they do what they do then, and begin another.
+
+    An epoch that the user has set since the state was loaded is the one that begins now.
+    """
+    if states is None:
+        return
+    chosen = runs.heard_by_samplers(index_sampler)
+    load_samplers(index_sampler, states, ())
+    with Drawing():
+        keys = iter(index_sampler)
+    plan = Plan(index_sampler, keys, Progress(), Pace())
+    plan.go_on(states, drawn)
+    next(plan, None)
+    for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, runs.epochs_when_loaded, strict=False):
+        if epoch is not None and epoch != loaded:
+            sampler.set_epoch(epoch)
+
+
+def _load_samplers(
+    index_sampler: Any, state: dict[str, Any] | None, states: dict[str, Any] | None, latest: Checkpointer | None
+) -> SamplerState:
+    """Bring samplers to where they were before they are iterated over; return where they are."""
+    samplers = SamplerState(None)
+    if state is not None:
+        load_samplers(index_sampler, None if state["is_over"] else states, state["set_epochs"])
+        samplers = SamplerState(None if states is None else Frozen(states), state["drawn"], state["is_over"])
+    elif latest is not None and latest.progress.finished:
+        samplers = latest.samplers_after()
+    return samplers if samplers.state is not None else samplers._replace(state=own_state(index_sampler))
+
+
+def _load_dataset(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...]) -> bool:
+    """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
+
+    It may be that the state sets a global generator. Where batches were made since, they are made again later.
+    """
+    if state is None or state["workers"] is None or not is_between_runs(state):
+        return False
+    starts = from_plain(state["workers"])
+    if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(settings.dataset):
+        return False
+    with Drawing():
+        settings.dataset.load_state_dict(starts[0].snapshot["dataset"])
+    tell(settings.dataset, news, ())
+    return True
+
+
+def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...] = ()) -> dict[int, Start] | None:
+    """Return where workers begin, if the dataset is one that they have a place or a state in."""
+    if not settings.is_iterable and not (settings.snapshot_every and is_stateful(settings.dataset)):
+        return None
+    anew = {worker: Start() for worker in range(settings.num_places)}
+    _warn_of_other_numbers(settings, state)
+    if state is None or state["workers"] is None:
+        return anew
+    starts = from_plain(state["workers"])
+    if len(starts) != len(anew):
+        log.warning(
+            "The state has those of the dataset in %d workers, and there are %d now: the dataset begins anew.",
+            len(starts),
+            len(anew),
+        )
+        return anew
+    again = sum(start.batches + len(start.ahead) for start in starts.values() if start.snapshot is None)
+    if again and leaves_out_buffer(settings.dataset):
+        log.warning(
+            "The state of a shuffled stream of `datasets` lacks what is in its shuffle buffer. To resume exactly, the "
+            "stream is read again: %d batches are read and dropped.",
+            again,
+        )
+    elif settings.is_iterable and again:
+        log.warning(
+            "Neither the dataset nor its iterator has given a state (state_dict, load_state_dict): to resume, %d "
+            "batches are read again and dropped.",
+            again,
+        )
+    return {worker: start._replace(epochs=news) for worker, start in starts.items()}
+
+
+def _warn_of_other_numbers(settings: Settings, state: dict[str, Any] | None) -> None:
+    """Say that workers draw other numbers for a stream than those that had drawn for earlier epochs as well."""
+    if state is None or not state.get("has_past") or not (settings.is_iterable and settings.has_workers):
+        return
+    if state["workers"] is None or any(start.snapshot is None for start in from_plain(state["workers"]).values()):
+        log.warning(
+            "The state is of persistent workers that had read the stream in epochs before. Their random generators had "
+            "moved on from epoch to epoch, and those of the workers that start now have not: if the stream draws from "
+            "the global generators, it yields other numbers. Draw from asyncloader.sample_rng(), or have the dataset "
+            "provide its state, with a generator of its own in it."
+        )
+
+
+def _known(settings: Settings, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:
+    """Return where datasets are before the first batch, as far as this process knows."""
+    known = (last and last.carried()) or starts
+    if starts is not None and not settings.has_workers and starts[0] == Start():
+        return {0: dataset_here(settings.dataset, settings.snapshot_every)}
+    return known and dict(known)

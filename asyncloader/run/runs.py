@@ -1,0 +1,184 @@
+"""What a loader knows of its runs over the data, from one to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+from asyncloader.engine.slicer import Slicer
+from asyncloader.epochs import Told, numbers, told
+from asyncloader.observe.meter import Meter
+from asyncloader.observe.trace import Trace, active_trace, shared_trace
+from asyncloader.observe.traffic import Traffic
+from asyncloader.run.checkpoint import Checkpointer, check, initial_state, is_between_runs
+from asyncloader.run.plan import left_after, samplers_within
+from asyncloader.settings import Settings
+
+_HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
+"""What of a state says how much of its epoch is left."""
+
+
+class Runs:
+    """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
+
+    Attributes:
+        begun: How many there were, which is the epoch of the next one.
+        latest: Makes states of the newest one.
+        meter: Counts what happens in the newest one.
+        loaded: A state that the next one begins from.
+        told: Of an epoch by `set_epoch` of the loader, at last.
+        is_telling: It is being called: of copies that are made now nobody knows what they have heard.
+        epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
+        slicer: Knows what samples cost, where batches are made in slices.
+        traffic: Counts what comes from other machines.
+        elsewhere: Workers that there are to be on other machines, where their number looks after itself.
+        resumed: How far the state was that the newest one has begun from, or None.
+        told_when_loaded: What `set_epoch` of the dataset had been called with then.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.latest: Checkpointer | None = None
+        self.meter: Meter | None = None
+        self.loaded: dict[str, Any] | None = None
+        self.resumed: dict[str, Any] | None = None
+        self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
+        self.told = Told()
+        self.is_telling = False
+        self._restored: tuple[list[int | None], list[int | None]] = [], []  # what a state has told since then
+        self.epochs_when_loaded: list[int | None] = []
+        self.told_when_loaded: tuple[Told, ...] = ()
+        self.slicer = Slicer()
+        self.traffic = Traffic()
+        self.elsewhere = 0
+        self._trace: Trace | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        forgotten = {"latest": None, "_left": None, "meter": None, "_trace": None}
+        return {**vars(self), **forgotten, "slicer": Slicer(), "traffic": Traffic()}
+
+    def state_dict(self, settings: Callable[[], Settings]) -> dict[str, Any]:
+        """Return a state to go on from: in the middle of the newest run, or before the next one.
+
+        Args:
+            settings: Makes what a first run would be made with; that takes as long as all the rest.
+        """
+        if self.loaded is not None:
+            return copy.deepcopy(self.loaded)
+        return initial_state(settings(), self.begun) if self.latest is None else self.latest.state_dict()
+
+    @property
+    def done(self) -> int:
+        """How many batches of the newest run are done with, or of the one that a loaded state goes on with."""
+        if self.loaded is not None:
+            return int(self.loaded["position"]) + len(self.loaded["ahead"])
+        if self.latest is None or self.latest.progress.finished:
+            return 0
+        now = self.latest.progress.now
+        return now.position + len(now.ahead)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a run is going on, or a loaded state is of the middle of one, if no batch of it is done with."""
+        if self.loaded is not None:
+            return not is_between_runs(self.loaded)
+        return self.latest is not None and not self.latest.progress.finished
+
+    def begin(self, epoch: int, checkpointer: Checkpointer, state: dict[str, Any] | None) -> None:
+        """Note a run that begins, anew or from a state."""
+        self.begun, self.latest = epoch + 1, checkpointer
+        self.resumed = None
+        if state is not None and not is_between_runs(state):
+            self.resumed = {name: state[name] for name in _HOW_FAR}
+
+    def remaining(self, length: int, index_sampler: Any) -> int:
+        """Return how many batches are left of the run that is spoken of, which has so many if it is a whole one.
+
+        Where the samples are divided anew at each resume, batches before it were of another size, perhaps, and the
+        epoch that is set now is another one: then what is left is counted from there.
+        """
+        done, began = self.done, self.loaded or self.resumed
+        if began is not None and began["position"] <= done and (done or self._has_begun):
+            if self._left is None or self._left[0] is not began:
+                self._left = began, left_after(index_sampler, began)
+            if (left := self._left[1]) is not None:
+                return max(0, left + int(began["position"]) - done)
+        return max(0, length - done)
+
+    def load(self, state: dict[str, Any], settings: Settings) -> None:
+        """Have the next run begin from a state; an empty one for the very first."""
+        if state:
+            check(state, settings)
+        self.loaded = copy.deepcopy(state) or None
+        self.note_epochs(settings)
+        self.latest = self.resumed = None
+        self.begun = 0
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell samplers and the dataset of an epoch, in what is inside."""
+        self.is_telling = True
+        try:
+            yield
+        finally:
+            self.is_telling = False
+
+    def tell(self, epoch: int) -> None:
+        """Note that `set_epoch` of the loader has told samplers and the dataset of an epoch."""
+        self.told = Told(epoch, self.told.calls + 1)
+        self._restored = [], []
+
+    def tell_anew(self) -> None:
+        """Have copies of the dataset in workers hear once more what they were told last."""
+        self.told = self.told._replace(calls=self.told.calls + 1)
+
+    def heard(self, dataset: Any) -> tuple[Told, ...]:
+        """Return what each of a dataset's listeners was told at last: by the user, a state, or the loader."""
+        return told(dataset, self.told, self._restored[1])
+
+    def heard_by_samplers(self, index_sampler: Any) -> list[int | None]:
+        """Return what samplers, from the outermost on, were told at last."""
+        return numbers(samplers_within(index_sampler), self.told.number, self._restored[0])
+
+    def restored(self, state: dict[str, Any], settings: Settings) -> None:
+        """Note what samplers and the dataset were told that a run goes on with; so it is until the loader tells them.
+
+        Those that do not show it say nothing of it themselves.
+        """
+        before = self.heard_by_samplers(settings.index_sampler), [each.number for each in self.heard(settings.dataset)]
+        since = state["set_epochs"], state["dataset_epochs"]
+        self._restored = _changed(before[0], since[0]), _changed(before[1], since[1])
+
+    def note_epochs(self, settings: Settings) -> None:
+        """Note which epochs are set when a state is loaded: one that is set afterwards goes before the state's."""
+        self.epochs_when_loaded = self.heard_by_samplers(settings.index_sampler)
+        self.told_when_loaded = self.heard(settings.dataset)
+
+    def told_since(self, state: dict[str, Any] | None, settings: Settings) -> tuple[Told, ...]:
+        """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
+        now = self.heard(settings.dataset)
+        is_news = state is not None and is_between_runs(state) and now != self.told_when_loaded
+        return now if is_news else ()
+
+    def number_is_set(self) -> None:
+        """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
+        if self.latest is not None:
+            self.latest.progress.num_workers = None
+
+    def open_trace(self, settings: Settings) -> Trace | None:
+        """Return where the timeline of a run is written: one file for all runs, and for other loaders that name it."""
+        if settings.trace is None:
+            return active_trace()
+        if self._trace is None or self._trace.path != Path(settings.trace):
+            self._trace = shared_trace(settings.trace, self)
+            weakref.finalize(self, self._trace.write, wait=False)
+        return self._trace
+
+
+def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:
+    return [was if now is None else now for was, now in zip(before, chain(since, repeat(None)), strict=False)]

@@ -1,0 +1,429 @@
+"""The two faces of one run over the data: ``for`` and ``async for``.
+
+    _BaseDataLoaderIter (torch's: sampler, base seed, flags)
+    ├── WorkerIterator    over a session with workers
+    └── InlineIterator    num_workers=0, in asyncloader.run.inline_iterator
+
+Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncloader.engine.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from asyncloader.backends.processes.pool import WorkerHandle
+from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.finisher import Finisher
+from asyncloader.engine.handoff import Handoff
+from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
+from asyncloader.engine.progress import Call, Progress
+from asyncloader.engine.run import Run
+from asyncloader.engine.session import Session, State
+from asyncloader.engine.supervisor import END_GRACE_S, Supervisor
+from asyncloader.engine.taking import Item
+from asyncloader.epochs import Told
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
+from asyncloader.messages.messages import EpochSpec
+from asyncloader.observe.faults import Faults
+from asyncloader.run import auto_number, home_loop, workplace
+from asyncloader.run.base_iterator import BaseIterator, check_owner
+from asyncloader.run.foresight import make_foresight
+from asyncloader.run.run_start import RunStart
+from asyncloader.run.runs import Runs
+from asyncloader.seeding.sample_context import EpochKey
+from asyncloader.settings import AutoWorkers, Settings
+from asyncloader.worker.bootstrap import refuse_in_main
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+T_co = TypeVar("T_co", covariant=True)
+
+_ANSWER_S = 10.0  # the loop answers within a second; where a machine is overloaded, starting a worker takes some
+
+
+class WorkerIterator(BaseIterator[T_co]):
+    """Batches that workers make, in order.
+
+    Several threads or tasks may take from one iterator; each batch goes to exactly one of them. After an exception that
+    stands for a batch the iterator goes on with the next one.
+
+    Args:
+        loader: For torch's constructor, and nothing else.
+        settings: What is iterated over, and how.
+        runs: Of the loader.
+        wait_for_start: Return when the workers have been started (``iter``); otherwise the first ``anext`` waits.
+        state: To begin from.
+
+    Attributes:
+        asked: The settings that the loader gave last; workers keep what they were started with.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[T_co],
+        settings: Settings,
+        runs: Runs,
+        *,
+        wait_for_start: bool,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        if wait_for_start:
+            refuse_to_block_the_loop()
+        if settings.num_workers and not settings.is_in_process and settings.start_context.get_start_method() != "fork":
+            refuse_in_main()
+        super().__init__(loader, settings, runs)
+        self.asked = settings
+        self._start(loader, state, wait=wait_for_start)
+
+    def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None, *, wait: bool) -> None:
+        """Start workers and the first run."""
+        has_home = self._settings.is_async and not self._settings.has_workers
+        self._home = home_loop.find_home(self._settings.dataset, get_portal().loop) if has_home else None
+        if wait:
+            home_loop.refuse_to_block(self._home)
+        iterate = partial(self._reset, loader, first_iter=True)
+        start = self._begin(iterate, state, prepare=partial(self._construct, loader))
+        self._run_numbers = count(1)
+        run = self._make_run(self._spec_of(start), start.plan, start.checkpointer.progress)
+        self._session = self._make_session(run)
+        self._session.close_with(self)
+        self._foresight = make_foresight(self._settings) if self._settings.prefetch_epochs else None
+        run.begin(self._session.waker())
+        self._is_at(run, start)
+        # The first window is read before the workers start: they find their tickets waiting.
+        self._started: Future[None] | None = None
+        if wait and self._session.pool.has_processes:
+            self._start_from_here()
+        elif self._session.pool.takes_long:
+            self._started = self._session.start_apart()
+        else:
+            self._started = self._session.portal.call(self._session.start)
+            if wait:
+                self._wait_started(self._started)
+
+    def _start_from_here(self) -> None:
+        try:
+            self._session.start_from_here()
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
+
+    def _construct(self, loader: DataLoader[T_co]) -> None:
+        super()._construct(loader)
+        if self._settings.num_workers and not self._settings.prefetch_factor:
+            raise AssertionError("prefetch_factor must be positive")
+
+    def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
+        """Iterate over the sampler, as torch's iterator does for each run."""
+        shared_seed = self._shared_seed
+        super()._reset(loader, first_iter)
+        if first_iter:
+            self._shared_seed = shared_seed  # workers that are started get the first one, as torch's do
+
+    def begin_next(self, loader: DataLoader[T_co], settings: Settings) -> None:
+        """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
+        first = self._settings
+        if first.is_auto:
+            first = replace(first, num_workers=AutoWorkers(len(self._session.supervisor.workforce.wanted)))
+        if first is not self._settings or settings is not self.asked:
+            self._settings, self.asked = settings.with_workers_of(first), settings
+        start = self._begin(partial(self._reset, loader), last=self._checkpointer)
+        progress, spec = start.checkpointer.progress, self._spec_of(start)
+        run, plan = None, iter(start.plan)
+        if self._foresight is not None:
+            run, plan = self._foresight.compare(self._settings, spec, plan)
+            if self._foresight.told_in_vain:
+                self._runs.tell_anew()
+                spec = spec._replace(epochs=self._epochs())
+        if run is None:
+            run = self._make_run(spec, plan, progress)
+            self._session.push(run)
+            run.begin(self._session.waker())
+        else:
+            run.take_up(plan, progress, ErrorLimit(self._settings, progress, run.faults))
+        self._is_at(run, start)
+
+    def _foresee(self) -> None:
+        """Begin the next run: all batches of this one are made, and are there to be taken."""
+        if self._foresight is not None and self.is_usable:
+            self._foresight.foresee(self._settings, self._epochs(), self._run.epoch.epochs, self._begin_ahead)
+
+    def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
+        """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
+        key = EpochKey((int(self._base_seed), self._runs.begun, self._run.epoch.key[2]))
+        if self._settings.seeds_here:
+            self._seeding.begin(key)
+        spec = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
+        run = self._make_run(spec, iter(keys), progress)
+        self._session.push(run)
+        run.begin(self._session.waker(), until=len(keys) + is_whole)
+        return run
+
+    def _is_at(self, run: Run, start: RunStart) -> None:
+        """Have consumers take from a run that has begun."""
+        self._run = run
+        self._meter = self._runs.meter = run.meter
+        self._seeding.end_others(run.epoch.key)
+
+    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+        self._session.request_close()
+        self._seeding.end()
+        if (settings := self._settings).is_auto:
+            number = auto_number.found(state, settings, len(self._session.supervisor.workforce.wanted))
+            self._settings = replace(settings, num_workers=number)
+            auto_number.note(loader, number)
+        try:
+            self._start(loader, state, wait=False)
+        except BaseException:  # nobody may wait for workers that were not started
+            self._session.request_close()
+            raise
+
+    def _spec_of(self, start: RunStart) -> EpochSpec:
+        """Return a run as workers are to know it."""
+        number, shared_seed = next(self._run_numbers), start.checkpointer.shared_seed
+        spec = EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
+        return spec._replace(num_workers=self._settings.num_places) if self._settings.num_slots else spec
+
+    def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
+        settings = self._settings
+        faults = Faults()
+        scheduler = workplace.make_scheduler(settings, progress)
+        splitter = workplace.make_splitter(settings, scheduler, progress, self._runs.slicer, faults)
+        window = (splitter or scheduler).window or settings.window  # that of one worker, where all are yet to come
+        meter = workplace.make_meter(settings, self._runs, spec.key[1], window, faults)
+        kind: Any = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps, "splitter": splitter}
+        limit = ErrorLimit(settings, progress, faults)
+        return Run(scheduler, spec, meter, plan, progress, limit, window, **kind)
+
+    # ------------------------------------------------------------------------------------------------- workers
+
+    def _make_session(self, run: Run) -> Session:
+        portal = get_portal()
+        loop = GuardedLoop(portal.loop)
+        settings, runs = self._settings, self._runs
+        original = workplace.make_original(self._dataset, runs)
+        where: Any = {"original": original, "home": self._home}
+        pool = workplace.make_pool(settings, self._worker_spec(), loop, runs.traffic, runs.elsewhere, **where)
+        finisher = self._make_finisher(loop)
+        auto = workplace.make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
+        policy, renewal = workplace.policy_of(settings), workplace.make_renewal(settings)
+        supervisor = Supervisor(loop, pool, policy, settings.num_places, auto, renewal)
+        return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), original)
+
+    def note_number(self, num_workers: int, elsewhere: int) -> None:
+        """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
+        self._runs.elsewhere = elsewhere
+        if self._settings.is_auto:  # otherwise it was set meanwhile
+            self._checkpointer.progress.num_workers = num_workers
+            auto_number.note(self._loader(), num_workers)
+
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
+        if not (self._pin_memory or self._settings.splits):
+            return None
+        return Finisher(loop, str(self._pin_memory_device) if self._pin_memory else None)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can begin another run."""
+        session = self._session
+        is_there = session.pid == os.getpid() and session.state in (State.NEW, State.OPEN)
+        return is_there and session.error is None and not session.supervisor.recovery.has_lost
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""
+        if self.is_usable:
+            self._settings = replace(self._settings, num_workers=num_workers)
+            self._num_workers = num_workers
+            resize = partial(self._session.post, self._session.supervisor.resize, num_workers)
+            if self._started is None:
+                resize()
+            else:  # the workers of the beginning are being launched, elsewhere
+                self._started.add_done_callback(lambda _: resize())
+
+    # -------------------------------------------------------------------------------------------------- taking
+
+    @property
+    def _handoff(self) -> Handoff[Item]:
+        return self._run.handoff
+
+    def _next(self, call: Call) -> Item:
+        run = self._run
+        if run.ended:
+            self._foresee()
+        if run.handoff.ready and self._session.pid == os.getpid() and (item := run.take(call)) is not None:
+            try:
+                return item
+            finally:
+                del item  # the traceback of an error of the sampler may refer to this frame
+        asked_at = time.perf_counter()
+        refuse_to_block_the_loop()
+        home_loop.refuse_to_block(self._home)
+        if self._started is not None:
+            check_owner(self._session.pid)
+            self._wait_started(self._started)
+        self._check_usable()
+        deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
+        while (item := self._take_or_read_on(call, asked_at)) is None:
+            run = self._run  # another one, if the iterator has begun it meanwhile
+            if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
+                error = self._wait_report(self._session.report_overdue(self._settings.timeout))
+                if error is not None and not run.has_news():  # it may have come in the last moment
+                    try:
+                        raise error
+                    finally:
+                        del error
+                deadline = time.monotonic() + self._settings.timeout
+        try:
+            return item
+        finally:
+            del item
+
+    def _wait_started(self, started: Future[None]) -> None:
+        try:
+            started.result()
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
+        finally:
+            if started.done():
+                self._started = None
+            del started  # a traceback that refers to this frame, and to which the future refers, would be a cycle
+
+    async def _wait_started_async(self, started: Future[None]) -> None:
+        try:
+            await asyncio.shield(asyncio.wrap_future(started))
+        except LoaderClosedError:
+            self._session.portal.stop_daemon()
+            raise
+        finally:
+            if started.done():
+                self._started = None
+            del started
+
+    async def next_item_async(self, call: Call) -> Item:
+        """Take what comes next: see `BaseIterator`."""
+        asked_at = time.perf_counter()
+        if self._started is not None:
+            check_owner(self._session.pid)
+            await self._wait_started_async(self._started)
+        self._check_usable()
+        if self._run.ended:
+            self._foresee()
+        if (item := self._run.take(call)) is not None:
+            return item
+        deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
+        while True:
+            try:
+                item = self._take_or_read_on(call, asked_at)
+            except StopIteration:
+                raise StopAsyncIteration from None
+            if item is not None:
+                try:
+                    return item
+                finally:
+                    del item
+            run = self._run
+            if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
+                error = await self._wait_report_async(self._session.report_overdue(self._settings.timeout))
+                if error is not None and not run.has_news():
+                    try:
+                        raise error
+                    finally:
+                        del error
+                deadline = time.monotonic() + self._settings.timeout
+            self._last_turn = time.monotonic()
+
+    def _take_or_read_on(self, call: Call, asked_at: float) -> Item | None:
+        """Take an item, or find out that there will be none, or do what can be done before waiting."""
+        run = self._run
+        if run.ended:
+            self._foresee()
+        if (item := run.take(call, asked_at)) is not None:
+            return item
+        self._check_usable()
+        run.check()
+        try:
+            run.read_on()
+        finally:
+            if run.exhausted:
+                if not self._persistent_workers:
+                    self._session.request_close()  # the workers may go
+                self._seeding.end_one(run.epoch.key)  # samples of a batch that was given up may still be in work
+        return None
+
+    def _check_usable(self) -> None:
+        session = self._session
+        check_owner(session.pid)
+        run = self._run
+        if session.state in (State.CLOSING, State.CLOSED) and not run.exhausted and run.error is None:
+            session.portal.stop_daemon()
+            raise LoaderClosedError("this iterator was closed; call iter(loader) for a new one")
+
+    # ------------------------------------------------------------------------------------------------- timeouts
+
+    def _wait_report(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
+        """Wait for the session's answer, which comes within a second, unless something blocks its loop."""
+        try:
+            return report.result(_ANSWER_S)
+        except TimeoutError:
+            return loop_blocked(self._settings.timeout, self._session.portal.where())
+
+    async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
+        except TimeoutError:
+            return loop_blocked(self._settings.timeout, self._session.portal.where())
+
+    # --------------------------------------------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """End the run: workers finish what they are at, and are killed after 3 s. Returns when they are gone.
+
+        On the loop that the dataset itself runs on, which cannot be waited for there, returns at once.
+        """
+        if self._session.pid == os.getpid():
+            self._session.request_close()
+            refuse_to_block_the_loop()
+            if home_loop.is_here(self._home):  # where the dataset is closed, once the caller lets the loop turn
+                self._seeding.end()
+            else:
+                self._wait_closed()
+
+    async def aclose(self) -> None:
+        """End the run as `close` does, without blocking the loop."""
+        if self._session.pid == os.getpid():
+            self._session.request_close()
+            await asyncio.to_thread(self._wait_closed)
+
+    def _wait_closed(self) -> None:
+        self._seeding.end()
+        self._session.wait_closed(END_GRACE_S + 1.0)
+
+    def _shutdown_workers(self) -> None:
+        """End the workers, under the name that torch's iterator has for it, which some programs use."""
+        self.close()
+
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        """The worker processes, as torch's iterator shows them; none if the workers are in this one."""
+        workers = sorted(self._session.pool.processes.items())
+        return [WorkerHandle(worker) for _, worker in workers if isinstance(worker, WorkerProcess)]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"
+
+
+def _note_number(iterator: weakref.ref[WorkerIterator[Any]], num_workers: int, elsewhere: int) -> None:
+    if (alive := iterator()) is not None:
+        alive.note_number(num_workers, elsewhere)

@@ -1,0 +1,527 @@
+"""Make batches: keys in, one `Outcome` out. No process, thread, loop or channel is known here.
+
+    keys ── fetch ──> samples ── without bad ones, as `on_error` says ── collate ──> Batch
+              │                    └ none is good ──> LeftOut               │
+              ├ the end of the data ──> Exhausted                           │
+              └ raised ─────────────────────────────────────────────────────┴──> Failure
+
+Whoever has the tickets drives it: one after the other (`make`), or with samples of many tickets in flight, which are
+gathered elsewhere (`gathered`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from time import perf_counter
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+
+from asyncloader.epochs import tell
+from asyncloader.hashing import mix
+from asyncloader.messages.failure import (
+    BadSample,
+    Blame,
+    EndOfData,
+    LocalError,
+    RemoteError,
+    Unreadable,
+    another,
+)
+from asyncloader.messages.messages import EpochSpec, Slice, WorkerSpec
+from asyncloader.messages.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
+from asyncloader.messages.snapshot import Keeper, Start
+from asyncloader.observe.private import PrivateBytes
+from asyncloader.observe.record import Record
+from asyncloader.observe.stalls import Stalls
+from asyncloader.seeding import sample_context
+from asyncloader.seeding.own_generators import OwnGenerators
+from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
+from asyncloader.seeding.seeder import Seeder
+from asyncloader.transport.collate import is_default
+from asyncloader.transport.join import collated
+from asyncloader.transport.loans import Rows
+from asyncloader.worker.data_pipes import one_walks
+from asyncloader.worker.fetch import (
+    ErrorPolicy,
+    Fetcher,
+    IterableFetcher,
+    NoGoodSample,
+    fetch_and_drop,
+    make_fetcher,
+)
+from asyncloader.worker.odd_sample import find_odd_sample
+
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
+
+
+def _raised_at(position: int) -> Blame | None:
+    """Return the sample at this position as the one that raised; None where it was no single sample."""
+    return Blame(position) if position >= 0 else None
+
+
+class Host(Protocol):
+    """What is different where batches are made.
+
+    Attributes:
+        where: For the words of errors: "in DataLoader worker process 3".
+        is_remote: Outcomes go to another process.
+    """
+
+    where: str
+    is_remote: bool
+
+    @property
+    def cpu_clock(self) -> Callable[[], float]:
+        """Tells the CPU seconds of the worker."""
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
+
+    def ends(self, error: BaseException) -> bool:
+        """Whether the worker cannot go on after this exception; otherwise it stands for the batch."""
+
+    def capture(self, error: BaseException) -> RemoteError | LocalError:
+        """Make of an exception what a `Failure` holds."""
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
+        """Make a batch of samples, or of a `Whole`, in memory that suits the host; in these rows, if they fit."""
+
+
+class Work:
+    """A ticket in work.
+
+    Attributes:
+        seq: Number of the ticket.
+        waited_s: How long an idle worker had waited for it.
+        began: When its first sample was asked for; on `time.perf_counter`, seconds.
+        fetched: When its samples were there; 0.0 if they never were.
+        count: How many samples there are.
+        first: Number of the first one in the epoch, where samples are known by that; otherwise None.
+        bad: Those that raised, and were left out or replaced.
+        snapshot: State of the dataset when the last sample had been read, or None.
+    """
+
+    __slots__ = ("bad", "began", "count", "fetched", "first", "seq", "snapshot", "waited_s")
+
+    def __init__(self, seq: int, waited_s: float = 0.0, count: int = 0) -> None:
+        self.seq = seq
+        self.waited_s = waited_s
+        self.began = perf_counter()
+        self.fetched = 0.0
+        self.count = count
+        self.first: int | None = None
+        self.bad: Sequence[BadSample] = ()
+        self.snapshot: Any = None
+
+
+class Gathered(Work):
+    """A ticket whose samples are gathered one by one.
+
+    Attributes:
+        keys: As the sampler gave them.
+        samples: By position; what is missing or bad is None. Or a `Whole`.
+        errors: What samples raised, by position.
+        fatal: What was raised that no batch can be made after.
+    """
+
+    __slots__ = ("errors", "fatal", "keys", "samples")
+
+    def __init__(self, seq: int, keys: Any, count: int, waited_s: float = 0.0) -> None:
+        super().__init__(seq, waited_s, count)
+        self.keys = keys
+        self.samples: Any = [None] * count
+        self.errors: dict[int, BaseException] = {}
+        self.fatal: BaseException | None = None
+
+
+class BatchMaker:
+    """Makes the batches of one worker. For one thread at a time.
+
+    Args:
+        worker_id: From 0.
+        spec: What to work with; or why there is nothing: then that stands for every batch.
+        host: Where it is.
+        run: Runs a coroutine to its end, for samples that turn out to be awaitables.
+        aside: Entered while batches are made again for nobody.
+
+    Attributes:
+        keeper: Keeps the state of the dataset in this run, if it has one.
+        failure: What stands for every batch of this run, or None.
+        seeder: Of this run.
+    """
+
+    spec: WorkerSpec
+    seeder: Seeder
+
+    def __init__(
+        self,
+        worker_id: int,
+        spec: WorkerSpec | Exception,
+        host: Host,
+        run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
+        aside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.keeper: Keeper | None = None
+        self._unfit: Exception | None = None  # what stands for every batch of every run
+        self._id = worker_id
+        self._host = host
+        self._run = run
+        self._aside = aside
+        self._fetch: Fetcher | None = None
+        self._own: OwnGenerators | None = None
+        self._epoch: EpochSpec
+        self._cpu_clock = host.cpu_clock
+        self._cpu_s = host.cpu_clock()
+        self._stalls = Stalls()
+        self._memory = PrivateBytes() if host.is_remote else None  # elsewhere it is everybody's
+        if isinstance(spec, WorkerSpec):
+            self.spec = spec
+            self._epochs = spec.epochs  # that its copy of the dataset has been told
+        else:
+            self._unfit = spec
+        self.failure = self._unfit
+
+    # -------------------------------------------------------------------------------------------------- opening
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing after what `make` returned last."""
+        return getattr(self._fetch, "ended", False)
+
+    @property
+    def past(self) -> Sequence[Start]:
+        """Runs that the worker whose place this one takes had been through."""
+        return self._start.past
+
+    @property
+    def _start(self) -> Start:
+        return (self._epoch.starts or {}).get(self._id, Start())
+
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Give the calling thread the modes of the one that iterates."""
+        modes = self.spec.modes if self.failure is None else None
+        return contextlib.nullcontext() if modes is None else modes.active()
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Have what is raised inside stand for every batch."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self._unfit = error
+
+    def enter(self, epoch: EpochSpec) -> None:
+        """Become a worker: seed, run ``worker_init_fn``."""
+        self._epoch = epoch
+        if self.failure is not None:
+            return
+        spec = self.spec = replace(self.spec, num_workers=epoch.num_workers or self.spec.num_workers)
+        if (snapshot := self._start.snapshot) is not None:
+            # Streams of random numbers begin anew with the process; those from the beginning of the run were used.
+            spec = replace(spec, base_seed=mix(spec.base_seed, crc32(repr(snapshot).encode())) >> 2)
+        with self.opening():
+            self._host.enter(self._id, spec, partial(self._reseed_pipe, spec.dataset))
+            if spec.worker_init_fn is not None:
+                spec.worker_init_fn(self._id)
+
+    def begin(self, epoch: EpochSpec, open_source: Callable[[Any], None] | None = None) -> None:
+        """Begin a run: bring the dataset into the state that it begins with, and open what samples come from.
+
+        What that raises stands for every batch of this run; the next one tries again.
+
+        Args:
+            epoch: The run.
+            open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered elsewhere.
+        """
+        self._epoch = epoch
+        self.failure, self.keeper = self._unfit, None
+        if self.failure is not None:
+            return
+        self.seeder = Seeder(epoch.key)
+        spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
+        try:
+            dataset = self._reseed_pipe(spec.dataset)
+            tell(dataset, epoch.epochs, self._epochs)
+            self._epochs = epoch.epochs or self._epochs
+            if epoch.starts is not None:
+                start = epoch.starts[self._id]
+                self.keeper = Keeper(dataset, spec.snapshot_every, start, sends=self._host.is_remote)
+                tell(dataset, start.epochs, ())
+            self._find_generators(dataset)
+            (open_source or self.open_fetcher)(dataset)
+            if self._fetch is not None and self.keeper is not None and self.keeper.made:
+                with self._aside():
+                    self._catch_up(self.keeper)
+        except Exception as error:
+            self.failure = error
+        finally:
+            sample_context.current.reset(outside)
+
+    def _find_generators(self, dataset: Any) -> None:
+        """Look for generators of the dataset's own, where samples are seeded."""
+        spec = self.spec
+        is_seeded = spec.seeds_each_batch or spec.knows_places
+        self._own = OwnGenerators(dataset, spec.collate_fn) if is_seeded else None
+        self.seeder = Seeder(self._epoch.key, self._own or None)
+
+    @property
+    def _seeds(self) -> bool:
+        """Whether each batch is seeded here, or each of its samples; otherwise blocks are at most."""
+        return self.spec.seeds_each_batch or self.spec.seeds_each_sample
+
+    def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
+        """Make what `make` gets samples from; of this iterator, if there is one already."""
+        spec, keeper = self.spec, self.keeper
+        self._fetch = make_fetcher(
+            dataset,
+            is_iterable=spec.is_iterable,
+            auto_collation=spec.auto_collation,
+            drop_last=spec.drop_last,
+            collate_fn=spec.collate_fn,
+            run=self._run,
+            on_error=spec.on_error,
+            where=self._host.where,
+            iterator=iterator,
+            by_sample=spec.knows_places,
+        )
+        if keeper is not None and isinstance(self._fetch, IterableFetcher):
+            self._fetch.ended = keeper.attach(self._fetch.iterator)
+
+    def _reseed_pipe(self, dataset: Any) -> Any:
+        if self._epoch.shared_seed is None:  # not an IterDataPipe
+            return dataset
+        from torch.utils.data.graph_settings import apply_random_seed
+
+        shared_rng = torch.Generator()
+        shared_rng.manual_seed(self._epoch.shared_seed)
+        with one_walks():
+            return apply_random_seed(dataset, shared_rng)
+
+    def close(self) -> None:
+        """Let go of the dataset and its iterator."""
+        self._fetch = self.keeper = None
+        if hasattr(self, "spec"):
+            del self.spec
+
+    # --------------------------------------------------------------------------------------- one after the other
+
+    def make(self, seq: int, keys: Any, waited_s: float = 0.0) -> Outcome:
+        """Make a batch. What is raised stands for it, but for what the worker cannot go on after."""
+        if self.refuses(keys):
+            return self.refused(seq, keys)
+        if (own := self._own) is None:
+            return self._make(seq, keys, waited_s)
+        with own.left_alone() if self._seeds else contextlib.nullcontext():
+            outcome = self._make(seq, keys, waited_s)
+        self._look_for_late_ones(own)
+        return outcome
+
+    def _look_for_late_ones(self, own: OwnGenerators) -> None:
+        own.look_for_late_ones()
+        if not own:
+            self._own = None
+
+    def _make(self, seq: int, keys: Any, waited_s: float) -> Outcome:
+        work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
+        assert fetch is not None
+        rows: Sequence[Rows] = ()
+        if is_slice := type(keys) is Slice:
+            keys, rows = keys
+        if type(keys) is Placed:
+            here, keys = self._placed(self.seeder, seq, keys)
+        else:
+            here = SampleContext(self.seeder, seq)
+            if self._seeds:
+                self.seeder(seq)
+        outside, samples = sample_context.current.set(here), None
+        try:
+            if keeper is not None and (gap := keeper.gap()):
+                with self._aside():
+                    self._leave_out(gap, seq, keys)
+            samples = fetch(keys)
+            if keeper is not None:
+                work.snapshot = keeper.take(ended=self.has_ended)
+            work.bad = fetch.bad
+            work.fetched = perf_counter()
+            work.count = len(samples) if self.spec.auto_collation and hasattr(samples, "__len__") else 1
+            if here.first is not None:
+                here.position = COLLATION
+            data = self._host.collate(self.spec.collate_fn, samples, rows)
+            if is_slice:
+                data = collated(samples, data, self.spec.collate_fn)
+            return _new(Batch, (self._record(work), data, 0, work.bad, work.snapshot))
+        except BaseException as error:
+            if self._host.ends(error):
+                raise
+            work.bad = fetch.bad
+            blame = self._odd(work, samples) if work.fetched else _raised_at(here.position)
+            return self.failed(work, error, blame)
+        finally:
+            sample_context.current.reset(outside)
+
+    def _placed(self, seeder: Seeder, seq: int, placed: Placed) -> tuple[SampleContext, Any]:
+        """Return the context of a batch whose samples know their places, and its keys."""
+        keys, first = placed
+        if not self._seeds:
+            return SampleContext(seeder, seq, first=first), keys
+        if not self.spec.auto_collation:
+            return SeedingContext(seeder, seq, first, 1), keys
+        keys = keys if hasattr(keys, "__len__") else list(keys)
+        return SeedingContext(seeder, seq, first, len(keys)), keys
+
+    def _catch_up(self, keeper: Keeper) -> None:
+        """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
+        with self._own.left_alone() if self._own else contextlib.nullcontext():
+            self._make_again(keeper)
+
+    def _make_again(self, keeper: Keeper) -> None:
+        for made in keeper.made:
+            seeder = Seeder(made.key, self.seeder.own)
+            here, keys = SampleContext(seeder, made.seq), made.keys
+            if type(keys) is Placed:
+                here, keys = self._placed(seeder, made.seq, keys)
+            elif self._seeds:
+                seeder(made.seq)
+            sample_context.current.set(here)
+            fetch_and_drop(self._fetch, keys)
+
+    def _leave_out(self, count: int, seq: int, keys: Any) -> None:
+        """Read over the batches of a stream that come before this one, and were made already."""
+        for _ in range(count):
+            sample_context.enter(self.seeder, seq)
+            if not fetch_and_drop(self._fetch, keys):
+                break
+        sample_context.enter(self.seeder, seq)  # the generator of a sample begins anew
+
+    # ---------------------------------------------------------------------------------------- samples of many at once
+
+    def gathered(self, work: Gathered) -> Any:
+        """Return the outcome of a ticket whose samples are here; or, of an async collate_fn, what is to be awaited.
+
+        `batch` makes an outcome of the data then, or `failed` of what was raised.
+        """
+        sample_context.enter(self.seeder, work.seq, COLLATION if work.first is not None else BATCH, work.first)
+        samples: Any = None
+        if self._own is not None:
+            self._look_for_late_ones(self._own)
+        try:
+            if self.keeper is not None and not self.spec.is_iterable:
+                work.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
+            error, blame = self._costly(work)
+            if error is not None:
+                return self.failed(work, error, blame)
+            samples = self._samples_of(work)
+            data = self._host.collate(self.spec.collate_fn, samples)
+            return data if hasattr(type(data), "__await__") else self.batch(work, data)
+        except BaseException as error:
+            if self._host.ends(error):
+                raise
+            return self.failed(work, error, self._odd(work, samples))
+
+    def _costly(self, work: Gathered) -> tuple[BaseException | None, Blame | None]:
+        """Return what costs the batch, and the sample that raised it. The work does not refer to it any more."""
+        error, blame = work.fatal, None
+        if error is None and work.errors:
+            any_costs = self.spec.on_error == "raise"
+            errors = sorted(work.errors.items())
+            found = ((at, raised) for at, raised in errors if any_costs or not isinstance(raised, Exception))
+            position, error = next(found, (BATCH, None))
+            blame = _raised_at(position)
+            del errors
+        if error is not None:
+            work.fatal = None
+            work.errors.clear()
+        return error, blame
+
+    def _samples_of(self, work: Gathered) -> Any:
+        """Take the samples out of the work, without bad ones."""
+        samples, work.samples = work.samples, []  # what a sample lies in is free again with the batch
+        if work.errors:
+            samples = self._mended(work, samples)
+        return samples if self.spec.auto_collation else samples[0]
+
+    def _mended(self, work: Gathered, samples: list[Any]) -> list[Any]:
+        spec, policy = self.spec, ErrorPolicy(self.spec.on_error, self._host.where)
+        errors = {position: error for position, error in work.errors.items() if isinstance(error, Exception)}
+        work.errors.clear()
+        work.bad = policy.note(errors, None if spec.is_iterable else work.keys if spec.auto_collation else [work.keys])
+        return policy.mend(samples, errors)
+
+    # ------------------------------------------------------------------------------------------------- outcomes
+
+    def batch(self, work: Work, data: Any) -> Outcome:
+        """Return the batch of a ticket."""
+        return Batch(self._record(work), data, 0, work.bad, work.snapshot)
+
+    def failed(self, work: Work, error: BaseException, blame: Blame | None = None) -> Outcome:
+        """Return what becomes of a ticket for which this was raised, by the sample to blame where that is known."""
+        if isinstance(error, EndOfData):
+            return self._exhausted(work)
+        if isinstance(error, NoGoodSample):
+            if self.spec.on_error == "skip":
+                return LeftOut(self._record(work), work.bad, work.snapshot)
+            blame, error = _raised_at(error.position), error.first
+        captured = self._host.capture(error)
+        return Failure(
+            self._record(work), replace(captured, blame=blame) if blame else captured, work.bad, work.snapshot
+        )
+
+    def _odd(self, work: Work, samples: Any) -> Blame | None:
+        """Return the sample that keeps these from being collated, if there is one that stands out."""
+        if not self.spec.auto_collation or type(samples) is not list:
+            return None
+        if (odd := find_odd_sample(samples, must_be_alike=is_default(self.spec.collate_fn))) is None:
+            return None
+        position, words = odd
+        if self.spec.on_error == "skip":  # they are not among the samples
+            left_out = {sample.position for sample in work.bad}
+            there = (at for at in range(len(samples) + len(left_out)) if at not in left_out)
+            position = next(islice(there, position, None))
+        return Blame(position, words)
+
+    def refuses(self, keys: Any) -> bool:
+        """Whether nothing can be made of a ticket: of such keys, or as nothing could be opened."""
+        return self.failure is not None or type(keys) is Unreadable
+
+    def refused(self, seq: int, keys: Any) -> Outcome:
+        """Return what becomes of such a ticket."""
+        if type(keys) is Unreadable:
+            return Refused(self._record(Work(seq)), keys.failure)
+        assert self.failure is not None
+        return Failure(self._record(Work(seq)), self._host.capture(another(self.failure)))
+
+    def exhausted(self, seq: int) -> Outcome:
+        """Return what becomes of a ticket after the end of the data."""
+        return self._exhausted(Work(seq))
+
+    def _exhausted(self, work: Work) -> Outcome:
+        # The state that the next run begins with, if the dataset is here then.
+        snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
+        return Exhausted(self._record(work), (), snapshot)
+
+    def _record(self, work: Work) -> Record:
+        """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
+        now = perf_counter()
+        began, fetched = work.began, work.fetched or now
+        cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
+        fields = (
+            work.seq,
+            self._epoch.number,
+            work.count,
+            began,
+            work.waited_s,
+            fetched - began,
+            now - fetched,
+            self._cpu_s - cpu_before,
+            self._stalls.take(now) if now >= self._stalls.due_at else 0.0,
+            0 if self._memory is None else self._memory.take(now),
+            0.0,  # the transport notes how long encoding takes
+        )
+        return _new(Record, fields)

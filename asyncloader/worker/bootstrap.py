@@ -1,0 +1,285 @@
+"""The first steps of a worker process: its ends of the connections, signals, and what ends it with its parent.
+
+Imports next to nothing: under spawn that comes before :func:`gc.freeze`, and by the imports of torch and of the main
+module a collection has come near, which would take 60 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures.process
+import concurrent.futures.thread
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing import spawn
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from asyncloader.errors import MAIN_IS_IMPORTED, NO_GUARD, WorkerStartError
+from asyncloader.worker.inherited import leave_servers
+
+if TYPE_CHECKING:
+    from asyncloader.messages.origin import Origin
+
+if sys.platform != "win32":
+    import fcntl
+
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (9 if hasattr(signal, "SIGRTMIN") else 0)
+"""Makes a worker write the stacks of its threads. Not SIGUSR1, which Slurm and Lightning use."""
+
+_LARGEST_KEPT_BYTES = (32 << 20) - 8192  # with malloc's header and a page to spare below DEFAULT_MMAP_THRESHOLD_MAX
+
+CAN_TELL = b"\n"
+"""The first that a worker writes into its pipe for output: from now on the signal does not end it."""
+
+_ABOVE_MAIN = (__file__, spawn.__file__, "<frozen runpy>")
+
+_kept: list[Any] = []
+"""What a forked worker has of the trainer and takes out of its place. It stays, or a destructor would run, here. What
+multiprocessing takes out is kept by :func:`asyncloader.backends.processes.launching.start_process`."""
+
+_output = -1  # of a worker that is importing the main module
+
+CANNOT_START = "The worker could not be set up:\n"
+"""Stands in its output before the exception, where that came before any of the user's code."""
+
+
+@dataclass
+class Ends:
+    """A worker's ends of its connections to the parent.
+
+    Attributes:
+        channel: The messages.
+        liveness: A pipe into which nobody writes; it hangs up when the parent is gone.
+        output: A pipe for what faulthandler writes.
+    """
+
+    channel: socket.socket
+    liveness: int = -1
+    output: int = -1
+
+    def close(self) -> None:
+        """Close them, in the parent, once the worker has them."""
+        self.channel.close()
+        for fd in (self.liveness, self.output):
+            if fd >= 0:
+                os.close(fd)
+
+    def __reduce__(self) -> Any:
+        # Under spawn and forkserver this is pickled while the process is launched, which passes descriptors on.
+        return _rebuild, tuple(DupFd(fd) for fd in (self.channel.fileno(), self.liveness, self.output))
+
+
+def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
+    return Ends(socket.socket(fileno=channel.detach()), liveness.detach(), output.detach())
+
+
+class Later:
+    """Something that a process that is not forked unpickles when it is asked for: after the main module was imported.
+
+    What that sets before it imports torch, environment variables for example, is in force then.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def __reduce__(self) -> Any:
+        return _Pickled, (bytes(ForkingPickler.dumps(self._content)),)
+
+    def open(self) -> Any:
+        """Return it."""
+        return self._content
+
+
+class _Pickled:
+    """What has become of a `Later` on its way to another process."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def open(self) -> Any:
+        """Unpickle it."""
+        return pickle.loads(self._data)
+
+
+def start(
+    worker_id: int, ends: Ends, work: Later, start_method: str, origin: Origin | None, main: dict[str, str]
+) -> None:
+    """Make this process a worker and stay until told to end.
+
+    That is what the process is started for. A task would come through the queue of its executor, for which two threads
+    of the parent must have their turns while it forks the next worker: 4 ms of the 22 until a first batch. Nothing is
+    raised in here that `serve` has not dealt with.
+
+    Args:
+        worker_id: From 0.
+        ends: Connections to the parent.
+        work: A WorkerSpec under fork, else a PickledSpec of one; handle of the shared memory, or None; the run over the
+            data that the first tickets belong to.
+        start_method: How the process was started.
+        origin: The thread that iterates.
+        main: The main module, if it is to be imported here, as multiprocessing names it.
+    """
+    try:
+        if origin is not None:
+            if start_method == "fork":
+                origin.forget_imports_of_others()  # before anything is imported
+            origin.adopt()
+        _become_worker(ends, start_method)
+        if main:
+            _import_main(main, ends.output)
+        from asyncloader.worker.serve import serve
+
+        source, arena, epoch = work.open()
+        del work
+    except BaseException as error:
+        _give_up(ends.output, _shown(error))
+
+    serve(worker_id, ends.channel, source, arena, start_method, epoch)
+
+
+def _give_up(output: int, why: str) -> NoReturn:
+    """Tell the parent what has happened, and end."""
+    with contextlib.suppress(OSError):
+        os.write(output, CAN_TELL + (CANNOT_START + why).encode())
+    os._exit(1)
+
+
+def _shown(error: BaseException) -> str:
+    """Return the traceback, from the user's code on where it has come so far."""
+    import traceback
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _ABOVE_MAIN:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def _import_main(main: dict[str, str], output: int) -> None:
+    """Import the main module, as multiprocessing does, but connected: what happens can be told."""
+    global _output
+    process: Any = multiprocessing.current_process()
+    _output = output
+    process._inheriting = True
+    try:
+        spawn.prepare(main)
+    except BaseException as error:
+        error.add_note(MAIN_IS_IMPORTED)
+        raise
+    finally:
+        del process._inheriting
+        _output = -1
+
+
+def refuse_in_main() -> None:
+    """Refuse to start workers while the main module is imported for one: they would import it, and so on.
+
+    A worker of ours ends here and now: nobody is interested in how its main module goes on from there.
+
+    Raises:
+        WorkerStartError: in a process of the user's own.
+        SystemExit: in the fork server, which shows no traceback then.
+    """
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    if _output >= 0:
+        _give_up(_output, NO_GUARD)
+    if multiprocessing.parent_process() is None:
+        raise SystemExit(f"The fork server ends. {NO_GUARD.splitlines()[0]}")
+    raise WorkerStartError(NO_GUARD)
+
+
+def _become_worker(ends: Ends, start_method: str) -> None:
+    _keep_freed_memory()
+    _settle_signals()
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # Ctrl-C in the terminal is for the trainer; and a worker is killed with its children
+    die_with_parent(ends.liveness)
+    if start_method == "fork":
+        _forget_the_parents_exit()
+        leave_servers()
+    # What is here by now stays. Under fork a collection would write to, and so copy, every page that holds objects of
+    # the trainer; and one over all that torch has brought takes 60 ms.
+    gc.freeze()
+    _report_crashes(ends.output)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # not before: the signal for stacks would have ended the process
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc's malloc keep the memory that a decoder frees, for the next sample.
+
+    It maps what is larger than a threshold anew each time, and gives back what is free at the end of the heap. Both
+    thresholds rise when a mapped block is freed, which in most programs happens soon. Not here: batches are shared
+    memory. So one block of nearly the largest size that counts (32 MiB) is freed, and never touched: 30 us. To call
+    ``mallopt`` would do the same, and switch off glibc's own adjustment. Other allocators just take and free a block;
+    what the user sets by the environment (``MALLOC_*_THRESHOLD_``, ``GLIBC_TUNABLES``) stays in force.
+
+    Measured by tests/benchmarks/decode.py: from 200 page faults for a decoded photograph to none.
+    """
+    bytes(_LARGEST_KEPT_BYTES)
+
+
+def _settle_signals() -> None:
+    """Undo what a fork inherits: otherwise a SIGTERM to the worker would run the trainer's own handlers."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(handler := signal.getsignal(number)):
+            _kept.append(handler)
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio._set_running_loop(None)
+
+
+def die_with_parent(liveness: int) -> None:
+    """Let the kernel kill this process group when the last writer of the pipe is gone.
+
+    A worker that is busy, or holds the interpreter's lock for ever, or left children behind, goes as well. The end of
+    the channel would not do: siblings may hold copies of it, and a busy worker does not read.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(liveness, fcntl.F_SETOWN, -os.getpgrp() if _leads_a_group() else os.getpid())
+        fcntl.fcntl(liveness, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(liveness, fcntl.F_SETFL, fcntl.fcntl(liveness, fcntl.F_GETFL) | os.O_ASYNC)
+    else:
+        threading.Thread(target=_watch, args=(liveness,), name="liveness", daemon=True).start()
+    if select.select([liveness], [], [], 0)[0]:
+        os._exit(1)  # it was gone already
+
+
+def _watch(liveness: int) -> None:
+    os.read(liveness, 1)
+    if _leads_a_group():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leads_a_group() -> bool:
+    """Whether this process has a group of its own. If it was not allowed one (seccomp) it is in the trainer's."""
+    return os.getpgrp() == os.getpid()
+
+
+def _forget_the_parents_exit() -> None:
+    """Do not run the exit handlers of the trainer at the end of a forked worker. Who forked it refers to them still."""
+    atexit._clear()
+    wakeups = cast(Any, concurrent.futures.process)._threads_wakeups
+    queues = cast(Any, concurrent.futures.thread)._threads_queues
+    _kept.extend([*wakeups.values(), *queues.values()])
+    wakeups.clear()
+    queues.clear()
+
+
+def _report_crashes(output: int) -> None:
+    faulthandler.enable(output, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, output, all_threads=True, chain=False)
+    os.write(output, CAN_TELL)

@@ -1,0 +1,63 @@
+"""The worker's end of its channel to the parent."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from asyncloader.messages.frames import MOST_PARTS, Buffer, FrameBuffer, frame
+
+
+class WorkerChannel:
+    """The worker's end: blocking, in the thread that serves."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._incoming = FrameBuffer()
+        self._frames: deque[tuple[int, bytes]] = deque()
+
+    def receive(self, *, wait: bool) -> tuple[int, bytes] | None:
+        """Return the next frame; None if there is none and ``wait`` is false.
+
+        Raises:
+            EOFError: if the parent is gone.
+        """
+        if self._frames:
+            return self._frames.popleft()
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while not self._frames:
+            try:
+                count = self._incoming.read(lambda view: self._sock.recv_into(view, 0, flags))
+            except BlockingIOError:
+                return None
+            if count == 0:
+                raise EOFError("the parent closed the channel")
+            self._frames.extend((kind, bytes(body)) for kind, body in self._incoming.frames())
+        return self._frames.popleft()
+
+    def put_back(self, frames: Sequence[tuple[int, bytes]]) -> None:
+        """Let these frames be received next, in this order."""
+        self._frames.extendleft(reversed(frames))
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a loop to watch."""
+        return self._sock.fileno()
+
+    def send(self, kind: int, *parts: Buffer) -> None:
+        """Send a frame whole."""
+        whole = frame(kind, parts)
+        total = sum(map(len, whole))
+        sent = self._sock.sendmsg(whole[:MOST_PARTS])
+        if sent == total:
+            return
+        for part in whole:
+            if sent >= len(part):
+                sent -= len(part)
+                continue
+            self._sock.sendall(memoryview(part)[sent:])
+            sent = 0
+
+    def close(self) -> None:
+        """Close this end."""
+        self._sock.close()

@@ -1,0 +1,118 @@
+"""A loop as one session, agent or worker sees it: nothing that it has called there fails unnoticed.
+
+    session, pool, workers, channels, links, timers ── call_soon, call_later, add_reader, ... ──> GuardedLoop ──> loop
+    on_error <── what one of these callbacks raises ──────────────────────────────────────────────────┘
+
+A loop writes down what a callback raises, and goes on. The batch that the callback would have handed over then never
+comes, and its consumer waits for ever. So everything that belongs to a session gets this class in place of the loop:
+there is no other way to have something called, and none of these calls can fail without an end of the run. An agent and
+a worker whose samples overlap have one of their own, and end.
+
+What belongs to the whole process (shared memory), or serves strangers (the door, until they have proven themselves),
+uses the loop itself: an exception there must not end a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncloader.worker import threads
+
+
+class GuardedLoop:
+    """Has a loop call what belongs to one session. In the loop's thread, but for `call_soon_threadsafe`.
+
+    Args:
+        loop: That of the thread.
+        on_error: Is told what a callback has raised; None, as long as nobody is there, for the loop's own handler.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], object] | None = None
+    ) -> None:
+        self.loop = loop
+        self.on_error = on_error
+        self._is_closed = False
+        self._readers: set[int] = set()
+        self._writers: set[int] = set()
+
+    def run(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call it; what it raises is told, and goes no further."""
+        if self._is_closed:
+            return
+        try:
+            callback(*args)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and threads.is_ending:  # the interpreter ends, and this thread with it
+                raise
+            self.fail(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell what was raised. Its frames lose their variables, which would keep batches and workers alive."""
+        traceback.clear_frames(error.__traceback__)
+        if self.on_error is not None:
+            self.on_error(error)
+        else:
+            self.loop.call_exception_handler({"message": "Something in asyncloader has failed", "exception": error})
+
+    def close(self) -> None:
+        """Call nothing any more."""
+        self._is_closed = True
+        for fd in self._readers:
+            self.loop.remove_reader(fd)
+        for fd in self._writers:
+            self.loop.remove_writer(fd)
+
+    # ----------------------------------------------------------------------------------- as of asyncio's event loops
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> asyncio.Handle:
+        """Call it in the next turn."""
+        return self.loop.call_soon(self.run, callback, *args)
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Call it soon, in a context or in a copy of the caller's. In any thread.
+
+        Raises:
+            RuntimeError: if the loop is closed.
+        """
+        return self.loop.call_soon_threadsafe(self.run, callback, *args, context=context)
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        """Call it after so many seconds."""
+        return self.loop.call_later(delay_s, self.run, callback, *args)
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        """Call it whenever the descriptor can be read."""
+        self._readers.add(fd)
+        self.loop.add_reader(fd, self.run, callback, *args)
+
+    def remove_reader(self, fd: int) -> None:
+        """Do so no more."""
+        self._readers.discard(fd)
+        self.loop.remove_reader(fd)
+
+    def add_writer(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        """Call it whenever the descriptor can be written."""
+        self._writers.add(fd)
+        self.loop.add_writer(fd, self.run, callback, *args)
+
+    def remove_writer(self, fd: int) -> None:
+        """Do so no more."""
+        self._writers.discard(fd)
+        self.loop.remove_writer(fd)
+
+    def create_task(self, coroutine: Coroutine[Any, Any, None], *, name: str | None = None) -> asyncio.Task[None]:
+        """Run it as a task."""
+        task = self.loop.create_task(coroutine, name=name)
+        task.add_done_callback(self._look_at)
+        return task
+
+    def _look_at(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)

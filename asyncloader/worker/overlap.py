@@ -1,0 +1,405 @@
+"""Samples of many tickets in flight at once, each batch finished as soon as its own samples are there.
+
+    add(seq, keys) ──> jobs in order ── a slot is free ──> in flight ── last sample of its job ──> finished(job)
+                                            ^   (up to `concurrency` samples, of any number of jobs)  │
+                                            └──────────────────── a slot is free again ───────────────┘
+
+The contract, whatever gets the samples (coroutines here, threads in
+:mod:`asyncloader.worker.thread_fetcher`, an async iterator in :mod:`asyncloader.worker.stream`):
+
+- success: `finished` is called once for each job, with its samples in the order of its keys.
+- failure: what a sample raises ends its own job, whose other samples are cancelled, and touches no other; where bad
+  samples are tolerated the others are waited for.
+- cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped. `leave` does so too,
+  but lets a stream come to its next sample, or to its end.
+
+All of it belongs to one loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+from torch.utils.data import StackDataset, Subset
+
+from asyncloader.protocols import has_samples, is_async, members, probe
+from asyncloader.seeding import sample_context
+from asyncloader.seeding.sample_context import Placed
+from asyncloader.seeding.seeder import Seeder
+from asyncloader.worker.batch_maker import Gathered
+from asyncloader.worker.fetch import settle
+from asyncloader.worker.gather import WholeBatches
+from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.worker.stacks import task_stack
+
+_TASKS_SHOWN = 3
+_TURN_S = 0.002  # for so long samples that are at hand are taken before others have their turn on the loop
+
+
+class Job(Gathered):
+    """A ticket whose samples are being fetched.
+
+    Attributes:
+        started: How many of them have been asked for.
+        missing: How many are not here yet.
+        is_last: It has fewer samples than were asked for, for the data have ended.
+        is_over: It is finished, or was dropped: what still comes of it is for nobody.
+        tasks: What fetches its samples, by position, or as a whole under `sample_context.BATCH`.
+        arrived: Where threads fetch the samples, the positions of those that are here.
+        costs_at: Where in the batch the first sample is, of those known so far, whose error stands for the batch.
+    """
+
+    __slots__ = ("arrived", "costs_at", "is_last", "is_over", "missing", "started", "tasks")
+
+    def __init__(self, seq: int, keys: Any, count: int, waited_s: float) -> None:
+        super().__init__(seq, keys, count, waited_s)
+        self.started = 0
+        self.missing = count
+        self.is_last = False
+        self.is_over = False
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.arrived: list[int] = []
+        self.costs_at: int | None = None
+
+
+class Overlap(Protocol):
+    """Gets the samples of jobs, several at once."""
+
+    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
+        """Take another ticket, for which an idle worker had waited so long."""
+
+    def drop(self) -> None:
+        """Forget all jobs, and cancel what is in flight."""
+
+    def leave(self) -> None:
+        """Forget all jobs; what is in flight is cancelled, or comes to its end by itself."""
+
+    async def aclose(self) -> None:
+        """Leave everything, and wait until nothing runs any more."""
+
+    def where(self, seq: int) -> str:
+        """Tell at which await the samples of a job are; "" if there is nothing to tell."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no job."""
+
+
+class Base:
+    """What all ways of overlapping share: jobs, slots, and what becomes of a sample.
+
+    Args:
+        seeder: Of the worker, for this run.
+        auto_collation: The keys of a ticket are a list; otherwise they are the one key of the one sample.
+        concurrency: Samples in flight at most.
+        tolerant: Go on with the other samples of a job when one raises.
+        finished: Gets each job once.
+        stop: Is told what fails beside samples: nothing can be said of them any more.
+    """
+
+    def __init__(
+        self,
+        seeder: Seeder,
+        auto_collation: bool,
+        concurrency: int,
+        tolerant: bool,
+        finished: Callable[[Job], None],
+        stop: Callable[[BaseException], None],
+    ) -> None:
+        self._seeder = seeder
+        self._auto_collation = auto_collation
+        self._free = concurrency
+        self._tolerant = tolerant
+        self._finished = finished
+        self._loop = GuardedLoop(asyncio.get_running_loop(), stop)
+        self._waiting: deque[Job] = deque()  # with samples that were not asked for
+        self._jobs: dict[int, Job] = {}
+        self._cancelled: set[asyncio.Task[None]] = set()  # and not ended yet
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} jobs={list(self._jobs)} waiting={len(self._waiting)} free={self._free}>"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no job."""
+        return not self._jobs
+
+    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
+        """Take another ticket, for which an idle worker had waited so long."""
+        first = None
+        if type(keys) is Placed:
+            keys, first = keys
+        job = Job(seq, keys, len(keys) if self._auto_collation else 1, waited_s)
+        job.first = first
+        self._jobs[seq] = job
+        if job.count:
+            self._waiting.append(job)
+            self._fill()
+        else:
+            self._conclude(job)
+
+    def drop(self) -> None:
+        """Forget all jobs, and cancel what is in flight."""
+        jobs, self._jobs = self._jobs, {}
+        self._waiting.clear()
+        for job in jobs.values():
+            self._cancel(job)
+
+    def leave(self) -> None:
+        """Forget all jobs."""
+        self.drop()
+
+    async def aclose(self) -> None:
+        """Leave everything, and wait until nothing runs any more."""
+        self.leave()
+        while self._cancelled:
+            await asyncio.wait(tuple(self._cancelled))
+
+    def where(self, seq: int) -> str:
+        """Tell at which await the samples of a job are."""
+        job = self._jobs.get(seq)
+        if job is None:
+            return ""
+        words = f"{job.missing - len(job.arrived)} of the {job.count} samples of the batch are not here yet.\n"
+        if job.started < job.count:
+            words += f"{job.count - job.started} of them were not asked for: all slots are taken by earlier samples.\n"
+        stacks = [stack for task in tuple(job.tasks.values()) if (stack := task_stack(task))]
+        return words + "".join(f"A sample is at:\n{stack}" for stack in list(dict.fromkeys(stacks))[:_TASKS_SHOWN])
+
+    def _fill(self) -> None:
+        """Ask for samples as long as there is a slot."""
+        raise NotImplementedError
+
+    def _spawn(self, job: Job, position: int, coroutine: Coroutine[Any, Any, None]) -> None:
+        job.tasks[position] = self._loop.create_task(coroutine, name=f"batch {job.seq}, sample {position}")
+
+    def _take(self, job: Job, position: int, sample: Any, error: BaseException | None = None) -> None:
+        """Take what has become of a sample. Its slot is free again."""
+        job.tasks.pop(position, None)
+        self._free += 1
+        if error is None:
+            job.samples[position] = sample
+        else:
+            job.errors[position] = error
+        job.missing -= 1
+        if error is not None and not self._may_go_on(error):
+            self._cost(job, position, error)
+        if not job.missing or self._is_decided(job):
+            self._conclude(job)
+        else:
+            self._fill()
+
+    def _cost(self, job: Job, position: int, error: BaseException) -> None:
+        """Note a sample that costs the batch: later ones are not asked for any more.
+
+        Of several the first in the batch is the one whose error is raised, as without overlap, whichever raises first.
+        """
+        if not isinstance(error, Exception):
+            job.fatal = error
+            return
+        job.costs_at = position if job.costs_at is None else min(position, job.costs_at)
+        if job.started < job.count:
+            self._waiting.remove(job)
+            job.started = job.count
+
+    def _is_decided(self, job: Job) -> bool:
+        """Whether it is known what costs the batch: no sample before that is still on its way."""
+        return job.fatal is not None or (job.costs_at is not None and self._has_all_before(job, job.costs_at))
+
+    def _has_all_before(self, job: Job, position: int) -> bool:
+        """Whether all samples before this one, which were asked for, are here."""
+        return all(other > position for other in job.tasks)
+
+    def _may_go_on(self, error: BaseException) -> bool:
+        """Whether the other samples of the batch are wanted after this one raised."""
+        return self._tolerant and isinstance(error, Exception)
+
+    def _conclude(self, job: Job) -> None:
+        """Finish a job. What comes next is asked for before, to be on its way while the batch is collated."""
+        del self._jobs[job.seq]
+        if job.started < job.count:
+            self._waiting.remove(job)
+        self._cancel(job)
+        self._fill()
+        self._finished(job)
+
+    def _cancel(self, job: Job) -> None:
+        """Cancel what is in flight of a job. A slot is free again when its task has ended, not before."""
+        job.is_over = True
+        for position, task in job.tasks.items():
+            task.cancel()
+            self._cancelled.add(task)
+            task.add_done_callback(partial(self._on_cancelled, job.count if position == sample_context.BATCH else 1))
+
+    def _on_cancelled(self, slots: int, task: asyncio.Task[None]) -> None:
+        self._cancelled.discard(task)
+        self._free += slots
+        if not task.cancelled():
+            task.exception()  # nobody wants it, and it should not be reported as lost
+        self._fill()
+
+
+class TaskFetcher(Base):
+    """Samples of a map-style dataset, each in a task of its own, but for those that a dataset has at hand."""
+
+    def __init__(self, dataset: Any, whole: WholeBatches, *args: Any) -> None:
+        super().__init__(*args)
+        self._dataset = dataset
+        self._whole = whole
+        self._get_samples = batch_method(dataset) if self._auto_collation and not whole.by_sample else None
+        self._get_nowait = nowait_method(dataset)
+        self._is_filling = False
+        self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
+
+    def _fill(self) -> None:
+        if self._is_filling:  # whoever takes a sample that was at hand comes here again
+            return
+        self._is_filling = True
+        try:
+            self._ask_for_samples()
+        finally:
+            self._is_filling = False
+
+    def _ask_for_samples(self) -> None:
+        until = None if self._get_nowait is None else perf_counter() + _TURN_S
+        while self._free > 0 and self._waiting:
+            if until is not None and perf_counter() > until:
+                self._loop.call_soon(self._fill)  # after what else there is to do on the loop
+                return
+            job = self._waiting[0]
+            if not job.started:
+                job.began = perf_counter()
+            if self._get_samples is not None:
+                self._waiting.popleft()
+                self._start_whole(job)
+            else:
+                position = job.started
+                job.started += 1
+                if job.started == job.count:
+                    self._waiting.popleft()
+                self._free -= 1
+                if self._get_nowait is None or not self._take_nowait(self._get_nowait, job, position):
+                    self._spawn(job, position, self._get(job, position))
+
+    def _take_nowait(self, get_nowait: Callable[[Any], tuple[Any] | None], job: Job, position: int) -> bool:
+        """Take a sample if the dataset has it at hand, without a task for it; return whether it has."""
+        outside = sample_context.current.set(sample_context.SampleContext(self._seeder, job.seq, position, job.first))
+        found: tuple[Any] | None = None
+        error: BaseException | None = None
+        try:
+            found = get_nowait(job.keys[position] if self._auto_collation else job.keys)
+        except BaseException as raised:
+            error = raised
+        finally:
+            sample_context.current.reset(outside)
+        try:
+            if found is None and error is None:
+                return False
+            if found is not None and hasattr(type(found[0]), "__await__"):
+                self._spawn(job, position, self._get(job, position, found[0]))
+                return True
+            self._take(job, position, None if found is None else found[0], error)
+            return True
+        finally:
+            del job, found, error  # a traceback refers to this frame
+
+    def _start_whole(self, job: Job) -> None:
+        """Ask for all samples in one call. It takes as many slots; more than there are, if need be."""
+        job.started = job.count
+        self._free -= job.count
+        self._spawn(job, sample_context.BATCH, self._get_whole(job))
+
+    async def _get(self, job: Job, position: int, begun: Any = None) -> None:
+        sample_context.enter(self._seeder, job.seq, position, job.first)
+        sample, error = None, None
+        try:
+            sample = begun
+            if begun is None:
+                sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
+            if hasattr(type(sample), "__await__"):
+                sample = await sample
+            if self._is_stacked:
+                sample = await settle(sample)
+        except BaseException as raised:
+            error = raised
+        if job.is_over:
+            _pass_on_cancellation(error)
+            return
+        try:
+            self._take(job, position, sample, error)
+        finally:
+            del job, sample, error  # a traceback refers to this frame
+
+    async def _get_whole(self, job: Job) -> None:
+        sample_context.enter(self._seeder, job.seq, first=job.first)
+        samples: Any = None
+        error: BaseException | None = None
+        try:
+            assert self._get_samples is not None
+            samples = self._get_samples(job.keys)
+            if hasattr(type(samples), "__await__"):
+                samples = await samples
+            if self._whole.is_collated:
+                samples = self._whole.ready(samples, job.keys)
+            elif any(hasattr(type(sample), "__await__") for sample in samples):
+                samples = await asyncio.gather(*map(settle, samples))
+        except BaseException as raised:
+            error = raised
+        if job.is_over:
+            _pass_on_cancellation(error)
+            return
+        try:
+            self._take_whole(job, samples, error)
+        finally:
+            del job, samples, error
+
+    def _take_whole(self, job: Job, samples: Any, error: BaseException | None) -> None:
+        del job.tasks[sample_context.BATCH]
+        if error is not None and self._may_go_on(error) and has_samples(self._dataset):
+            for position in range(job.count):  # one by one, to find out which are good
+                self._spawn(job, position, self._get(job, position))
+            return
+        self._free += job.count
+        if error is None:
+            job.samples = samples
+        else:
+            job.fatal = error
+        job.missing = 0
+        self._conclude(job)
+
+
+def _pass_on_cancellation(error: BaseException | None) -> None:
+    """Raise it again if it is one: it was ours, and is not to be swallowed. Anything else is for nobody any more."""
+    if isinstance(error, asyncio.CancelledError):
+        raise error
+
+
+def nowait_method(dataset: Any) -> Callable[[Any], tuple[Any] | None] | None:
+    """Return the dataset's ``getitem_nowait``, as a `CachedDataset` has one; of a Subset that of what is in it.
+
+    It returns a sample in a tuple, or None where something has to be awaited for it.
+    """
+    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+        inner = nowait_method(dataset.dataset)
+        return None if inner is None else lambda key: inner(dataset.indices[key])
+    method = probe(dataset, "getitem_nowait")
+    return method if callable(method) else None
+
+
+def batch_method(dataset: Any) -> Callable[[Any], Any] | None:
+    """Return the dataset's ``__getitems__`` if it has one that fetches a batch together.
+
+    torch's wrappers have one of their own that calls ``__getitem__`` for each sample where what they wrap has none; for
+    an async dataset it would make all coroutines of a batch at once, or measure the length of one.
+    """
+    kind = type(dataset)
+    if isinstance(dataset, Subset) and kind.__getitems__ is Subset.__getitems__:
+        return dataset.__getitems__ if batch_method(dataset.dataset) else None
+    if isinstance(dataset, StackDataset) and kind.__getitems__ is StackDataset.__getitems__ and is_async(dataset):
+        return None
+    return getattr(dataset, "__getitems__", None) or None

@@ -1,0 +1,293 @@
+"""Answer tickets with many samples in flight, on an asyncio loop.
+
+    WorkerTransport ── messages ──> OverlapLoop ── tickets ──> Overlap ── samples ──> BatchMaker ── outcomes ──>
+
+The loop is the worker's own, or that of the thread that the worker shares with others (num_workers=0). It reads the
+line as well, so a new epoch, END, and the question where a batch is are heard at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from contextlib import AsyncExitStack
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
+from asyncloader.protocols import is_resource, members
+from asyncloader.seeding import sample_context
+from asyncloader.seeding.seeder import Seeder
+from asyncloader.worker import loops
+from asyncloader.worker.batch_maker import BatchMaker
+from asyncloader.worker.gather import WholeBatches
+from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.worker.overlap import Job, Overlap, TaskFetcher
+from asyncloader.worker.serial_loop import Ending, SerialLoop
+from asyncloader.worker.stream import Stream, relive
+from asyncloader.worker.thread_fetcher import ThreadFetcher
+from asyncloader.worker.transport import WorkerTransport
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make a loop for a worker: uvloop's where there is one."""
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def make_loop(
+    worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
+) -> SerialLoop | OverlapLoop:
+    """Return what answers tickets as `spec` wants it."""
+    if isinstance(spec, WorkerSpec) and spec.overlaps:
+        return OverlapLoop(worker_id, transport, epoch, spec)
+    return SerialLoop(worker_id, transport, epoch, spec)
+
+
+class OverlapLoop:
+    """Answers tickets as their samples come. `open` and `run` as in `SerialLoop`; or `serve`, on a loop that runs.
+
+    Args:
+        worker_id: From 0.
+        transport: To the parent.
+        epoch: The run over the data that the first tickets belong to.
+        spec: What to work with.
+    """
+
+    def __init__(self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec) -> None:
+        self._transport = transport
+        self._epoch = epoch
+        self._maker = BatchMaker(worker_id, spec, transport)
+        self._ending = Ending(transport)
+        self._loop: asyncio.AbstractEventLoop
+        self._guarded: GuardedLoop  # the same: what messages raise ends `serve`
+        self._over: asyncio.Future[None]  # done when told to end, or when it cannot go on
+        self._overlap: Overlap | None = None
+        self._tickets: deque[tuple[int, Any]] = deque()
+        self._is_open = False
+        self._ended = False  # before the tickets that come from now on
+        self._idle_since = perf_counter()
+        self._collating: set[asyncio.Task[None]] = set()
+
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Give the calling thread the modes of the one that iterates."""
+        return self._maker.modes()
+
+    def open(self) -> None:
+        """Become a worker. The rest needs the loop."""
+        self._maker.enter(self._epoch)
+
+    def run(self) -> None:
+        """Answer tickets until END, on a loop of its own."""
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            try:
+                if self._transport.ends(SystemExit()):
+                    runner.run(self.serve())
+                else:
+                    loops.run(runner, self.serve())
+            except BaseException:
+                self._transport.mute()  # before the runner cancels what is left
+                raise
+
+    async def serve(self) -> None:
+        """Open what belongs to the loop, answer tickets until END, close."""
+        self._loop = asyncio.get_running_loop()
+        self._over = self._loop.create_future()
+        self._guarded = GuardedLoop(self._loop, self._stop)
+        self._transport.listen(self._guarded, self._on_messages)
+        try:
+            async with AsyncExitStack() as resources:
+                await self._open_resources(resources)
+                resources.push_async_callback(self._drop)
+                if not self._over.done():
+                    self._is_open = True
+                    self._begin()
+                    self._transport.send(Kind.READY)
+                    self._feed()
+                await self._over
+        finally:
+            self._transport.unlisten()
+
+    # -------------------------------------------------------------------------------------------------- opening
+
+    async def _open_resources(self, resources: AsyncExitStack) -> None:
+        """Enter the dataset, and what is inside torch's wrappers. Being told to end cancels that."""
+        if self._maker.failure is not None:
+            return
+        opening = self._loop.create_task(self._enter_all(resources), name="open the dataset")
+        await asyncio.wait({opening, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait({opening})
+        if opening.cancelled():
+            return
+        with self._maker.opening():
+            opening.result()
+
+    async def _enter_all(self, resources: AsyncExitStack) -> None:
+        dataset = self._maker.spec.dataset
+        for member in members(dataset):
+            if is_resource(member):
+                await resources.enter_async_context(member)
+        sample_context.enter(Seeder(self._epoch.key), 0)
+        await relive(dataset, self._maker.past)
+
+    def _begin(self) -> None:
+        self._maker.begin(self._epoch, self._open_overlap)
+        self._ending.begin(self._epoch.number)
+        self._ended = False
+
+    def _open_overlap(self, dataset: Any) -> None:
+        spec, keeper = self._maker.spec, self._maker.keeper
+        closing: asyncio.Task[None] | None = None
+        if self._overlap is not None:
+            self._overlap.leave()  # nothing of it may be finished from now on
+            closing = self._loop.create_task(self._overlap.aclose(), name="leave the last epoch")
+        for task in self._collating:
+            task.cancel()
+        tolerant, tell = spec.on_error != "raise", (self._on_finished, self._stop)
+        common = (self._maker.seeder, spec.auto_collation, spec.samples_at_once, tolerant, *tell)
+        if spec.is_iterable:
+            told = self._on_exhausted, self._transport.ends
+            self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
+            return
+        whole = WholeBatches(dataset, spec.auto_collation, spec.collate_fn, spec.knows_places)
+        if spec.is_async:
+            self._overlap = TaskFetcher(dataset, whole, *common)
+        else:
+            origin = None if spec.num_workers else spec.origin  # a thread of a worker inherits that of the worker
+            self._overlap = ThreadFetcher(dataset, whole, origin, *common)
+
+    # -------------------------------------------------------------------------------------------------- serving
+
+    def _on_messages(self) -> None:
+        while (message := self._transport.receive(wait=False)) is not None:
+            self._on_message(*message)
+
+    def _on_message(self, kind: int, contents: Any) -> None:
+        if kind == Kind.TICKETS:
+            self._tickets.extend(contents)
+            self._feed()
+        elif kind == Kind.EPOCH:
+            self._tickets.clear()
+            self._epoch = contents
+            if self._is_open:
+                self._begin()
+        elif kind == Kind.WHERE:
+            self._transport.send(Kind.AWAITS, self.where(contents))
+        elif kind == Kind.CONFIRM:
+            # Not at once: what stood on the loop when the data seemed to end, the end of the worker too, comes first.
+            self._guarded.call_soon(self._ending.confirm, contents)
+        elif kind == Kind.END and not self._over.done():
+            self._over.set_result(None)
+
+    def where(self, seq: int) -> str:
+        """Tell at which awaits the samples of a ticket are."""
+        if not self._is_open:
+            return "The dataset is being opened (__aenter__).\n"
+        try:
+            return self._overlap.where(seq) if self._overlap is not None else ""
+        except Exception as error:  # of the dataset's own kinds of awaitables
+            return f"Where the samples are could not be found out: {error!r}\n"
+
+    def _stop(self, error: BaseException) -> None:
+        """End `serve` with an error that no ticket can be answered with. Nothing is told from then on.
+
+        What the dataset says after that is not to be believed: an iterator that raised, or was cancelled, has ended.
+        """
+        if not self._over.done():
+            self._over.set_exception(error)
+            self._transport.mute()
+            if self._overlap is not None:
+                self._overlap.drop()
+
+    def _feed(self) -> None:
+        """Hand tickets on, once the dataset is open."""
+        while self._is_open and self._tickets:
+            seq, keys = self._tickets.popleft()
+            if self._maker.refuses(keys):
+                self._transport.send_outcome([self._maker.refused(seq, keys)])
+            elif self._overlap is not None and not self._ended:
+                self._overlap.add(seq, keys, perf_counter() - self._idle_since if self._overlap.is_idle else 0.0)
+
+    def _on_exhausted(self, seq: int) -> None:
+        self._ended = True
+        self._ending.tell(partial(self._tell_exhausted, self._overlap, seq))
+
+    def _tell_exhausted(self, overlap: Overlap | None, seq: int, task: asyncio.Task[None] | None = None) -> None:
+        """Tell so after batches that are still being collated: whoever is told forgets what else is in flight."""
+        if overlap is not self._overlap or not self._is_open:  # another run has begun, or none will
+            return
+        if self._collating:
+            next(iter(self._collating)).add_done_callback(partial(self._tell_exhausted, overlap, seq))
+        else:
+            self._transport.send_outcome([self._maker.exhausted(seq)])
+
+    def _on_finished(self, job: Job) -> None:
+        """Make a batch of the samples; at the end of the data, if that is so."""
+        if job.is_last and job.fatal is None:
+            self._ending.tell(partial(self._make_batch, job))
+        else:
+            self._make_batch(job)
+
+    def _make_batch(self, job: Job) -> None:
+        """Make a batch of the samples. What goes wrong with it must not reach the task that calls."""
+        job.fetched = self._idle_since = perf_counter()
+        try:
+            if job.fatal is not None and self._transport.ends(job.fatal):
+                self._stop(job.fatal)
+                return
+            held = [self._maker.gathered(job)]
+            if hasattr(type(held[0]), "__await__"):
+                task = self._loop.create_task(self._await_batch(job, held), name=f"batch {job.seq}, collate")
+                self._collating.add(task)
+                task.add_done_callback(partial(self._on_collated, held))
+            else:
+                self._transport.send_outcome(held)
+        except BaseException as error:
+            self._stop(error)
+
+    def _on_collated(self, held: list[Any], task: asyncio.Task[None]) -> None:
+        self._collating.discard(task)
+        for unbegun in held:  # it was cancelled before its first step
+            if callable(close := getattr(unbegun, "close", None)):
+                close()
+
+    async def _await_batch(self, job: Job, held: list[Any]) -> None:
+        """Await an async collate_fn, beside everything else."""
+        try:
+            try:
+                held.append(self._maker.batch(job, await held.pop()))
+            except BaseException as error:
+                task = asyncio.current_task()
+                is_cancelled = task is not None and task.cancelling()  # by us: nobody waits for this batch any more
+                if is_cancelled or self._transport.ends(error):
+                    raise
+                held.append(self._maker.failed(job, error))
+            self._transport.send_outcome(held)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._stop(error)
+
+    # --------------------------------------------------------------------------------------------------- ending
+
+    async def _drop(self) -> None:
+        """Leave what is in flight, and wait until it has ended."""
+        self._is_open = False
+        for task in tuple(self._collating):
+            task.cancel()
+        if self._collating:
+            await asyncio.wait(tuple(self._collating))
+        if self._overlap is not None:
+            await self._overlap.aclose()
+
+    def close(self) -> None:
+        """Let the dataset, its iterator and what they hold run their own cleanup."""
+        self._transport.leave()
+        self._maker.close()

@@ -1,0 +1,93 @@
+"""What a worker process does: open the dataset, answer tickets, end cleanly. Runs in the worker's main thread."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from asyncloader.messages.failure import with_notes
+from asyncloader.messages.messages import EpochSpec, WorkerSpec
+from asyncloader.worker.channel import WorkerChannel
+from asyncloader.worker.overlap_loop import make_loop
+from asyncloader.worker.transport import ParentGone, ProcessTransport
+
+_KILLED_WITHIN_S = 1.5
+
+
+def serve(
+    worker_id: int, channel_end: socket.socket, source: Any, arena: Any, start_method: str, epoch: EpochSpec
+) -> None:
+    """Stay until told to end; see :func:`asyncloader.worker.bootstrap.start`, which calls it."""
+    channel = WorkerChannel(channel_end)
+    with contextlib.suppress(OSError):  # as `top`, `pstree` and `py-spy` show it; Linux only, 15 characters
+        Path("/proc/self/comm").write_text(f"asyncloader {worker_id}")
+    try:
+        loop = make_loop(worker_id, ProcessTransport(worker_id, channel, arena), epoch, _opened(source))
+        del source
+        with loop.modes():
+            loop.open()
+            loop.run()
+            loop.close()
+        gc.collect()  # what the dataset holds in cycles runs its cleanup too
+    except ParentGone:
+        _wait_to_be_killed()
+    except BaseException as error:
+        _leave(error)
+    finally:
+        if start_method != "spawn":
+            # No interpreter exit follows that would run them; what the trainer had registered was cleared.
+            atexit._run_exitfuncs()
+        channel.close()
+
+
+_BELOW_GUARD = (
+    'Workers that are not forked import the main module without what stands below `if __name__ == "__main__":`. Define '
+    "classes and functions that the dataset needs above that line, or in a module of their own."
+)
+
+
+def _opened(source: Any) -> WorkerSpec | Exception:
+    """Return what to work with, or why there is nothing."""
+    try:
+        return source if isinstance(source, WorkerSpec) else source.open()
+    except Exception as error:
+        notes = ["The worker was unpickling the dataset and the functions that it needs."]
+        is_of_main = isinstance(error, AttributeError) and "__mp_main__" in str(error)
+        return with_notes(error, notes + [_BELOW_GUARD] * is_of_main)
+
+
+def _wait_to_be_killed() -> None:
+    """Clean up and stay, for a moment: the connection is gone, so the parent is, or is about to kill this process.
+
+    To return would end it with another exit code than that of a process that was killed.
+    """
+    with contextlib.suppress(OSError, ValueError):  # whoever read what it prints may be gone as well
+        _clean_up()
+    threading.Event().wait(_KILLED_WITHIN_S)
+    os._exit(1)
+
+
+def _leave(error: BaseException) -> None:
+    """End the process as an uncaught exception would: the parent sees a death with its exit code."""
+    code = 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    elif not isinstance(error, KeyboardInterrupt):  # the main process raises that by itself
+        traceback.print_exception(error)
+    _clean_up()
+    os._exit(code)
+
+
+def _clean_up() -> None:
+    """Do what an interpreter does at its end and `os._exit` does not."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,342 @@
+"""The samples of an async iterable dataset: read one after the other, awaited several at once.
+
+An iterator has one position, so there is one reader. What it yields may be awaitable itself: then up to `concurrency`
+such samples are in flight, and the reader goes on. See :mod:`asyncloader.worker.overlap` for the contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from torch.utils.data import ChainDataset
+
+from asyncloader.messages.snapshot import Keeper, Start
+from asyncloader.protocols import is_async
+from asyncloader.seeding import sample_context
+from asyncloader.worker.fetch import is_over, settle
+from asyncloader.worker.overlap import Base, Job
+from asyncloader.worker.stacks import generator_stack, task_stack
+
+_MOST_ERRORS = 1000
+"""One after the other, while a run is relived."""
+
+
+_PATIENCE_S = 1.0
+"""A stream that is left has so long to come to its next sample, or to its end, before that is cancelled: what it awaits
+may be its own cleanup, as `async with` in a generator does it after the last sample. From outside both look alike."""
+
+
+class _End(Exception):
+    """There are no more samples."""
+
+
+class Stream(Base):
+    """Samples of one run over an iterable dataset.
+
+    A batch in which a sample raised is read to its end all the same, so that what the next batch begins with does not
+    depend on timing.
+
+    Args:
+        dataset: Async iterable, or an iterable of samples of which some are awaitables.
+        drop_last: Leave out an incomplete last batch.
+        exhausted: Called once with the first ticket that there are no samples for, after all before it are finished.
+        ends: Tells what a worker cannot go on after; other exceptions stand for their batches.
+        after: The end of the run before: the dataset is not read twice at a time.
+        keeper: Keeps the state of the dataset, if that is to be kept.
+        arguments: Those of `Base`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        drop_last: bool,
+        exhausted: Callable[[int], None],
+        ends: Callable[[BaseException], bool],
+        after: asyncio.Task[None] | None,
+        keeper: Keeper | None,
+        *arguments: Any,
+    ) -> None:
+        super().__init__(*arguments)
+        self._drop_last = drop_last
+        self._exhausted = exhausted
+        self._ends = ends
+        self._iterator = open_stream(dataset)
+        self._keeper = keeper
+        self._is_async = hasattr(type(self._iterator), "__anext__")
+        self._ends_with = StopAsyncIteration if self._is_async else StopIteration  # the other one is a bug
+        self._has_ended = keeper is not None and keeper.attach(self._iterator)
+        self._too_late: list[int] = []  # tickets after the end of the data
+        self._work = asyncio.Event()
+        self._reading: Job | None = None
+        self._is_awaited = False  # the iterator, by the reader
+        self._reader = self._loop.create_task(self._read(after), name="stream")
+
+    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
+        """Take another ticket; its keys say how many samples it has."""
+        if self._has_ended:
+            self._too_late.append(seq)
+            self._tell_if_exhausted()
+        else:
+            super().add(seq, keys, waited_s)
+
+    def drop(self) -> None:
+        """Forget all jobs, cancel what is in flight, and stop reading."""
+        self.leave()
+        self._reader.cancel()
+
+    def leave(self) -> None:
+        """Forget all jobs, and read nothing more. What the iterator is at is not cancelled yet."""
+        super().drop()
+        self._too_late.clear()
+        if not self._is_awaited:
+            self._reader.cancel()
+
+    async def aclose(self) -> None:
+        """Leave everything, and let the iterator end in its own way."""
+        self.leave()
+        try:
+            await asyncio.wait({self._reader}, timeout=_PATIENCE_S)
+        finally:
+            self._reader.cancel()
+        await asyncio.wait({self._reader})
+        if not self._reader.cancelled():
+            self._reader.result()
+        await super().aclose()
+        if (close := getattr(self._iterator, "aclose", None)) is not None:
+            await close()
+
+    def where(self, seq: int) -> str:
+        """Tell at which await the samples of a job are, or the reader."""
+        words = super().where(seq)
+        if self._reading is not None and self._reading.seq <= seq:
+            words += f"The dataset is read at:\n{generator_stack(self._iterator) or task_stack(self._reader)}"
+        return words
+
+    def _fill(self) -> None:
+        self._work.set()
+
+    async def _read(self, after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await asyncio.wait({after})
+        while not self._has_ended:
+            while not self._waiting or self._free <= 0:
+                self._work.clear()
+                await self._work.wait()
+            job = self._reading = self._waiting[0]
+            if not job.started and self._keeper is not None:
+                for _ in range(self._keeper.gap()):
+                    await self._leave_out(job)
+                    await asyncio.sleep(0)  # the line is read meanwhile
+                    if self._has_ended:
+                        return
+            await self._read_sample(job)
+            self._reading = None
+
+    async def _leave_out(self, job: Job) -> None:
+        """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
+        for position in range(job.count):
+            sample_context.enter(self._seeder, job.seq, position)
+            try:
+                _discard(await self._next(job))
+            except _End:
+                self._end(job)  # not asked again: some iterators would begin anew
+                return
+            except BaseException as error:  # it was raised in its time
+                if job.is_over or self._ends(error):
+                    raise
+                if self._costs_batch(error):
+                    return
+
+    def _costs_batch(self, error: BaseException) -> bool:
+        """Whether a batch ends where the iterator raised this; otherwise it goes on with the next sample."""
+        return not (self._tolerant and isinstance(error, Exception)) or is_over(self._iterator)
+
+    async def _read_sample(self, job: Job) -> None:
+        position = job.started
+        if not position:
+            job.began = perf_counter()
+        sample_context.enter(self._seeder, job.seq, position)
+        try:
+            sample = await self._next(job)
+        except _End:
+            self._end(job)
+            return
+        except BaseException as error:
+            if job.is_over:
+                raise
+            self._fail(job, position, error)
+            return
+        self._advance(job)
+        if hasattr(type(sample), "__await__"):
+            self._spawn(job, position, self._await(job, position, sample))
+            job.tasks[position].add_done_callback(partial(_close, sample))
+        else:
+            self._take(job, position, sample)
+
+    async def _next(self, job: Job) -> Any:
+        """Read a sample for a job; what comes of that after the job was dropped is a cancellation, whatever it is.
+
+        The iterator may have caught the one that it got, and have ended, or yielded, or raised something else.
+
+        Raises:
+            _End: at the end of the data.
+        """
+        try:
+            self._is_awaited = self._is_async
+            sample = await anext(self._iterator) if self._is_async else next(self._iterator)
+        except BaseException as error:
+            if job.is_over:
+                raise asyncio.CancelledError from None
+            if isinstance(error, self._ends_with):
+                raise _End from None
+            raise
+        finally:
+            self._is_awaited = False
+        if job.is_over:
+            _discard(sample)
+            raise asyncio.CancelledError
+        return sample
+
+    def _advance(self, job: Job) -> None:
+        self._free -= 1
+        job.started += 1
+        if job.started == job.count:
+            self._waiting.popleft()
+            self._keep(job)
+
+    def _keep(self, job: Job) -> None:
+        """Take the state of the dataset: exactly the samples up to those of this job have been read."""
+        if self._keeper is not None:
+            job.snapshot = self._keeper.take(ended=self._has_ended)
+
+    async def _await(self, job: Job, position: int, sample: Any) -> None:
+        sample_context.enter(self._seeder, job.seq, position)
+        error: BaseException | None = None
+        try:
+            sample = await settle(sample)
+        except BaseException as raised:
+            if job.is_over and isinstance(raised, asyncio.CancelledError):
+                raise
+            error = raised
+        if not job.is_over:
+            try:
+                self._take(job, position, sample, error)
+            finally:
+                del job, sample, error  # a traceback refers to this frame
+
+    def _may_go_on(self, error: BaseException) -> bool:
+        return not self._ends(error)
+
+    def _fail(self, job: Job, position: int, error: BaseException) -> None:
+        """The iterator raised. If it can go on, this cost a sample; otherwise, or if none may be bad, the batch."""
+        if self._costs_batch(error):
+            job.fatal = error
+            self._cut(job, position)
+        else:
+            self._advance(job)
+            self._take(job, position, None, error)
+
+    def _end(self, job: Job) -> None:
+        """There are no more samples."""
+        self._has_ended = True
+        kept = job.started > 0 and not (self._drop_last and self._auto_collation)
+        if not kept:
+            self._too_late.append(job.seq)
+            self._waiting.popleft()
+            del self._jobs[job.seq]
+            self._cancel(job)
+        self._too_late += [late.seq for late in self._waiting if late is not job]
+        for seq in self._too_late:
+            self._jobs.pop(seq, None)
+        if kept:
+            job.is_last = True
+            self._cut(job, job.started)
+        self._waiting.clear()
+        self._tell_if_exhausted()
+
+    def _cut(self, job: Job, count: int) -> None:
+        """Make do with fewer samples than there are keys."""
+        job.missing -= job.count - count
+        job.count = count
+        del job.samples[count:]
+        self._waiting.popleft()
+        self._keep(job)
+        if not job.missing or job.fatal is not None:
+            self._conclude(job)
+
+    def _conclude(self, job: Job) -> None:
+        super()._conclude(job)
+        self._tell_if_exhausted()
+
+    def _tell_if_exhausted(self) -> None:
+        # Not before, for whoever is told forgets what else this worker has in flight.
+        if self._has_ended and self._too_late and not self._jobs:
+            seq, self._too_late = self._too_late[0], []
+            self._exhausted(seq)
+
+
+def open_stream(dataset: Any) -> Any:
+    """Begin to iterate over a dataset: an async iterator, or a plain one."""
+    if isinstance(dataset, ChainDataset) and is_async(dataset):
+        return _chain(dataset.datasets)
+    return aiter(dataset) if hasattr(type(dataset), "__aiter__") else iter(dataset)
+
+
+async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:
+    for dataset in datasets:
+        iterator = open_stream(dataset)
+        if hasattr(type(iterator), "__anext__"):
+            async for sample in iterator:
+                yield sample
+        else:
+            for sample in iterator:
+                yield sample
+
+
+async def relive(dataset: Any, past: Sequence[Start]) -> None:
+    """Take a dataset through runs that that of another worker had been through, and make nothing of the samples.
+
+    So what it keeps over its runs, their number for one, is what it would have been there. A run that had come to its
+    end is read to the end, from the last state on; one that was left is begun and left.
+
+    Awaits nothing if the dataset is not async.
+    """
+    for start in past:
+        keeper = Keeper(dataset, 1, start)
+        iterator = open_stream(dataset)
+        is_async = hasattr(type(iterator), "__anext__")
+        ends_with = StopAsyncIteration if is_async else StopIteration
+        is_done = keeper.attach(iterator)
+        errors = 0
+        while not is_done:
+            try:
+                _discard(await anext(iterator) if is_async else next(iterator))
+                errors = 0
+            except ends_with:
+                break
+            except Exception:  # it was raised in its time too; but what only raises has lost its source
+                errors += 1
+                if errors > _MOST_ERRORS:
+                    raise
+            is_done = not start.ended or is_over(iterator)
+        if (close := getattr(iterator, "aclose", None)) is not None:
+            await close()
+
+
+def _discard(sample: Any) -> None:
+    """Let go of a sample that nobody wants, and may still have to be awaited."""
+    if inspect.iscoroutine(sample):
+        sample.close()
+    elif isinstance(sample, asyncio.Future):
+        sample.cancel()
+
+
+def _close(sample: Any, task: asyncio.Task[None]) -> None:
+    """Close a coroutine that never began, because its task was cancelled before; otherwise Python warns of it."""
+    if inspect.iscoroutine(sample) and inspect.getcoroutinestate(sample) == inspect.CORO_CREATED:
+        sample.close()

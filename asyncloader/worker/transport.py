@@ -1,0 +1,251 @@
+"""A worker's end of its connection to the parent, whatever that is made of.
+
+    parent ── tickets, epochs, END ──> receive / listen ──> Server
+    parent <── outcomes ──────────── send, send_outcome <── SerialLoop, OverlapLoop
+
+`ProcessTransport` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in
+the trainer's own process is in :mod:`asyncloader.backends.threads.transport`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from time import perf_counter, process_time
+from typing import Any, Protocol
+
+import torch
+import torch.utils.data._utils.worker as torch_worker
+
+from asyncloader.messages.failure import RemoteError, Unreadable
+from asyncloader.messages.messages import Kind, WorkerSpec, unpack_tickets
+from asyncloader.messages.outcome import Batch, Failure, Outcome, pack
+from asyncloader.observe.record import Record
+from asyncloader.seeding.seeder import seed_worker
+from asyncloader.seeding.turns import own_generators
+from asyncloader.transport import collate
+from asyncloader.transport.codec import Encoder
+from asyncloader.transport.loans import Rows
+from asyncloader.transport.tensors import INLINE_MAX
+from asyncloader.transport.whole import Whole
+from asyncloader.worker.batch_maker import Host
+from asyncloader.worker.channel import WorkerChannel
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+_CUDA_HERE = (
+    "A worker process has initialised CUDA. Each worker that does so holds a context of its own: hundreds of MB of GPU "
+    "memory. If workers need no GPU, find what uses it (a tensor made or loaded there, a library at its import); "
+    "os.environ['CUDA_VISIBLE_DEVICES'] = '' in worker_init_fn forbids it."
+)
+
+
+class ParentGone(BaseException):
+    """The connection has ended: there is nobody to work for."""
+
+
+class WorkerTransport(Host, Protocol):
+    """What a loop over tickets needs of its connection. For the thread that serves."""
+
+    def leave(self) -> None:
+        """Undo what others could see of that."""
+
+    def receive(self, *, wait: bool) -> tuple[int, Any] | None:
+        """Return the next message, kind and contents; None if there is none and ``wait`` is false.
+
+        Raises:
+            ParentGone: if there will be none.
+        """
+
+    def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
+        """From now on call ``ready`` on the loop whenever there may be something to receive."""
+
+    def unlisten(self) -> None:
+        """Do so no more."""
+
+    def send(self, kind: int, body: Any = None) -> None:
+        """Send a message, which is small."""
+
+    def send_outcome(self, held: list[Outcome]) -> None:
+        """Send what has become of a ticket; of a batch that cannot be sent, why.
+
+        It is taken out of the list: nothing of the caller's may refer to a batch any more.
+        """
+
+    def mute(self) -> None:
+        """Send nothing from now on: the worker is dying, and what is cancelled on the way says what is not so."""
+
+
+class ProcessTransport:
+    """The end that a worker process has.
+
+    Args:
+        worker_id: From 0.
+        channel: To the parent.
+        arena: Handle of the shared memory, or None.
+    """
+
+    is_remote = True
+    cpu_clock = staticmethod(process_time)
+
+    def __init__(self, worker_id: int, channel: WorkerChannel, arena: Any) -> None:
+        self.where = f"in DataLoader worker process {worker_id}"
+        self._channel = channel
+        self._slabs = arena.attach() if arena is not None else None
+        if self._slabs is not None:
+            self._slabs.ask = self._ask
+        self._encoder = Encoder(self._slabs)
+        self._stacker: collate.Stacker
+        self._loop: GuardedLoop | None = None
+        self._ready: Callable[[], None]
+        self._is_muted = False
+        self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
+
+    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
+        """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
+        torch.set_num_threads(1)
+        own_generators()
+        seed = seed_worker(spec.base_seed, worker_id)
+        self.send(Kind.UP)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
+        )
+        self._stacker = collate.install(self._encoder)
+
+    def leave(self) -> None:
+        """Let go of the dataset that ``get_worker_info()`` refers to."""
+        torch_worker._worker_info = None
+
+    # ------------------------------------------------------------------------------------------------- receiving
+
+    def receive(self, *, wait: bool) -> tuple[int, Any] | None:
+        """Return the next message. Slabs that came with it are known."""
+        try:
+            frame = self._channel.receive(wait=wait)
+        except (EOFError, OSError) as error:
+            raise ParentGone from error
+        if frame is None:
+            return None
+        kind, body = frame
+        if kind == Kind.TICKETS:
+            return kind, self._tickets(body)
+        return kind, pickle.loads(body) if body else None
+
+    def _tickets(self, body: bytes) -> list[tuple[int, Any]]:
+        seqs, loans, pickled = unpack_tickets(body)
+        if loans and self._slabs is not None:
+            self._slabs.add(loans)
+        try:
+            return list(zip(seqs, pickle.loads(pickled), strict=True))
+        except BaseException:  # SystemExit too: it is that of one of the tickets
+            return self._one_by_one(seqs)
+
+    def _one_by_one(self, seqs: list[int]) -> list[tuple[int, Any]]:
+        """Get the keys of each ticket in a pickle of its own; those that do not come out cost their ticket alone.
+
+        Nothing that came after these tickets is looked at before, so the order stays. If a new run has begun meanwhile
+        they are not wanted any more, and what the parent sent may be of others with the same numbers.
+        """
+        answer, passed = self._round_trip(Kind.UNREADABLE, seqs, Kind.KEYS)
+        return [] if Kind.EPOCH in passed else [(seq, self._keys(pickled)) for seq, pickled in answer]
+
+    def _keys(self, pickled: bytes | RemoteError) -> Any:
+        try:
+            return Unreadable(pickled) if isinstance(pickled, RemoteError) else pickle.loads(pickled)
+        except BaseException as error:
+            return Unreadable(self.capture(error))
+
+    def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
+        """Watch the socket."""
+        self._loop, self._ready = loop, ready
+        loop.add_reader(self._channel.fileno(), ready)
+        os.set_blocking(self._channel.fileno(), True)  # which libuv has ended; `_ask` and sending rely on it
+        loop.call_soon(ready)  # what was read from the socket before
+
+    def unlisten(self) -> None:
+        """Leave the socket alone."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._channel.fileno())
+            self._loop = None
+
+    def _ask(self, sizes: Any, returned: Any) -> Any:
+        """Get slabs of these sizes from the parent."""
+        return self._round_trip(Kind.ASK, (sizes, returned), Kind.LOANS)[0]
+
+    def _round_trip(self, kind: Kind, question: Any, answer: Kind) -> tuple[Any, set[int]]:
+        """Ask the parent; return the answer, and the kinds of messages that came before it, which are kept."""
+        if self._is_muted:  # there would be no answer
+            raise ParentGone
+        self._send(kind, pickle.dumps(question))
+        passed: list[tuple[int, bytes]] = []
+        try:
+            while (frame := self._channel.receive(wait=True)) is not None and frame[0] != answer:
+                passed.append(frame)
+        except (EOFError, OSError) as error:
+            raise ParentGone from error
+        assert frame is not None
+        self._channel.put_back(passed)
+        if passed and self._loop is not None:
+            self._loop.call_soon(self._ready)  # the socket will not tell of them again
+        return pickle.loads(frame[1]), {kind for kind, _ in passed}
+
+    # --------------------------------------------------------------------------------------------------- sending
+
+    def ends(self, error: BaseException) -> bool:
+        """As torch: SystemExit and the like end the process. A cancelled task of the dataset's own is no reason to."""
+        return not isinstance(error, (Exception, asyncio.CancelledError))
+
+    def capture(self, error: BaseException) -> RemoteError:
+        """Make of an exception what crosses the channel."""
+        return RemoteError.capture(error, self.where)
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
+        """Make a batch, straight into slabs where torch's default does it; of a slice, into these rows of its batch."""
+        self._encoder.name_rows(rows)
+        self._stacker.min_bytes = 0 if rows else INLINE_MAX
+        with self._encoder.allocating:
+            return samples.batch(self._stacker) if isinstance(samples, Whole) else collate_fn(samples)
+
+    def send(self, kind: int, body: Any = None) -> None:
+        """Send a frame."""
+        self._send(kind, *([] if body is None else [pickle.dumps(body)]))
+
+    def send_outcome(self, held: list[Outcome]) -> None:
+        """Send what has become of a ticket, a batch encoded."""
+        outcome: Outcome = held.pop()
+        payload: list[Any] = []
+        if type(outcome) is Batch:
+            began = perf_counter()
+            try:
+                self._warn_of_cuda()
+                payload = self._encoder.encode(outcome.data)
+            except BaseException as error:
+                if self.ends(error):
+                    raise
+                outcome = Failure(outcome.record, self.capture(error), outcome.bad, outcome.snapshot)
+            else:
+                record = Record(*outcome.record[:-1], perf_counter() - began)  # `_replace` takes 1 us more
+                outcome = Batch(record, None, 0, outcome.bad, outcome.snapshot)
+                self._encoder.release()
+        kind, parts = pack(outcome, payload)
+        self._send(kind, *parts)
+
+    def _warn_of_cuda(self) -> None:
+        """Warn where this worker has initialised CUDA: often an import or a default device did it, unnoticed."""
+        if self._warns_of_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._warns_of_cuda = False
+            warnings.warn(_CUDA_HERE, stacklevel=1)
+
+    def mute(self) -> None:
+        """Send nothing from now on."""
+        self._is_muted = True
+
+    def _send(self, kind: int, *parts: Any) -> None:
+        if self._is_muted:
+            return
+        try:
+            self._channel.send(kind, *parts)
+        except OSError as error:
+            raise ParentGone from error

@@ -1,1 +1,0 @@
-"""Worker processes: how they are started, watched and ended, and what they do."""

@@ -1,1 +1,0 @@
-"""Workers on other machines: agents that run them there, and the trainer's side of it."""

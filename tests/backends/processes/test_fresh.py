@@ -1,0 +1,169 @@
+"""Workers that are not forked: the main module without a guard, and what the fork server imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncloader.backends.processes import fresh
+from tests.nursery import Program
+
+Run = Callable[..., Program]
+
+NUMBERS = """
+import os
+import sys
+import multiprocessing
+from multiprocessing import forkserver, spawn
+
+import asyncloader
+from asyncloader import DataLoader, WorkerStartError
+
+class Numbers:
+    def __init__(self, length=8):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+class Server(Numbers):
+    def __getitem__(self, index):
+        "Whether the process that the worker was forked from has torch, and its threads."
+        server = f"/proc/{os.getppid()}"
+        return "libtorch" in open(f"{server}/maps").read(), len(os.listdir(f"{server}/task"))
+
+def loader(dataset, **options):
+    return DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="forkserver", **options)
+
+def epoch(dataset=None):
+    return list(loader(dataset or Numbers()))
+"""
+
+
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_main_module_without_a_guard_is_one_error_that_shows_it(run: Run, num_workers: int) -> None:
+    """Nothing of the workers' own is on stderr, and what comes after the loop is not run in them."""
+    main = f"""
+for batch in DataLoader(Numbers(), num_workers={num_workers}, multiprocessing_context="spawn"):
+    pass
+print("trained", flush=True)
+"""
+    program = run(NUMBERS + main)
+    assert program.returncode == 1
+    assert program.out == ""
+    assert program.err.count("Traceback") == program.err.count("WorkerStartError: ") == 1
+    assert '    if __name__ == "__main__":' in program.err
+    assert program.err.rpartition("WorkerStartError: ")[2].count("\n") <= 13
+
+
+def test_a_process_of_the_users_own_without_a_guard_shows_it_too(run: Run) -> None:
+    """A process that iterates over a loader while it imports the main module would start processes for ever."""
+    main = """
+multiprocessing.current_process()._inheriting = True  # as multiprocessing has it meanwhile
+multiprocessing.process._parent_process = object()
+try:
+    epoch()
+except WorkerStartError as error:
+    print('if __name__ == "__main__":' in str(error))
+"""
+    assert run(NUMBERS + main).out == "True\n"
+
+
+def test_the_main_module_comes_before_torch(run: Run) -> None:
+    """What it sets before it imports torch is in force, though our own modules were there first."""
+    program = run("""
+import sys
+print(__name__, "torch" in sys.modules, flush=True)
+
+class Numbers:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return index
+
+if __name__ == "__main__":
+    from asyncloader import DataLoader
+    print(len(list(DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn"))))
+""")
+    assert program.out.splitlines()[1:] == ["__mp_main__ False", "2"]
+
+
+def test_the_fork_servers_life(run: Run, tmp_path: Path) -> None:
+    """One that cannot start is one clear error, and the next loader starts another; one that runs is used as it is.
+
+    It has torch, beside what the user named, of which some cannot be imported; no thread of it is left once it has
+    forked. Where it is killed its workers stay.
+    """
+    (tmp_path / "ends_it.py").write_text("raise SystemExit('not today')")
+    main = f"""
+if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = "{tmp_path}:" + os.environ.get("PYTHONPATH", "")
+    multiprocessing.set_forkserver_preload(["ends_it"])
+    try:
+        epoch()
+    except WorkerStartError as error:
+        print("ends_it" in str(error), "fork server" in str(error))
+    multiprocessing.set_forkserver_preload(["no_such_module_here", "json"])
+    print(set(map(tuple, epoch(Server()))))
+    print(forkserver._forkserver._preload_modules[:2], "torch" in forkserver._forkserver._preload_modules)
+    pid = forkserver._forkserver._forkserver_pid
+    iterator = iter(loader(Numbers(64), max_buffered_bytes=0))
+    seen = [next(iterator)]
+    print(forkserver._forkserver._forkserver_pid == pid)
+    os.kill(pid, 9)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    print(seen + list(iterator) == list(range(64)), forkserver._forkserver._forkserver_pid == pid)
+"""
+    program = run(NUMBERS + main)
+    assert program.out.splitlines() == [
+        "True True",
+        "{(True, 1)}",
+        "['no_such_module_here', 'json'] True",
+        "True",
+        "True True",
+    ], program.explain("it did something else")
+    assert program.err.startswith("not today\n")
+    assert "If a fork server made it, that has ended too." not in program.err
+    assert "Traceback" not in program.err
+
+
+def test_a_fork_server_that_imports_a_main_module_without_a_guard(run: Run) -> None:
+    """As it does from Python 3.12.8 and 3.13.1 on: a line of the server's, and the error here."""
+    main = """
+prepare = spawn.get_preparation_data
+
+def fixed(name):  # as the later versions have it
+    data = prepare(name)
+    return {**data, "main_path": data["init_main_from_path"]} if name == "ignore" else data
+
+spawn.get_preparation_data = fixed
+epoch()
+"""
+    program = run(NUMBERS + main)
+    assert program.returncode == 1
+    # Python 3.15 puts a warning of its own before it.
+    assert "The fork server ends. The main module iterates over a DataLoader" in program.err
+    assert "Exception ignored" not in program.err
+    assert program.err.count("WorkerStartError: ") == 1
+    assert "`if __name__" in program.err
+
+
+def test_nobody_knows_how_workers_of_a_server_that_has_ended_have_ended() -> None:
+    """multiprocessing has 255 for them; with a server that is there, that is the worker's own status."""
+    with subprocess.Popen(["sleep", "100"]) as server:
+        made = SimpleNamespace(server=server.pid)
+        assert (fresh.exitcode(made, 255), fresh.exitcode(made, 3), fresh.exitcode(made, None)) == (255, 3, None)
+        server.kill()
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+        assert (fresh.exitcode(made, 255), fresh.exitcode(made, 3)) == (None, 3)
+    assert fresh.exitcode(made, 255) is None  # it was reaped
+    assert fresh.exitcode(object(), 255) == 255  # spawned

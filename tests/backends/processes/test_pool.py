@@ -1,0 +1,518 @@
+"""Worker processes in their places: what is told of which one, in any order in which things may happen.
+
+The processes are played: frames come, and processes end, when the test says so. Their slabs are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncloader.backends.backend import Worker
+from asyncloader.backends.processes import pool as module
+from asyncloader.backends.processes.launching import carry_out
+from asyncloader.backends.processes.pool import Pool, WorkerHandle
+from asyncloader.errors import WorkerStartError
+from asyncloader.messages.frames import BadFrame
+from asyncloader.messages.messages import EpochSpec, KeysRefused, Kind, WorkerSpec, unpack_tickets
+from asyncloader.messages.outcome import NO_RECORD, Failure, LeftOut, Outcome, pack
+from asyncloader.transport.slab import SlabPool
+from asyncloader.worker.guarded_loop import GuardedLoop
+from tests.transport.wire import make_pool
+
+EPOCHS = [EpochSpec(number, (1, number, 0)) for number in (0, 1, 2)]
+
+
+class Line:
+    """A channel that notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, bytes]] = []
+
+    def send(self, kind: int, *parts: Any, more: bool = False) -> None:
+        """Note a frame."""
+        self.sent.append((kind, b"".join(map(bytes, parts))))
+
+    def kinds(self) -> list[int]:
+        """Return the kinds of what was sent."""
+        return [kind for kind, _ in self.sent]
+
+
+class Played:
+    """A process that is there between `start` and `exit`."""
+
+    refused: int | None = None  # the id of the worker that cannot be started
+    has_executor = False
+    made: list[Played]
+
+    def __init__(self, worker_id: int, loop: Any, owner: Pool, *, overlaps: bool = False) -> None:
+        self.worker_id = worker_id
+        self.pid = 100 + len(self.made)
+        self.owner = owner
+        self.channel = Line()
+        self.is_alive = False
+        self.is_ready = False
+        self.exitcode: int | None = None
+        self.heard: list[Any] = []
+        self.made.append(self)
+
+    def start(self, context: Any, forking: Any, source: Any, arena: Any, epoch: EpochSpec, origin: Any) -> Any:
+        """Be launched."""
+        self.source, self.epoch = source, epoch
+        yield lambda: self.heard.append("launched")
+        if self.worker_id == self.refused:
+            raise OSError("no room")
+        self.is_alive = True
+
+    def running(self) -> Any:
+        """Return what an executor is given."""
+        return self if self.has_executor else None
+
+    def kill(self) -> None:
+        """Note it; the end comes later."""
+        self.heard.append("killed")
+
+    def end(self, grace_s: float) -> None:
+        """Note it; the end comes later."""
+        self.heard.append(("end", grace_s))
+
+    def on_up(self) -> None:
+        """Note it."""
+        self.heard.append("up")
+
+    def on_awaits(self, text: str) -> None:
+        """Note it."""
+        self.heard.append(text)
+
+    def wait_dead(self, timeout_s: float | None) -> bool:
+        """Nothing is waited for."""
+        return not self.is_alive
+
+    def say(self, kind: int, body: bytes = b"") -> None:
+        """Have a frame come."""
+        self.owner.on_frame(self, kind, memoryview(body))  # type: ignore[arg-type]
+
+    def outcome(self, outcome: Outcome, epoch: int) -> None:
+        """Have what has become of a ticket of a run come."""
+        told = outcome._replace(record=NO_RECORD._replace(epoch=epoch, seq=outcome.record.seq))
+        kind, parts = pack(told)
+        self.say(kind, b"".join(map(bytes, parts)))
+
+    def exit(self, *, expected: bool = False) -> None:
+        """Come to an end."""
+        self.is_alive = False
+        self.owner.on_exit(self, expected)  # type: ignore[arg-type]
+
+
+class Heard:
+    """A listener that notes what it is told, and whose workers have keys."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.keys: dict[int, Any] = {}
+
+    def on_ready(self, worker: int) -> None:
+        self.told.append(("ready", worker))
+
+    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        self.told.append((worker, outcome.record.seq, type(outcome)))
+
+    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
+        return [(seq, self.keys[seq]) for seq in seqs if seq in self.keys]
+
+    def on_died(self, worker: int, process: Worker) -> None:
+        self.told.append(("died", worker, process.pid))
+
+    def on_left(self, worker: int) -> None:
+        self.told.append(("left", worker))
+
+    def on_lost(self, worker: int) -> None:
+        self.told.append(("lost", worker))
+
+    def on_successor(self, worker: int, successor: Worker) -> None:
+        self.told.append(("successor", worker, successor.is_ready, successor.is_alive))
+
+    def on_closed(self) -> None:
+        self.told.append("closed")
+
+
+@pytest.fixture
+def slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
+    """Slabs of the test's own, and processes that are played."""
+    made = make_pool()
+    monkeypatch.setattr(module, "slab_pool", lambda: made)
+    monkeypatch.setattr(module, "WorkerProcess", Played)
+    monkeypatch.setattr(Played, "made", [], raising=False)
+    yield made
+    made.close()
+
+
+Make = Callable[..., tuple[Pool, Heard, list[Played]]]
+
+
+@pytest.fixture
+def make(slabs: SlabPool) -> Iterator[Make]:
+    """Makes a pool, and starts its workers; at the end all have ended."""
+    loop = asyncio.new_event_loop()
+    pools = []
+
+    def make(num_workers: int = 2, method: str = "fork") -> tuple[Pool, Heard, list[Played]]:
+        spec = WorkerSpec(range(10), False, False, None, False, None, num_workers, 0, False)
+        pool = Pool(GuardedLoop(loop), multiprocessing.get_context(method), spec)  # type: ignore[arg-type]
+        pools.append(pool)
+        pool.pack()
+        heard = Heard()
+        pool.listener = heard
+        carry_out(pool.start(EPOCHS[0], lambda: heard.told.append(("started", len(pool.processes)))))  # type: ignore[arg-type]
+        return pool, heard, Played.made
+
+    yield make
+    for pool in pools:
+        pool.end(1.0)
+        for process in Played.made:
+            if process.is_alive:
+                process.exit(expected=True)
+        assert pool.listener is None
+    loop.close()
+
+
+def tickets_of(process: Played) -> list[tuple[list[int], list[Any]]]:
+    """Return what tickets were sent to a process: numbers and keys, message by message."""
+    bodies = [unpack_tickets(body) for kind, body in process.channel.sent if kind == Kind.TICKETS]
+    return [(seqs, pickle.loads(keys)) for seqs, _, keys in bodies]
+
+
+def left_out(seq: int) -> LeftOut:
+    """What has become of a ticket, at its shortest."""
+    return LeftOut(NO_RECORD._replace(seq=seq))
+
+
+def test_each_is_told_of_as_it_is_started(make: Make) -> None:
+    """It can be given tickets before the next one is launched."""
+    pool, heard, (first, second) = make()
+    assert heard.told == [("started", 1), ("started", 2)]
+    assert pool.processes == {0: first, 1: second}
+    assert pool.has_processes
+    second.say(Kind.UP)
+    second.say(Kind.READY)
+    second.say(Kind.AWAITS, pickle.dumps("at a line"))
+    assert (heard.told[2:], second.heard) == ([("ready", 1)], ["launched", "up", "at a line"])
+    assert (first.is_ready, second.is_ready) == (False, True)
+
+
+def test_where_one_cannot_be_started_the_others_are_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and it has no loans."""
+    monkeypatch.setattr(Played, "refused", 1)
+    with pytest.raises(OSError, match="no room"):
+        make(3)
+    first, second = Played.made
+    assert first.heard == ["launched", ("end", 0.0)]
+    assert second.owner._loans.keys() == {first}
+
+
+def test_what_is_pickled_once_is_given_to_every_worker(make: Make) -> None:
+    """Forked ones inherit it."""
+    _, _, (first, second) = make()
+    assert first.source is second.source
+    assert first.source.dataset == range(10)
+    _, _, (*_, third, fourth) = make(method="spawn")
+    assert third.source is fourth.source
+    assert not hasattr(third.source, "dataset")
+
+
+def test_a_fork_server_that_cannot_be_begun_with_is_for_the_launch_to_tell(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only to have it import while the dataset is pickled, it is started before that."""
+
+    def refuse() -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(module.fresh, "start_server", refuse)
+    _, heard, processes = make(method="forkserver")
+    assert heard.told == [("started", 1), ("started", 2)]
+    assert [process.heard for process in processes] == [["launched"]] * 2
+
+
+def test_closed_between_two_launches(make: Make) -> None:
+    """No other one is launched; those that were are ended, and only then it is closed."""
+    pool, heard, processes = make(0)
+    pool._spec = replace(pool._spec, num_workers=3)
+    pool.listener = heard
+    steps = pool.start(EPOCHS[0], lambda: heard.told.append(("started", len(pool.processes))))
+    next(steps)()
+    pool.end(1.0)
+    assert pool.listener is heard
+    assert list(steps) == []
+    assert [process.heard for process in processes] == [["launched", ("end", 0.0)]]
+    processes[0].exit(expected=True)
+    assert pool.listener is None
+
+
+def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
+    """What the sampler yields and nobody can pickle is raised; nothing was sent then, and nothing is outstanding."""
+    pool, heard, (first, second) = make()
+    pool.send(1, [(0, [1, 2]), (1, [3])])
+    assert tickets_of(second) == [([0, 1], [[1, 2], [3]])]
+    assert first.channel.sent == []
+    with pytest.raises(KeysRefused) as caught:
+        pool.send(1, [(2, lambda: None)])
+    assert isinstance(caught.value.error, (TypeError, AttributeError, pickle.PicklingError))
+    assert len(tickets_of(second)) == 1
+    assert pool._outstanding == {0: 0, 1: 2}
+    for seq in (0, 1):
+        second.outcome(left_out(seq), 0)
+    assert pool._outstanding == {0: 0, 1: 0}
+    assert heard.told[2:] == [(1, 0, LeftOut), (1, 1, LeftOut)]
+
+
+def test_outcomes_of_a_run_that_is_over_are_dropped(make: Make) -> None:
+    """They count for no ticket of the next one."""
+    pool, heard, (first, _) = make()
+    pool.send(0, [(0, [1])])
+    pool.begin_epoch(EPOCHS[1])
+    pool.send(0, [(0, [7])])
+    assert first.channel.kinds() == [Kind.TICKETS, Kind.EPOCH, Kind.TICKETS]
+    assert pickle.loads(first.channel.sent[1][1]) == EPOCHS[1]
+    first.outcome(left_out(0), epoch=0)
+    assert (heard.told[2:], pool._outstanding) == ([], {0: 1, 1: 0})
+    first.outcome(Failure(NO_RECORD, ValueError("of this run")), epoch=1)
+    assert (heard.told[2:], pool._outstanding) == ([(0, 0, Failure)], {0: 0, 1: 0})
+
+
+def test_a_worker_that_dies_is_told_with_its_place(make: Make) -> None:
+    """Its loans are taken back; who takes its place begins with nothing outstanding."""
+    pool, heard, (first, second) = make()
+    pool.send(0, [(0, [1]), (1, [2])])
+    first.exit()
+    assert heard.told[2:] == [("died", 0, first.pid)]
+    assert pool._loans.keys() == {second}
+    pool.begin_epoch(EPOCHS[1])
+    pool.add(0, 2)
+    third = Played.made[2]
+    assert pool.processes == {0: third, 1: second}
+    assert (third.epoch, third.heard, pool._outstanding) == (
+        EPOCHS[1]._replace(num_workers=2),
+        ["launched"],
+        {0: 0, 1: 0},
+    )
+
+
+def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
+    """Neither what it still says nor its end, which may come long after another has its place."""
+    pool, heard, (first, _) = make()
+    pool.discard(0)
+    assert first.heard[1:] == ["killed"]
+    pool.add(0, 2)
+    first.outcome(left_out(0), epoch=0)
+    first.say(Kind.READY)
+    assert not first.is_ready
+    assert not pool.wait_dead(0.0)  # it is waited for as well
+    first.exit()
+    assert heard.told[2:] == []
+    pool.discard(0)  # its successor, which is gone before it could be killed
+    Played.made[2].exit()
+    pool.discard(0)
+    assert heard.told[2:] == []
+    assert Played.made[2].heard == ["launched", "killed"]
+
+
+def test_one_more_that_no_executor_can_have(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended: nobody would give it tickets."""
+    pool, heard, _ = make()
+
+    def refuse(processes: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(module.executors, "adopt", refuse)
+    monkeypatch.setattr(Played, "has_executor", True)
+    with pytest.raises(WorkerStartError, match="ulimit -n"):
+        pool.add(2, 3)
+    third = Played.made[2]
+    assert third.heard[1:] == [("end", 0.0)]
+    assert 2 not in pool.processes
+    assert not pool.wait_dead(0.0)
+    third.exit()
+    assert heard.told[2:] == []
+
+
+def test_one_more_and_one_that_is_dismissed(make: Make) -> None:
+    """That has no place from then on, and nothing is told of it; the last end is not told before its own."""
+    pool, heard, (first, second) = make()
+    pool.add(5, 3)
+    third = Played.made[2]
+    assert (list(pool.processes), third.epoch.num_workers) == ([0, 1, 5], 3)
+    pool.dismiss(1, 3.0)
+    pool.dismiss(1, 3.0)
+    assert (list(pool.processes), second.heard[1:]) == ([0, 5], [("end", 3.0)])
+    second.say(Kind.READY)
+    pool.send(5, [(0, [1])])
+    pool.end(2.5)
+    assert [process.heard[-1] for process in (first, second, third)] == [("end", 2.5)] * 3
+    for process in (first, third, second):
+        assert heard.told[2:] == []
+        process.exit(expected=True)
+    assert heard.told[2:] == ["closed"]
+
+
+def test_an_end_that_was_asked_for_is_no_death(make: Make) -> None:
+    """Nor is one that comes while the pool ends. The last end is told, those of discarded ones included, once."""
+    pool, heard, (first, second) = make()
+    pool.discard(1)
+    pool.add(1, 2)
+    third = Played.made[2]
+    first.exit(expected=True)
+    pool.end(2.5)
+    assert (third.heard[-1], second.heard[-1]) == (("end", 2.5), "killed")
+    third.exit()
+    assert heard.told[2:] == []
+    second.exit()
+    assert heard.told[2:] == ["closed"]
+    assert pool.listener is None
+    pool.end(0.0)
+    assert heard.told[2:] == ["closed"]
+
+
+def test_questions_are_answered(make: Make) -> None:
+    """For slabs, for keys one by one; that the end of the data was told is confirmed."""
+    pool, heard, (first, _) = make()
+    first.say(Kind.ASK, pickle.dumps(([1 << 20], [])))
+    first.say(Kind.ENDING, b"\1")
+    heard.keys = {3: [1, 2], 5: print}
+    first.say(Kind.UNREADABLE, pickle.dumps([3, 4, 5]))
+    (_, loans), (_, confirmed), (_, keys) = first.channel.sent
+    assert first.channel.kinds() == [Kind.LOANS, Kind.CONFIRM, Kind.KEYS]
+    assert [loan.number for loan in pickle.loads(loans)] == list(pool._loans[pool.processes[0]]._loans)
+    assert confirmed == b"\1"
+    assert [(seq, pickle.loads(key)) for seq, key in pickle.loads(keys)] == [(3, [1, 2]), (5, print)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (Kind.ASK, b"no pickle"),
+        (Kind.ASK, pickle.dumps(([], [77]))),
+        (Kind.UNREADABLE, b"no pickle"),
+        (Kind.BATCH, b"short"),
+        (Kind.END, b""),
+        (77, b""),
+    ],
+)
+def test_what_no_worker_writes_is_refused(make: Make, kind: int, body: bytes) -> None:
+    """It is the end of the worker; the others are not touched."""
+    _, heard, (first, _) = make()
+    with pytest.raises(BadFrame):
+        first.say(kind, body)
+    assert heard.told[2:] == []
+
+
+def test_a_handle_is_like_a_process_of_multiprocessing(make: Make) -> None:
+    """As code that was written for torch's iterator finds it."""
+    _, _, (first, _) = make()
+    handle = WorkerHandle(first)  # type: ignore[arg-type]
+    assert (handle.pid, handle.exitcode, handle.is_alive(), handle.daemon) == (first.pid, None, True, True)
+    first.exit(expected=True)
+    first.exitcode = 0
+    handle.join(0.0)
+    assert (handle.exitcode, handle.is_alive()) == (0, False)
+
+
+def test_a_worker_is_renewed(make: Make) -> None:
+    """Its successor waits until it has answered everything, takes its place and its number, and it finishes."""
+    pool, heard, (first, second) = make()
+    first.say(Kind.READY)
+    pool.send(0, [(0, [1]), (1, [2])])
+    pool.renew(0, 2)
+    pool.renew(0, 2)  # it is there already
+    successor = Played.made[2]
+    assert (len(Played.made), successor.epoch) == (3, EPOCHS[0]._replace(num_workers=2))
+    assert pool.processes == {0: first, 1: second}
+    successor.say(Kind.READY)
+    assert heard.told[2:] == [("ready", 0), ("successor", 0, True, True)]
+    first.outcome(left_out(0), 0)
+    assert not pool.is_idle(0)
+    first.outcome(left_out(1), 0)
+    assert pool.is_idle(0)
+    pool.succeed(0, 3.0)
+    assert (pool.processes, first.heard[1:]) == ({0: successor, 1: second}, [("end", 3.0)])
+    pool.send(0, [(2, [3])])
+    assert tickets_of(successor) == [([2], [[3]])]
+    successor.outcome(left_out(2), 0)
+    first.exit(expected=True)
+    idle = ("successor", 0, True, True)
+    assert heard.told[4:] == [(0, 0, LeftOut), (0, 1, LeftOut), idle, (0, 2, LeftOut)]
+    assert pool._loans.keys() == {second, successor}
+
+
+def test_a_worker_that_dies_has_its_successor_in_its_place(make: Make) -> None:
+    """Ready or not: no other one is started; it is told of as any worker from then on."""
+    pool, heard, (first, _) = make()
+    pool.renew(0, 2)
+    successor = Played.made[2]
+    first.exit()
+    pool.add(0, 2)
+    assert (pool.processes[0], len(Played.made)) == (successor, 3)
+    successor.say(Kind.READY)
+    successor.exit()
+    assert heard.told[2:] == [("died", 0, first.pid), ("ready", 0), ("died", 0, successor.pid)]
+
+
+def test_a_worker_that_goes_takes_its_successor_along(make: Make) -> None:
+    """It may have died while that was waiting, and be wanted no more when another would have taken its place."""
+    pool, heard, (first, _) = make()
+    pool.renew(0, 2)
+    successor = Played.made[2]
+    first.exit()
+    pool.dismiss(0, 3.0)
+    assert successor.heard[-1:] == [("end", 3.0)]
+    successor.exit(expected=True)
+    assert heard.told[2:] == [("died", 0, first.pid)]
+    pool.add(0, 2)
+    assert pool.processes[0] is Played.made[3]
+
+
+def test_a_successor_that_ends_is_told_as_that(make: Make) -> None:
+    """Its worker keeps its place, and can have another one."""
+    pool, heard, (first, _) = make()
+    pool.renew(0, 2)
+    Played.made[2].exit()
+    assert heard.told[2:] == [("successor", 0, False, False)]
+    assert pool.processes[0] is first
+    pool.renew(0, 2)
+    assert len(Played.made) == 4
+
+
+def test_a_successor_that_is_not_wanted_any_more(make: Make) -> None:
+    """It finishes, and nothing is told of it."""
+    pool, heard, _ = make()
+    pool.renew(0, 2)
+    pool.abandon(0, 3.0)
+    pool.abandon(0, 3.0)
+    successor = Played.made[2]
+    successor.say(Kind.READY)
+    successor.exit(expected=True)
+    assert (heard.told[2:], successor.heard[1:]) == ([], [("end", 3.0)])
+
+
+def test_a_successor_hears_of_runs_and_ends_with_the_others(make: Make) -> None:
+    """Nothing is closed before it is gone."""
+    pool, _, (first, second) = make()
+    pool.renew(1, 2)
+    successor = Played.made[2]
+    pool.begin_epoch(EPOCHS[1])
+    assert pickle.loads(successor.channel.sent[0][1]) == EPOCHS[1]
+    pool.end(2.5)
+    assert successor.heard[1:] == [("end", 2.5)]
+    for process in (first, second):
+        process.exit(expected=True)
+    assert pool.listener is not None
+    assert not pool.wait_dead(0.0)
+    successor.exit(expected=True)
+    assert pool.listener is None

@@ -1,0 +1,433 @@
+"""How workers are started, and what reaches them: under fork, forkserver and spawn."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.process
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
+
+from asyncloader import DataLoader, LoaderClosedError
+from asyncloader.backends.backend import WorkerState
+from asyncloader.backends.processes import pool, process
+from asyncloader.engine.portal import get_portal
+
+
+class Squares(Dataset[int]):
+    """Known to workers by its name."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+class Counting(Squares):
+    """Counts samples in memory that all processes share."""
+
+    def __init__(self, context: Any) -> None:
+        self.count = context.Value("i", 0)
+        self.lock = context.Lock()
+        self.queue = context.Queue()
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            self.count.value += 1
+        self.queue.put(index)
+        return index
+
+
+def squares_of(loader: DataLoader[Any]) -> list[int]:
+    """Return all numbers of an epoch."""
+    return [int(number) for batch in loader for number in batch]
+
+
+@pytest.mark.slow
+def test_functions_and_classes_of_any_kind(start_method: str) -> None:
+    """Lambdas, closures, and classes that nobody else can import."""
+    offset = 5
+
+    class Local(Squares):
+        def __getitem__(self, index: int) -> int:
+            return index + offset
+
+    seen = []
+    loader: DataLoader[Any] = DataLoader(
+        Local(),
+        batch_size=4,
+        num_workers=2,
+        collate_fn=lambda samples: [sample * 2 for sample in samples],
+        worker_init_fn=lambda worker: seen.append(worker),
+        multiprocessing_context=start_method,
+    )
+    assert squares_of(loader) == [(index + offset) * 2 for index in range(8)]
+    assert seen == []
+
+
+@pytest.mark.slow
+def test_primitives_of_multiprocessing(start_method: str) -> None:
+    """A shared value, a lock and a queue in the dataset are the same ones in all workers."""
+    context = multiprocessing.get_context(start_method)
+    dataset = Counting(context)
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context=context)
+    for epoch in (1, 2):
+        assert squares_of(loader) == list(range(8))
+        assert dataset.count.value == 8 * epoch
+    assert sorted(dataset.queue.get(timeout=5) for _ in range(16)) == sorted(list(range(8)) * 2)
+    dataset.queue.close()
+    dataset.queue.join_thread()
+
+
+def test_executors_that_python_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit hook may run just after ours, and a thread that trains on come in between: workers start."""
+    monkeypatch.setattr(concurrent.futures.process, "_global_shutdown", True)
+    assert squares_of(DataLoader(Squares(), num_workers=2)) == [index**2 for index in range(8)]
+
+
+class Odd:
+    """Refuses to be pickled, but by a reducer that is registered with multiprocessing's pickler."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        raise TypeError("pickled by nobody who does not know how")
+
+
+def reduce_odd(odd: Odd) -> Any:
+    assert get_spawning_popen() is not None
+    return Odd, (odd.number,)
+
+
+class Sharing(Squares):
+    """Writes what it is asked for into memory of several kinds that the trainer looks at."""
+
+    def __init__(self, context: Any) -> None:
+        self.value = context.Value("i", 0)
+        self.raw = context.RawArray("i", 8)
+        self.tensor = torch.zeros(8).share_memory_()
+        self.view = self.tensor[2:]
+        self.odd = Odd(3)
+
+    def __getitem__(self, index: int) -> int:
+        with self.value.get_lock():
+            self.value.value += 1
+        self.raw[index] = index
+        self.tensor[index] = index
+        if index == 7:
+            self.view[0] = self.odd.number
+        return index
+
+
+@pytest.mark.parametrize("by_value", [False, True], ids=["by reference", "by value"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_what_is_shared_stays_shared(method: str, by_value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, raw memory, tensors; also with a lambda beside them, which plain pickle refuses.
+
+    So multiprocessing's reducers are used whoever pickles, those that users register among them.
+    """
+    monkeypatch.setitem(ForkingPickler._extra_reducers, Odd, reduce_odd)  # type: ignore[attr-defined]
+    context = multiprocessing.get_context(method)
+    dataset = Sharing(context)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        num_workers=1,
+        multiprocessing_context=context,
+        collate_fn=(lambda samples: samples) if by_value else None,
+    )
+    assert squares_of(loader) == list(range(8))
+    assert dataset.value.value == 8
+    assert list(dataset.raw) == list(range(8))
+    assert dataset.tensor.tolist() == [0, 1, 3, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_zeros_without_memory(method: str) -> None:
+    """Forward-mode gradients and the backward of some functions are such; torch refuses to pickle them."""
+    zeros = torch._efficientzerotensor((4, 3))
+    loader = DataLoader(TensorDataset(zeros, torch.arange(4)), num_workers=1, multiprocessing_context=method)
+    found = [torch.cat(column) for column in zip(*loader, strict=True)]
+    assert [column.tolist() for column in found] == [[[0.0] * 3] * 4, [0, 1, 2, 3]]
+
+
+def test_the_worker_knows_who_it_is() -> None:
+    """torch's worker info, one thread, in a process of its own that is its group's leader."""
+
+    class Asking(Squares):
+        def __getitem__(self, index: int) -> Any:
+            info = get_worker_info()
+            assert info is not None
+            leads = os.getpgid(0) == os.getpid()
+            return info.id, info.num_workers, info.seed, len(info.dataset), os.getpid(), leads, torch.get_num_threads()
+
+    torch.manual_seed(3)
+    base_seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.manual_seed(3)
+    iterator = iter(DataLoader(Asking(), num_workers=2, collate_fn=lambda samples: samples[0]))
+    pids = [worker.pid for worker in iterator._workers]
+    samples = list(iterator)
+    assert samples == [(i % 2, 2, base_seed + i % 2, 8, pids[i % 2], True, 1) for i in range(8)]
+    assert get_worker_info() is None
+
+
+def test_a_dataset_that_cannot_be_pickled() -> None:
+    """Under spawn: torch's warning, then what pickling raised; no process was started."""
+
+    class Locked(Squares):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    loader = DataLoader(Locked(), num_workers=2, multiprocessing_context="spawn")
+    with (
+        pytest.warns(UserWarning, match="Got pickle error when attempting to start a worker Process") as caught,
+        pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock'"),
+    ):
+        iter(loader)
+    assert [warning.filename for warning in caught] == [__file__]  # the user's line
+
+
+async def test_a_dataset_that_cannot_be_pickled_async() -> None:
+    """By the other face, at once as well."""
+
+    class Locked(Squares):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    loader = DataLoader(Locked(), num_workers=2, multiprocessing_context="forkserver")
+    with (
+        pytest.warns(UserWarning, match="Got pickle error") as caught,
+        pytest.raises(TypeError, match="cannot pickle"),
+    ):
+        aiter(loader)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+class Unready(Squares):
+    """Cannot be unpickled while a file is there."""
+
+    def __init__(self, obstacle: Path) -> None:
+        self.obstacle = obstacle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        if self.obstacle.exists():
+            raise ConnectionError("no such database")
+
+
+def test_a_dataset_that_cannot_be_unpickled_is_told_of_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By what it raised, and where; not by each worker, nor on stderr. The next run works where that was put right."""
+    (tmp_path / "obstacle").touch()
+    loader = DataLoader(Unready(tmp_path / "obstacle"), num_workers=2, multiprocessing_context="forkserver")
+    with pytest.raises(ConnectionError, match="no such database") as caught:
+        squares_of(loader)
+    assert "The worker was unpickling the dataset and the functions that it needs." in caught.value.__notes__
+    assert "__setstate__" in str(caught.value.__cause__)
+    (tmp_path / "obstacle").unlink()
+    assert squares_of(loader) == [index**2 for index in range(8)]
+    assert capfd.readouterr().err == ""
+
+
+class Gate:
+    """Holds up what launches workers that are not forked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        launch = process.WorkerProcess._launch
+
+        def launch_late(worker: process.WorkerProcess, context: Any, *args: Any) -> None:
+            if context.get_start_method() != "fork":
+                self.reached.set()
+                assert self.open.wait(60)
+            launch(worker, context, *args)
+
+        monkeypatch.setattr(process.WorkerProcess, "_launch", launch_late)
+
+
+async def test_a_start_that_takes_long_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `async for`, a fork server that imports for seconds: neither the caller's loop nor other loaders wait."""
+    gate = Gate(monkeypatch)
+    iterator = aiter(DataLoader(Squares(), batch_size=None, num_workers=1, multiprocessing_context="forkserver"))
+    first = asyncio.create_task(anext(iterator))
+    await asyncio.to_thread(gate.reached.wait, 60)
+    others = DataLoader(Squares(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert [number async for number in others] == [index**2 for index in range(8)]
+    assert not first.done()
+    gate.open.set()
+    assert [await first] + [number async for number in iterator] == [index**2 for index in range(8)]
+
+
+async def test_other_numbers_of_workers_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the beginning are launched first; then some come or go."""
+    gate = Gate(monkeypatch)
+    iterator = aiter(DataLoader(Squares(), batch_size=None, num_workers=2, multiprocessing_context="forkserver"))
+    await asyncio.to_thread(gate.reached.wait, 60)
+    iterator.set_num_workers(1)
+    gate.open.set()
+    assert [number async for number in iterator] == [index**2 for index in range(8)]
+
+
+async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that is being launched is ended, no other one is begun with, and only then it is closed."""
+    gate = Gate(monkeypatch)
+    iterator = aiter(DataLoader(Squares(), num_workers=2, multiprocessing_context="forkserver"))
+    await asyncio.to_thread(gate.reached.wait, 60)
+    iterator._session.request_close()
+    get_portal().call(lambda: None).result(60)
+    assert not iterator._session._closed.is_set()
+    gate.open.set()
+    await iterator.aclose()
+    assert [worker.is_alive() for worker in iterator._workers] == [False]
+    with pytest.raises(LoaderClosedError):
+        await anext(iterator)
+
+
+@pytest.mark.parametrize("error", [ValueError("init"), StopIteration(), KeyError("k")])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_exception_in_worker_init_fn_answers_every_batch(error: Exception, num_workers: int) -> None:
+    """As the dataset's would; the workers stay, and end orderly."""
+
+    def init(worker: int) -> None:
+        raise error
+
+    iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=num_workers, worker_init_fn=init))
+    workers = iterator._workers
+    for _ in range(4):
+        with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)) as caught:
+            next(iterator)
+        assert f"Caught {type(error).__name__} in DataLoader worker process" in caught.value.__notes__[0]
+        del caught
+    assert next(iterator, None) is None
+    for worker in workers:
+        worker.join(5)
+        assert worker.exitcode == 0
+
+
+SCRIPT = """
+import sys
+from torch.utils.data import Dataset
+from asyncloader import DataLoader
+
+class InMain(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 5:
+            raise OfMain(index)
+        return double(index)
+
+class OfMain(Exception):
+    pass
+
+def double(number):
+    return number * 2
+
+def train(method):
+    seen = []
+    iterator = iter(DataLoader(InMain(), batch_size=2, num_workers=2, multiprocessing_context=method))
+    while True:
+        try:
+            seen += next(iterator).tolist()
+        except OfMain as error:
+            seen.append(error.args[0])
+        except StopIteration:
+            break
+    print(seen)
+
+if __name__ == "__main__":
+    for method in ("fork", "forkserver", "spawn"):
+        train(method)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["script", "module", "-c", "exec"])
+def test_what_the_main_program_defines(way: str, tmp_path: Path) -> None:
+    """Classes, functions and exceptions of a script, of `python -m`, of `python -c`, of a notebook's cell.
+
+    The trainer's ``except`` knows the exception, for it is the same class again.
+    """
+    (tmp_path / "program.py").write_text(SCRIPT)
+    command = {
+        "script": [str(tmp_path / "program.py")],
+        "module": ["-m", "program"],
+        "-c": ["-c", SCRIPT],
+        # What a notebook does: the code of a cell is run in the namespace of a main module that has no file.
+        "exec": ["-c", "import sys; exec(compile(sys.stdin.read(), '<cell>', 'exec'), globals())"],
+    }[way]
+    done = subprocess.run(
+        [sys.executable, *command], input=SCRIPT, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[0, 2, 4, 6, 5, 12, 14]\n" * 3, "", 0)
+
+
+def test_representations(tmp_path: Path) -> None:
+    """What a debugger shows: who, where, how far."""
+    iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=2))
+    session = iterator._session
+    pids = [worker.pid for worker in iterator._workers]
+    assert repr(session.pool) == f"<Pool [{', '.join(f'<WorkerProcess {i} pid={pids[i]} RUNNING>' for i in (0, 1))}]>"
+    assert repr(session).startswith("<Session OPEN <Scheduler planned=")
+    assert repr(iterator).startswith("<WorkerIterator taken=0 <Session OPEN")
+    iterator.close()
+    assert repr(iterator._workers[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
+    assert repr(session).startswith("<Session CLOSED")
+    assert WorkerState.DEAD in {worker._process.state for worker in iterator._workers}
+    assert isinstance(session.pool, pool.Pool)
+
+
+def test_a_worker_begins_before_the_next_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first tickets are in its socket by then."""
+    has_begun = multiprocessing.get_context("fork").Event()
+
+    class Telling(Squares):
+        def __getitem__(self, index: int) -> int:
+            has_begun.set()
+            return index
+
+    start = process.WorkerProcess.start
+
+    def start_late(worker: process.WorkerProcess, *args: Any) -> Any:
+        assert worker.worker_id == 0 or has_begun.wait(20)
+        return start(worker, *args)
+
+    monkeypatch.setattr(process.WorkerProcess, "start", start_late)
+    assert squares_of(DataLoader(Telling(), num_workers=2, multiprocessing_context="fork")) == list(range(8))
+
+
+class Patient(Squares):
+    """Its samples take a while."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.1)
+        return index
+
+
+def test_a_worker_is_up_before_its_trainer_has_its_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it says while the thread that forked it waits for a turn is heard: nobody takes it for one that hangs."""
+    launch = process.WorkerProcess._launch
+
+    def launch_and_wait(*args: Any) -> None:
+        launch(*args)
+        time.sleep(0.3)  # in the thread of the consumer: the loop turns
+
+    monkeypatch.setattr(process.WorkerProcess, "_launch", launch_and_wait)
+    monkeypatch.setattr(process, "_UP_S", 0.2)
+    loader = DataLoader(Patient(), num_workers=2, multiprocessing_context="fork")
+    assert squares_of(loader) == list(range(8))
+    assert loader.stats().replacements == 0
+    assert caplog.text == ""

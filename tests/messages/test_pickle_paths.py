@@ -1,0 +1,164 @@
+"""What cannot be sent to workers, and what is large to send, are named by their paths."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from asyncloader import DataLoader
+from asyncloader.messages.pickled_spec import _pickle
+from tests.nursery import Program
+
+
+class Held:
+    """A dataset that holds whatever it is given."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Slotted:
+    """Has no ``__dict__``."""
+
+    __slots__ = ("lock",)
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def method(self) -> None:
+        """Do nothing."""
+
+
+class Careful:
+    """Leaves one lock out when it is pickled, and not the other."""
+
+    def __init__(self) -> None:
+        self.left_out = threading.Lock()
+        self._kept = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": self._kept}
+
+
+def closed_over(lock: Any) -> Any:
+    """Return a function that pickle refuses, by reference and by value."""
+    return lambda batch: (batch, lock)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "path"),
+    [
+        (Held(cfg={"log": SimpleNamespace(lock=threading.Lock())}), "dataset.cfg['log'].lock"),
+        (Held(parts=[1, (2, threading.Lock())]), "dataset.parts[1][1]"),
+        (Held(many=[*range(1000), threading.Lock(), *range(500)]), "dataset.many[1000]"),
+        (Held(many={**dict.fromkeys(range(1000)), "bad": threading.Lock()}), "dataset.many['bad']"),
+        (Held(many={*range(1000), threading.Lock()}), "an element of dataset.many"),
+        ([1, threading.Lock()], "dataset[1]"),
+        (Held(slotted=Slotted()), "dataset.slotted.lock"),
+        (Held(careful=Careful()), "dataset.careful.__getstate__()['kept']"),
+        (Held(call=functools.partial(print, 1, threading.Lock())), "dataset.call.args[1]"),
+        (Held(call=functools.partial(print, end=threading.Lock())), "dataset.call.keywords['end']"),
+        (Held(call=Slotted().method), "dataset.call.__self__.lock"),
+        (Subset(Held(cfg=Slotted()), [0, 1]), "dataset.dataset.cfg.lock"),  # type: ignore[type-var]
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_pickled_is_named(dataset: Any, path: str) -> None:
+    """As one would write it in Python; the error itself stays pickle's."""
+    loader = DataLoader(dataset, num_workers=1, multiprocessing_context="forkserver")
+    with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError, match="lock") as caught:
+        iter(loader)
+    assert caught.value.__notes__[-1].startswith(f"{path} (lock) cannot be sent")
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "worker_init_fn"])
+def test_so_are_functions(name: str) -> None:
+    functions: Any = {name: closed_over(threading.Lock())}
+    loader = DataLoader(Held(), num_workers=1, multiprocessing_context="spawn", **functions)
+    with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError) as caught:
+        iter(loader)
+    assert caught.value.__notes__[-1].startswith(f"{name}'s variable lock (lock) cannot be sent")
+
+
+def test_what_workers_copy_is_told_where_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The innermost part that most of it is for, once. Arrays and tensors do not count: workers map them."""
+    monkeypatch.setattr("asyncloader.messages.pickle_paths._told", set())
+    monkeypatch.setattr("asyncloader.messages.pickle_paths.MANY_BYTES", 1 << 20)
+    labels = [f"sample {number}" for number in range(200_000)]
+    shared = {"array": np.zeros(1 << 20), "tensor": torch.zeros(1 << 20)}
+    large = Held(cfg={"labels": labels, "other": labels[:10]}, **shared)
+    with pytest.warns(UserWarning, match=r"dataset\.cfg\['labels'\] \(list\)") as caught:
+        assert len(list(DataLoader(large, num_workers=1, multiprocessing_context="forkserver"))) == 4
+    assert [str(each.message).partition(";")[0] for each in caught] == [
+        "Each worker unpickles 2 MB into memory of its own whenever it is started"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(DataLoader(large, num_workers=1, multiprocessing_context="forkserver"))) == 4
+        monkeypatch.setattr("asyncloader.messages.pickle_paths._told", set())
+        assert len(list(DataLoader(Held(**shared), num_workers=1, multiprocessing_context="forkserver"))) == 4
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 1 << 20])
+def test_a_storage_arrives(nbytes: int) -> None:
+    """torch's own pickle of it does not unpickle."""
+    storage = torch.arange(nbytes, dtype=torch.uint8).untyped_storage()
+    data, buffers = _pickle({"storage": storage, "again": storage})
+    opened = pickle.loads(data, buffers=[bytearray(buffer) for buffer in buffers])
+    assert isinstance(opened["storage"], torch.UntypedStorage)
+    assert bytes_of(opened["storage"]).equal(bytes_of(storage))
+    assert opened["again"] is opened["storage"]
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_dataset_may_hold_storages(method: str) -> None:
+    """Of either kind, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        typed = torch.arange(4.0).storage()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset = Held(
+            untyped=torch.arange(4.0).untyped_storage(),
+            typed=typed,
+            shared=torch.ones(4).share_memory_().untyped_storage(),
+        )
+        assert len(list(DataLoader(dataset, num_workers=1, multiprocessing_context=method))) == 4
+
+
+def test_a_class_below_the_guard_is_told_where_it_belongs(run: Callable[..., Program]) -> None:
+    """Pickle finds it in the trainer's main module, and no worker does."""
+    program = run(
+        """
+from asyncloader import DataLoader
+
+if __name__ == "__main__":
+
+    class Numbers(list):
+        pass
+
+    next(iter(DataLoader(Numbers([1, 2]), num_workers=1, multiprocessing_context="spawn")))
+"""
+    )
+    assert "attribute 'Numbers'" in program.err
+    assert "Define classes and functions that the dataset needs above that line" in program.err

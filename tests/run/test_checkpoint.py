@@ -1,0 +1,276 @@
+"""What is in a state of a loader, and what it has to fit: settings, progress and generators, without a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from asyncloader import DataLoader, StateMismatchError
+from asyncloader.engine.progress import Progress, SamplerState
+from asyncloader.messages.snapshot import Frozen, Start, Untold
+from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_state, is_between_runs
+from asyncloader.run.plan import samplers_within
+from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.samplers import ElasticSampler, PackingBatchSampler
+from asyncloader.settings import Settings
+from tests.run.giving import give
+
+WITH_WORKERS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
+
+
+class Counts:
+    """Twelve samples and a state: how many were asked for."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        self.count += 1
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Stream(IterableDataset[int]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def settings_of(dataset: Any = None, **options: Any) -> Settings:
+    """Settings of a loader of twelve samples in batches of two."""
+    data = range(12) if dataset is None else dataset
+    return DataLoader(data, **{"batch_size": 2, **options})._settings()
+
+
+def checkpointer_of(settings: Settings, progress: Progress) -> Checkpointer:
+    """What a run of these settings makes its states with, begun now."""
+    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
+    return Checkpointer(settings, progress, rng, rng.capture(), 3, 77, None, True, [None])
+
+
+OTHERS: dict[str, tuple[Any, Any, Any]] = {
+    "kind": ({}, {"dataset": Stream()}, ("map", "iterable")),
+    "dataset_length": ({}, {"dataset": range(13)}, (12, 13)),
+    "batch_size": ({}, {"batch_size": 3}, (2, 3)),
+    "drop_last": ({}, {"drop_last": True}, (False, True)),
+    "sampler": (
+        {},
+        {"shuffle": True},
+        ("BatchSampler(SequentialSampler)", "BatchSampler(RandomSampler)"),
+    ),
+    "samples": ({"sampler": range(4)}, {"sampler": range(6)}, (4, 6)),
+    "num_replicas": (
+        {"sampler": DistributedSampler(range(12), 2, 0)},  # type: ignore[arg-type]
+        {"sampler": DistributedSampler(range(12), 3, 0)},  # type: ignore[arg-type]
+        (2, 3),
+    ),
+    "rank": (
+        {"sampler": DistributedSampler(range(12), 2, 0)},  # type: ignore[arg-type]
+        {"sampler": DistributedSampler(range(12), 2, 1)},  # type: ignore[arg-type]
+        (0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_state_has_to_fit(name: str) -> None:
+    """It says what differs, and how; what it was made of it fits."""
+    saved, now, values = OTHERS[name]
+    state = initial_state(settings_of(**saved), 0)
+    check(state, settings_of(**saved))
+    if name == "num_replicas":  # as many samples for each rank do not make it fit
+        state["fits"]["samples"] = describe(settings_of(**now))["samples"]
+    with pytest.raises(StateMismatchError) as caught:
+        check(state, settings_of(**now))
+    assert (caught.value.field, caught.value.saved, caught.value.now) == (name, *values)
+
+
+def test_other_ranks_are_told_of_the_sampler_that_fits_them() -> None:
+    """They have other numbers of samples as well, which is not what the error is about."""
+    for saved, now, field in (((2, 0), (4, 0), "num_replicas"), ((2, 0), (2, 1), "rank")):
+        one, other = ({"sampler": DistributedSampler(range(12), *ranks)} for ranks in (saved, now))  # type: ignore[arg-type]
+        with pytest.raises(StateMismatchError, match=f"{field} was .* asyncloader.ElasticSampler"):
+            check(initial_state(settings_of(**one), 0), settings_of(**other))
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 1}, {"version": 3}, [2], None])
+def test_what_is_no_state_of_this_version(state: Any) -> None:
+    """Also what is no state at all."""
+    with pytest.raises(StateMismatchError, match="not a state of this version"):
+        check(state, settings_of())
+
+
+def test_what_is_not_all_of_a_state() -> None:
+    """Whichever part is missing, the error names it."""
+    state = initial_state(settings_of(), 0)
+    check(state, settings_of())
+    for name in state.keys() - {"version", "asked", "has_past"}:  # earlier versions did not say these
+        with pytest.raises(StateMismatchError, match=f"without {name}"):
+            check({key: value for key, value in state.items() if key != name}, settings_of())
+
+
+def test_a_state_of_an_elastic_sampler_fits_any_division() -> None:
+    """Batch size, samples and ranks may be others, those in seeds too: each rank goes on under the one that it has."""
+    one = settings_of(sampler=ElasticSampler(range(12), num_replicas=1, rank=0))
+    two = settings_of(sampler=ElasticSampler(range(12), num_replicas=2, rank=1), batch_size=3)
+    assert describe(one)["dataset_length"] == 12
+    check(initial_state(one, 0), two)
+
+
+def elastic(num_replicas: int = 1, rank: int = 0) -> ElasticSampler:
+    return ElasticSampler(range(12), num_replicas=num_replicas, rank=rank)
+
+
+def packing(batch_size: int) -> dict[str, Any]:
+    sampler = PackingBatchSampler([4] * 12, block_size=8, batch_size=batch_size)
+    return {"batch_size": 1, "batch_sampler": sampler, "collate_fn": list}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"sampler": elastic()}, {"sampler": elastic(), "batch_size": 3}),
+        ({"sampler": elastic()}, {"sampler": elastic(2)}),
+        ({"sampler": elastic(2)}, {"sampler": elastic(2, 1)}),
+        (packing(2), packing(4)),
+    ],
+)
+def test_batches_that_came_early_are_of_one_division(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The state has their numbers: in another division these are other samples, and some would be lost."""
+    progress = Progress(position=0, ahead={1, 3})
+    state = checkpointer_of(settings_of(**one), progress).state_dict()
+    check(state, settings_of(**one))
+    with pytest.raises(StateMismatchError, match=r"division was .* in_order=True"):
+        check(state, settings_of(**other))
+    check({**state, "ahead": []}, settings_of(**other))
+
+
+def test_workers_with_states_of_their_own_are_as_many_as_before() -> None:
+    """In the middle of a run; between two there are none yet."""
+    progress = Progress(workers={0: Start(), 1: Start()}, next_worker=0, key=(77, 3, 0))
+    state = checkpointer_of(settings_of(Counts(), **WITH_WORKERS), progress).state_dict()
+    check(state, settings_of(Counts(), **WITH_WORKERS))
+    one = settings_of(Counts(), **{**WITH_WORKERS, "num_workers": 1})
+    with pytest.raises(StateMismatchError, match=r"num_workers was 2 .* as many workers"):
+        check(state, one)
+    check({**state, "base_seed": None}, one)
+
+
+def test_states_have_the_same_keys_whenever_they_are_made() -> None:
+    """torch.distributed.checkpoint needs it. They are plain data, and belong to who asked."""
+    settings = settings_of()
+    progress = Progress()
+    checkpointer = checkpointer_of(settings, progress)
+    before = initial_state(settings, 0)
+    within = checkpointer.state_dict()
+    give(progress, 0)
+    later = checkpointer.state_dict()
+    progress.is_over = True
+    after = checkpointer.state_dict()
+    assert before.keys() == within.keys() == later.keys() == after.keys()
+    assert [is_between_runs(state) for state in (before, within, later, after)] == [True, False, False, True]
+    for state in (before, within, later, after):
+        assert json.loads(json.dumps(state)) == state
+    within["fits"]["rank"], within["ahead"] = 5, [9]
+    assert checkpointer.state_dict() == after
+    assert initial_state(settings, 0) == before
+
+
+def test_a_state_in_a_run_has_how_far_it_is() -> None:
+    """And of the generators: what they were when it began, and what they are now by a number."""
+    generator = torch.Generator().manual_seed(5)
+    settings = settings_of(shuffle=True, generator=generator)
+    progress = Progress(in_order=False, bad_count=4)
+    checkpointer = checkpointer_of(settings, progress)
+    first = checkpointer.state_dict()
+    assert (first["epoch"], first["base_seed"], first["inline"]) == (3, 77, True)
+    assert (first["position"], first["ahead"]) == (0, [])
+    torch.randperm(3, generator=generator)
+    for seq in (0, 5, 3):
+        give(progress, seq)
+    later = checkpointer.state_dict()
+    assert (later["position"], later["ahead"], later["bad_count"]) == (1, [3, 5], 4)
+    assert later["draws"] == first["draws"] == checkpointer.rng.as_text(checkpointer.begun)
+    assert later["check"] == checkpointer.rng.check()
+    torch.randperm(3, generator=generator)
+    assert later["check"] != checkpointer.rng.check()
+
+
+def test_a_state_after_a_run_is_of_the_next_one() -> None:
+    """Which draws its own base seed, unless persistent workers keep theirs, from the generators as they are now."""
+    generator = torch.Generator().manual_seed(5)
+    for persistent in (False, True):
+        settings = settings_of(shuffle=True, generator=generator, **WITH_WORKERS, persistent_workers=persistent)
+        progress = Progress(position=6)
+        checkpointer = checkpointer_of(settings, progress)
+        torch.randperm(3, generator=generator)
+        progress.is_over = True
+        state = checkpointer.state_dict()
+        assert (state["epoch"], state["position"], state["finished"]) == (4, 0, True)
+        assert state["base_seed"] == (77 if persistent else None)
+        assert state["draws"] == checkpointer.rng.as_text(checkpointer.rng.capture())
+        assert state["draws"] != checkpointer.rng.as_text(checkpointer.begun)
+
+
+def test_samplers_go_on_after_the_state_that_they_had_within_the_run() -> None:
+    """It is drawn to its end, where they count on; a run without one leaves them as they are."""
+    last = Frozen({"at": 4})
+    progress = Progress(position=5)
+    progress.sampler_states.append((4, last))
+    checkpointer = checkpointer_of(settings_of(), progress)
+    within = checkpointer.state_dict()
+    assert (within["samplers"], within["drawn"], within["is_over"]) == ('{"at": 4}', 1, False)
+    progress.is_over = True
+    assert checkpointer.samplers_after() == SamplerState(last, 1, is_over=True)
+    without = Progress(position=5)
+    without.is_over = True
+    assert checkpointer_of(settings_of(), without).samplers_after() == SamplerState(None)
+
+
+def test_datasets_that_outlast_a_run_are_where_it_left_them() -> None:
+    """Without workers the one that is here; in persistent workers theirs; others begin as the trainer has them."""
+    for workers, kept in (
+        ({}, {0: {"count": 9}}),
+        ({**WITH_WORKERS, "persistent_workers": True}, {0: {"count": 4}, 1: {"count": 5}}),
+        (WITH_WORKERS, None),
+    ):
+        dataset = Counts(9)
+        progress = Progress(
+            workers={worker: Start(0, Frozen({"dataset": {"count": 4 + worker}})) for worker in (0, 1)},
+            next_worker=0,
+            key=(77, 3, 0),
+        )
+        carried = checkpointer_of(settings_of(dataset, **workers), progress).carried()
+        found = carried and {
+            worker: start.snapshot.thaw()["dataset"] for worker, start in carried.items() if start.snapshot
+        }
+        assert found == kept
+    nothing = checkpointer_of(settings_of(Counts()), Progress())
+    assert nothing.carried() is None
+
+
+def test_a_dataset_whose_state_cannot_be_taken_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The state is made all the same."""
+    progress = Progress(workers={0: Start()}, next_worker=0, key=(77, 3, 0))
+    give(progress, 0, worker=0, number=0, snapshot=Untold("TypeError: no pickle"), keys=[1, 2])
+    checkpointer = checkpointer_of(settings_of(Counts()), progress)
+    with caplog.at_level(logging.WARNING, logger="asyncloader"):
+        assert checkpointer.state_dict()["version"] == 2
+        checkpointer.state_dict()
+    (message,) = caplog.messages
+    assert "could not be taken (TypeError: no pickle). It is not in states of the loader." in message

@@ -1,0 +1,197 @@
+"""equal_steps: ranks with different numbers of batches take equally many, and none waits for another for ever."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.messages.snapshot import Frozen, outlasting
+from asyncloader.run.equal_steps import Agreement
+from tests.nursery import Nursery
+from tests.ranks import fork_ranks
+
+PROGRAM = Path(__file__).parents[1] / "equal_steps_ranks.py"
+LENGTHS = (21, 34, 22, 40)
+SHARDS = (3, 9, 4, 12, 1)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def expected(mode: str, lengths: Any, workers: int) -> list[list[list[int]]]:
+    """What four ranks take of uneven streams, batches of 2, from their workers in turn."""
+    whole = []
+    for rank, length in enumerate(lengths):
+        parts = [
+            range(1000 * rank + worker, 1000 * rank + length, max(1, workers)) for worker in range(max(1, workers))
+        ]
+        batches = [[list(part[at : at + 2]) for at in range(0, len(part), 2)] for part in parts]
+        whole.append([batch for row in itertools.zip_longest(*batches) for batch in row if batch is not None])
+    steps = (min if mode == "drop" else max)(map(len, whole))
+    return [[*own, *[own[-1]] * (steps - len(own))][:steps] for own in whole]
+
+
+@pytest.fixture(scope="module")
+def ranks(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four gloo ranks has found; that they have come to the end at all is the point."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for number, samples in enumerate(SHARDS):
+        with tarfile.open(folder / f"{number}.tar", "w") as tar:
+            for sample in range(samples):
+                data = str(100 * number + sample).encode()
+                info = tarfile.TarInfo(f"{number}-{sample}.txt")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return fork_ranks(nursery, PROGRAM, folder, str(folder), ranks=4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+def test_uneven_streams_are_taken_in_equal_steps(ranks: list[dict[str, Any]], mode: str, workers: int) -> None:
+    """With and without workers, by `for` and `async for`, in equal streams too."""
+    for case, lengths in (("", LENGTHS), (" even", (6,) * 4), (" async", LENGTHS)):
+        found = [own[f"{mode} {workers}{case}"] for own in ranks]
+        assert found == expected(mode, lengths, workers), case
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+@pytest.mark.parametrize("steps", [3, 11, 15, 20])
+def test_a_run_goes_on_where_it_was(ranks: list[dict[str, Any]], mode: str, workers: int, steps: int) -> None:
+    """From a state of what was handed over, not of what was held; inside the last iteration nothing is left."""
+    whole = expected(mode, LENGTHS, workers)
+    for own, batches in zip(ranks, whole, strict=True):
+        found, following = own[f"{mode} {workers} resumed after {steps}"]
+        first = batches[: min(steps, len(batches))]
+        assert found[: len(first)] == first
+        assert following == batches
+        if len(batches) >= steps:
+            assert found == batches
+        else:  # it was over: the next epoch follows
+            assert found[len(first) :] == batches
+
+
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+def test_persistent_workers_and_shards(ranks: list[dict[str, Any]], mode: str) -> None:
+    """Runs that are left, and the ones after; tar shards of different sizes."""
+    for own, batches in zip(ranks, expected(mode, LENGTHS, 2), strict=True):
+        assert own[f"{mode} persistent"] == [batches[:5], batches, batches]
+    taken = [own[f"{mode} shards"] for own in ranks]
+    assert len({len(batches) for batches in taken}) == 1
+    numbers = [number for batches in taken for batch in batches for number in batch]
+    everything = {100 * shard + sample for shard, samples in enumerate(SHARDS) for sample in range(samples)}
+    if mode == "pad":
+        assert set(numbers) == everything
+    else:
+        assert len(set(numbers)) == len(numbers)
+        assert set(numbers) < everything
+
+
+def test_ends_that_are_special(ranks: list[dict[str, Any]]) -> None:
+    """Streams without an end; a rank without a batch: nobody takes a step, or all are told why not."""
+    assert [len(own["endless"]) for own in ranks] == [3] * 4
+    assert [own["nothing"] for own in ranks] == [[]] * 4
+    assert {own["nothing to repeat"] for own in ranks} == {
+        'rank 1 has no batch at all that it could repeat: equal_steps="pad" needs one on each rank'
+    }
+
+
+def test_a_cancelled_wait_for_ranks_is_taken_up_again(ranks: list[dict[str, Any]]) -> None:
+    """Who stops waiting for the very first batch, and asks again, loses nothing, and hangs nowhere."""
+    assert [own["cancelled"] for own in ranks] == expected("drop", LENGTHS, 0)
+
+
+def test_loaders_that_are_mixed_up(ranks: list[dict[str, Any]]) -> None:
+    """Where ranks speak of different loaders, all are told so, and no batch is lost in silence."""
+    for own in ranks:
+        assert len(own["mixed up"]) == 2
+        assert all(told.startswith("ranks are at different loaders") for told in own["mixed up"])
+
+
+def test_an_error_is_not_repeated(ranks: list[dict[str, Any]]) -> None:
+    """A rank whose last batch was an error repeats the batch before it, and only without one the error."""
+    assert ranks[0]["errors"] == [[0, 1], [2, 3], "bad: [4, 5]", [2, 3], [2, 3], [2, 3]]
+    assert ranks[1]["errors"] == ["bad: [1000, 1001]"] * 6
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_counts_epochs_goes_on_counting(ranks: list[dict[str, Any]], workers: int) -> None:
+    """Also on ranks whose data is left in the middle, because others have no more."""
+    for own in ranks:
+        same, resumed = own[f"epochs {workers}"]
+        assert resumed == same
+        assert len(same) == 6
+        assert same[0][0] // 10_000 == 3
+
+
+def test_figures_are_of_what_was_handed_over(ranks: list[dict[str, Any]]) -> None:
+    """Batches that are held, or left out, are not counted; waiting for other ranks is not training."""
+    for own in ranks:
+        counted = own["counted"]
+        assert counted["steps"] == counted["batches"] == 12
+        assert [line.split(" in ")[0] for line in counted["summary"]] == ["epoch 0: 12 batches"]
+        assert counted["training_s"] < 0.2  # nothing was done with the batches; rank 0 waited for 0.7 s
+    quick = ranks[0]["counted"]
+    assert quick["ranks_s"] > 0.3
+    assert "of its time for other ranks" in quick["verdict"]
+
+
+def test_what_ranks_agree_on() -> None:
+    """From counts up to one beyond the chunk follow its steps, and whether it is the last one."""
+    for counts, size, mode, steps, is_last in (
+        ([3, 3, 3], 2, "drop", 2, False), ([3, 2, 3], 2, "drop", 2, True), ([3, 0, 3], 2, "drop", 0, True),
+        ([0, 3, 1], 2, "pad", 2, False), ([0, 2, 1], 2, "pad", 2, True), ([1, 1, 0], 2, "pad", 1, True),
+        ([0, 0, 0], 2, "pad", 0, True),
+    ):  # fmt: skip
+        agreement = Agreement(counts, size, mode)  # type: ignore[arg-type]
+        assert (agreement.steps, agreement.is_last) == (steps, is_last)
+
+
+def test_where_it_is_of_no_use() -> None:
+    """A map-style dataset is refused, and so is another word; without other ranks nothing changes."""
+    with pytest.raises(ConfigurationError, match=r"equal_steps is for iterable datasets.*ElasticSampler"):
+        DataLoader(range(3), equal_steps="drop")  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigurationError, match=r"should be one of 'drop', 'pad', but got 'padd'. Did you mean 'pad'"):
+        DataLoader(Stream(), equal_steps="padd")  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in DataLoader(Stream(), 2, equal_steps="drop")] == [[0, 1], [2]]
+
+
+class Own(Stream):
+    """Its own iterator, with a state."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("name", ["dataset", "iterator"])
+def test_what_outlasts_a_run_that_is_left_in_the_middle(name: str) -> None:
+    """The dataset's state, which is that of its iterator if it is its own; none of another iterator."""
+    snapshot = Frozen({"dataset": None, "iterator": None, "ended": False, name: {"at": 3}})
+    assert outlasting(snapshot, Own()).thaw() == {"dataset": {"at": 3}, "iterator": None, "ended": False}
+    if name == "iterator":
+        assert outlasting(snapshot, Stream()).thaw()["dataset"] is None

@@ -1,0 +1,363 @@
+"""Who owns a random generator: at a resume the sampler draws what it had drawn, and goes on from where it is put back.
+
+Each sampler is read to each place, ahead of the batches that are done with by each number; then a state is taken, and
+the run is resumed with generators that the trainer has restored, or not, with workers or without.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from asyncloader import DataLoader, ElasticSampler
+from asyncloader.run.checkpoint import check
+from asyncloader.run.run_start import Drawn, RunStart, begin
+from asyncloader.run.runs import Runs
+from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
+from asyncloader.seeding import turns
+from asyncloader.settings import Settings
+from tests import generators
+from tests.run.giving import give
+
+LENGTH = 11
+BATCH = 3
+
+
+class Lazily(Sampler[int]):
+    """Draws at each index, from one of the global generators, or from all of them in turn."""
+
+    def __init__(self, *kinds: str, at_end: bool = False) -> None:
+        self.kinds = kinds
+        self.at_end = at_end
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def draw(self, number: int) -> int:
+        kind = self.kinds[number % len(self.kinds)]
+        if kind == "random":
+            return int(random.random() * 1000)
+        return int(np.random.rand() * 1000) if kind == "numpy" else int(torch.rand(()) * 1000)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(LENGTH):
+            yield self.draw(number)
+        if self.at_end:
+            for number in range(len(self.kinds)):
+                self.draw(number)
+
+
+class LazyBatches(Lazily):
+    """The same, batch by batch; an iterator that is no generator, and of which some would begin anew."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*map(self.draw, range(LENGTH // 2))] for _ in range(4))
+
+
+class Eagerly(Lazily):
+    """Draws all as soon as it is iterated over."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.draw(number) for number in range(LENGTH)])
+
+
+class Telling(Sampler[int]):
+    """Its iterator draws lazily from a generator, and its state says where that is."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.at = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < LENGTH:
+            self.at += 1
+            yield int(torch.rand((), generator=self.generator) * 1000)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "generator": self.generator.get_state().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+def batches(sampler: Any) -> dict[str, Any]:
+    return {"batch_sampler": sampler, "batch_size": 1}
+
+
+# By name, options of a loader, made anew of its own generator.
+SAMPLERS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
+    "in order": lambda own: {"sampler": SequentialSampler(range(LENGTH))},
+    "shuffled": lambda own: {"sampler": RandomSampler(range(LENGTH))},
+    "shuffled, its own generator": lambda own: {"sampler": RandomSampler(range(LENGTH), generator=own)},
+    "shuffled, the loader's generator": lambda own: {"shuffle": True, "generator": own},
+    "shuffled, short batch dropped": lambda own: {"shuffle": True, "generator": own, "drop_last": True},
+    "two permutations": lambda own: {"sampler": RandomSampler(range(5), num_samples=LENGTH, generator=own)},
+    "two permutations, the global generator": lambda own: {
+        "sampler": RandomSampler(range(5), num_samples=LENGTH, generator=torch.default_generator)
+    },
+    "replacement": lambda own: {"sampler": RandomSampler(range(99), True, 70, own), "batch_size": 16},
+    "replacement, global": lambda own: {"sampler": RandomSampler(range(99), True, 70), "batch_size": 16},
+    "replacement, the global generator": lambda own: {
+        "sampler": RandomSampler(range(99), True, 70, torch.default_generator),
+        "batch_size": 16,
+    },
+    "weighted": lambda own: {"sampler": WeightedRandomSampler([1.0] * LENGTH, LENGTH)},
+    "weighted, its own generator": lambda own: {"sampler": WeightedRandomSampler([1.0] * 9, 8, True, own)},
+    "a subset": lambda own: {"sampler": SubsetRandomSampler(range(LENGTH))},
+    "a subset, its own generator": lambda own: {"sampler": SubsetRandomSampler(range(LENGTH), own)},
+    "distributed": lambda own: {"sampler": DistributedSampler(range(2 * LENGTH), 2, 1)},
+    "torch's batches": lambda own: batches(BatchSampler(RandomSampler(range(9), False, LENGTH, own), 2, False)),
+    "elastic": lambda own: {"sampler": ElasticSampler(2 * LENGTH, 2, 1)},
+    "blocks": lambda own: {"sampler": BlockShuffleSampler([4, 4, 3])},
+    "drawn by weight": lambda own: {"sampler": WeightedSampler([1.0] * LENGTH)},
+    "a mixture": lambda own: {"sampler": MixtureSampler([8, 9], [1.0, 2.0], stop="first")},
+    "by length": lambda own: batches(LengthBatchSampler([*range(1, 12)], max_tokens=22)),
+    "lazily from random": lambda own: {"sampler": Lazily("random")},
+    "lazily from numpy": lambda own: {"sampler": Lazily("numpy")},
+    "lazily from torch": lambda own: {"sampler": Lazily("torch")},
+    "lazily from all": lambda own: {"sampler": Lazily("torch", "random", "numpy", at_end=True)},
+    "lazily, beside a generator": lambda own: {"sampler": Lazily("torch", "random"), "generator": own},
+    "lazily in batches": lambda own: batches(LazyBatches("random", "torch")),
+    "eagerly from random": lambda own: {"sampler": Eagerly("random")},
+    "its state has its generator": lambda own: {"sampler": Telling(own)},
+}
+
+
+class Trainer:
+    """A program with its generators, of which the loader's own is one; as fresh as a new process."""
+
+    def __init__(self, sampler: str, seed: int) -> None:
+        generators.seed_all(seed)
+        self.own = torch.Generator().manual_seed(seed)
+        self.options = {"batch_size": BATCH, **SAMPLERS[sampler](self.own)}
+        self.runs = Runs()
+
+    def settings(self) -> Settings:
+        return DataLoader(range(100), **self.options)._settings()
+
+    def begin(self, state: Any = None, *, inline: bool) -> RunStart:
+        """Begin a run as iterators do: those with workers iterate twice, and draw the base seed in between."""
+        settings = self.settings()
+
+        def construct() -> Drawn:
+            keys = iter(settings.index_sampler)
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=settings.generator))
+            return Drawn(keys, seed, None, 0)
+
+        if inline:
+            return begin(settings, state, self.runs, construct, inline=True)
+        made: list[Drawn] = []
+        return begin(
+            settings,
+            state,
+            self.runs,
+            lambda: made[0]._replace(keys=iter(settings.index_sampler)),
+            prepare=lambda: made.append(construct()),
+        )
+
+    def epoch(self, state: Any = None, *, inline: bool, draws: bool = False) -> tuple[Any, list[Any]]:
+        """Go through an epoch: the base seed, and the keys of batches; perhaps draw after each, as a model does."""
+        start = self.begin(state, inline=inline)
+        progress, keys = start.checkpointer.progress, []
+        for batch in start.plan:
+            keys.append(batch)
+            give(progress, progress.now.position)
+            if draws:
+                draw()
+        progress.is_over = True
+        return start.key, keys
+
+
+def draw() -> None:
+    random.random()
+    np.random.rand()
+    torch.rand(())
+
+
+def stopped(
+    sampler: str, done: int, ahead: int, *, inline: bool, draws: bool = False
+) -> tuple[Trainer, dict[str, Any]]:
+    """Go through an epoch, then begin the next one and stop there: with the sampler read so far ahead of batches."""
+    trainer = Trainer(sampler, 1)
+    trainer.epoch(inline=inline, draws=draws)
+    start = trainer.begin(inline=inline)
+    progress = start.checkpointer.progress
+    for _ in range(done + ahead):
+        next(start.plan, None)
+    for seq in range(done):
+        give(progress, seq)
+        if draws:
+            draw()
+    return trainer, json.loads(json.dumps(start.checkpointer.state_dict()))
+
+
+WAYS = [(True, False), (False, True), (True, True), (False, False)]
+"""Without workers, or with some: the run that is saved, and the one that is resumed."""
+
+
+CASES = [
+    *[(how, sampler) for how in ("restored", "not restored", "in place") for sampler in SAMPLERS],
+    *[("in part", sampler) for sampler in SAMPLERS if "lazily" in sampler],
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("how", "sampler"), CASES)
+def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(sampler: str, how: str) -> None:
+    """The rest of the epoch, and the one after it: from each batch, with the sampler read ahead by whatever number."""
+    for was_inline, is_inline in WAYS[2:] if how == "in place" else WAYS[: 4 if how == "restored" else 2]:
+        whole = Trainer(sampler, 1)
+        whole.epoch(inline=was_inline)
+        seeds, keys = whole.epoch(inline=was_inline)
+        following = whole.epoch(inline=was_inline)
+        for done in range(len(keys) + 1):
+            for ahead in {done % 2, len(keys) - done + 1}:  # the end of the sampler is one more answer
+                trainer, state = stopped(sampler, done, ahead, inline=was_inline)
+                saved = generators.save(trainer.own)
+                if how != "in place":
+                    trainer = Trainer(sampler, 2)
+                if how == "restored":
+                    generators.restore(saved, trainer.own)
+                elif how == "in part":
+                    torch.set_rng_state(saved[2])
+                where = f"{done} done, {ahead} ahead, inline {was_inline} -> {is_inline}"
+                assert trainer.epoch(state, inline=is_inline) == (seeds, keys[done:]), where
+                assert trainer.epoch(inline=is_inline) == following, where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if "lazily" not in name and "the global" not in name])
+def test_what_the_trainer_draws_beside_the_loader_is_accounted_for(sampler: str) -> None:
+    """Where the sampler draws at the beginning, and the generators are restored: then the next epoch is the same."""
+    for was_inline, is_inline in WAYS:
+        whole = Trainer(sampler, 1)
+        whole.epoch(inline=was_inline, draws=True)
+        seeds, keys = whole.epoch(inline=was_inline, draws=True)
+        following = whole.epoch(inline=was_inline, draws=True)
+        for done in range(1, len(keys) + 1):
+            for ahead in {0, len(keys) - done + 1}:
+                trainer, state = stopped(sampler, done, ahead, inline=was_inline, draws=True)
+                saved = generators.save(trainer.own)
+                trainer = Trainer(sampler, 2)
+                generators.restore(saved, trainer.own)
+                where = f"{done} done, {ahead} ahead, inline {was_inline} -> {is_inline}"
+                assert trainer.epoch(state, inline=is_inline, draws=True) == (seeds, keys[done:]), where
+                assert trainer.epoch(inline=is_inline, draws=True) == following, where
+
+
+def test_a_state_that_is_taken_while_the_sampler_draws() -> None:
+    """In a handler of a signal: generators are between two batches, where no sampler that is read again leaves them."""
+    sampler = "lazily from random"
+    whole = Trainer(sampler, 1)
+    seeds, keys = whole.epoch(inline=False)
+    for number in range(LENGTH):
+        trainer = Trainer(sampler, 1)
+        taken: list[Any] = []
+        lazily = trainer.options["sampler"]
+        drawing = lazily.draw
+
+        def interrupted(index: int) -> int:
+            drawn = drawing(index)  # noqa: B023
+            if index == number:  # noqa: B023
+                taken.append((start.checkpointer.state_dict(), generators.save(trainer.own)))  # noqa: B023
+            return drawn
+
+        lazily.draw = interrupted
+        start = trainer.begin(inline=False)
+        for seq in range(2):
+            next(start.plan)
+            give(start.checkpointer.progress, seq)
+        list(start.plan)
+        ((state, saved),) = taken
+        resumed = Trainer(sampler, 2)
+        generators.restore(saved, resumed.own)
+        assert resumed.epoch(state, inline=False) == (seeds, keys[state["position"] :])
+
+
+def test_a_state_of_an_earlier_version_goes_on_with_the_same_samples(caplog: pytest.LogCaptureFixture) -> None:
+    """It did not say how often the sampler had been asked; the log says what that costs."""
+    whole = Trainer("replacement", 1)
+    whole.epoch(inline=False)
+    seeds, keys = whole.epoch(inline=False)
+    trainer, state = stopped("replacement", 1, 2, inline=False)
+    del state["asked"]
+    check(state, trainer.settings())
+    resumed = Trainer("replacement", 2)
+    generators.restore(generators.save(trainer.own), resumed.own)
+    assert resumed.epoch(state, inline=False) == (seeds, keys[1:])
+    assert "The state is of an earlier version of asyncloader" in caplog.text
+
+
+class KeepsOut(Sampler[int]):
+    """Draws wherever a sampler can, and notes whether `sample_seed` blocks of other threads could come in between."""
+
+    def __init__(self) -> None:
+        self.unguarded: set[str] = set()
+
+    def _draw(self, where: str) -> int:
+        if not turns._turn.going_on():
+            self.unguarded.add(where)
+        return int(torch.randint(LENGTH, ()))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        first = self._draw("__iter__")
+        return ((self._draw("__next__") + first + number) % LENGTH for number in range(LENGTH))
+
+
+class KeepsOutWithState(KeepsOut):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self._draw("state_dict")}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._draw("load_state_dict")
+
+
+@pytest.mark.parametrize("sampler", [KeepsOut, KeepsOutWithState])
+@pytest.mark.parametrize("how", ["sampler", "batch sampler", "no batches"])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "worker_backend": "thread"}], ids=["here", "a thread"])
+def test_no_block_of_a_sample_comes_in_where_a_sampler_may_draw(
+    sampler: type[KeepsOut], how: str, workers: dict[str, Any]
+) -> None:
+    """A block puts the generators back at its end: what the sampler has drawn meanwhile would be undone."""
+    made = sampler()
+    options: dict[str, Any] = {"sampler": made, "batch_size": BATCH}
+    if how == "batch sampler":
+        options = {"batch_sampler": BatchSampler(made, BATCH, drop_last=False)}
+    elif how == "no batches":
+        options["batch_size"] = None
+    loader: DataLoader[int] = DataLoader(range(LENGTH), **options, **workers)  # type: ignore[arg-type]
+    for taken in range(5):
+        iterator = iter(loader)
+        for _ in range(taken):
+            next(iterator, None)
+        loader.load_state_dict(loader.state_dict())
+    list(loader)
+    loader.load_state_dict(loader.state_dict())
+    list(loader)
+    loader.close()
+    assert made.unguarded == set()

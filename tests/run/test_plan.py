@@ -1,0 +1,213 @@
+"""What is read of samplers: torch's batches, from any place, with the states that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from asyncloader import DataLoader, LoaderClosedError
+from asyncloader.engine.actions import VOID
+from asyncloader.engine.progress import Progress
+from asyncloader.messages.snapshot import Pace
+from asyncloader.run.plan import Plan, is_drawn_from, samplers_within
+from tests.run.giving import give
+
+
+class Counting:
+    """A sampler whose iterator is itself, and tells where it is."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.at = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.length:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def plan_of(sampler: Any, progress: Progress | None = None) -> Plan:
+    """The plan over what torch's loader would iterate over."""
+    return Plan(sampler, iter(sampler), progress or Progress(), Pace())
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 6, 7])
+def test_batches_are_torchs(length: int, drop_last: bool) -> None:
+    """The short one at the end as well; and there is nothing after the end."""
+    sampler = BatchSampler(SequentialSampler(range(length)), 3, drop_last)
+    progress = Progress()
+    plan = plan_of(sampler, progress)
+    assert list(plan) == list(sampler)
+    assert next(plan, None) is None
+    assert progress.read == len(sampler)
+    assert progress.named_samples == sum(map(len, sampler))
+
+
+@pytest.mark.parametrize("batches", range(5))
+def test_a_plan_goes_on_in_the_middle(batches: int) -> None:
+    """What comes before is left out; behind the end there is nothing."""
+    sampler = BatchSampler(SequentialSampler(range(10)), 3, False)
+    plan = plan_of(sampler, Progress(batches))
+    plan.go_on(None, batches)
+    assert list(plan) == list(sampler)[batches:]
+
+
+def test_what_was_yielded_out_of_order_is_void() -> None:
+    """It keeps its place, and names no samples."""
+    progress = Progress(1, {2})
+    sampler = BatchSampler(SequentialSampler(range(8)), 2, False)
+    plan = plan_of(sampler, progress)
+    plan.go_on(None, 1)
+    assert [*plan] == [[2, 3], VOID, [6, 7]]
+    assert progress.named_samples == 4
+
+
+def test_states_are_those_after_a_batch() -> None:
+    """The last one that is not beyond what is done with, and how many batches were drawn since."""
+    progress = Progress()
+    plan = plan_of(BatchSampler(Counting(8), 2, False), progress)
+    for _ in range(3):
+        next(plan)
+    for position in range(3):
+        state, drawn, _ = progress.sampler_state()
+        if position:
+            assert state is not None
+            told = state.thaw()["sampler"] or state.thaw()["iterator"]
+            assert told["at"] == 2 * (position - drawn)
+        give(progress, position)
+
+
+def test_what_a_sampler_raises_is_raised_and_ends_the_plan() -> None:
+    """As torch's BatchSampler, a generator, would have it."""
+
+    class Failing(Counting):
+        def __next__(self) -> int:
+            if self.at == 3:
+                raise KeyError(self.at)
+            return super().__next__()
+
+    plan = plan_of(BatchSampler(Failing(8), 2, False))
+    assert next(plan) == [0, 1]
+    with pytest.raises(KeyError):
+        next(plan)
+    assert next(plan, None) is None
+
+
+class Interrupted(Counting):
+    """A sampler that a Ctrl-C hits, once, while it is read."""
+
+    def __next__(self) -> int:
+        if self.at == 3 and not hasattr(self, "hit"):
+            self.hit = True
+            raise KeyboardInterrupt
+        return super().__next__()
+
+
+class InterruptedGenerator(Interrupted):
+    """The same as a generator, which is finished then."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.length:
+            yield self.__next__()
+
+
+class InterruptedOnce:
+    """The same for a loader, which iterates over its sampler more than once."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.was_hit = False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.length):
+            if index == 20 and not self.was_hit:
+                self.was_hit = True
+                raise KeyboardInterrupt
+            yield index
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_an_interrupt_inside_a_generator_does_not_shorten_the_epoch(batch_size: int | None) -> None:
+    """It is finished then, and a batch that was begun lacks indices: the plan says so, each time."""
+    sampler = InterruptedGenerator(8)
+    plan = plan_of(sampler if batch_size is None else BatchSampler(sampler, batch_size, False))
+    with pytest.raises(KeyboardInterrupt):
+        list(plan)
+    for _ in range(2):
+        with pytest.raises(LoaderClosedError, match="KeyboardInterrupt was raised while the sampler was read"):
+            next(plan)
+
+
+def test_an_interrupt_inside_an_iterator_that_goes_on_loses_no_index() -> None:
+    """Neither of the batch that was begun."""
+    plan = plan_of(BatchSampler(Interrupted(8), 2, False))
+    assert next(plan) == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(plan)
+    assert list(plan) == [[2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="without workers"),
+        pytest.param({"num_workers": 2}, id="processes"),
+        pytest.param({"num_workers": 2, "worker_backend": "thread"}, id="threads"),
+        pytest.param({"num_workers": 1, "persistent_workers": True}, id="persistent"),
+    ],
+)
+def test_a_loader_whose_sampler_was_interrupted_goes_on_from_its_state(options: dict[str, Any]) -> None:
+    """What was read before comes first; then the error, whose advice gives all the rest."""
+    loader = DataLoader(range(40), 1, sampler=InterruptedOnce(40), **options)
+    iterator = iter(loader)
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        for batch in iterator:
+            seen += batch.tolist()
+    with pytest.raises(LoaderClosedError, match="load_state_dict"):
+        for batch in iterator:
+            seen += batch.tolist()
+    loader.load_state_dict(loader.state_dict())
+    for batch in loader:
+        seen += batch.tolist()
+    assert seen == [*range(40)]
+    loader.close()
+
+
+def test_an_iterator_that_was_drawn_from_is_read_on() -> None:
+    """Some libraries advance it before the run begins."""
+    sampler = BatchSampler(SequentialSampler(range(6)), 2, False)
+    iterator = iter(sampler)
+    assert not is_drawn_from(iterator)
+    next(iterator)
+    assert is_drawn_from(iterator)
+    assert list(Plan(sampler, iterator, Progress(), Pace())) == [[2, 3], [4, 5]]
+
+
+def test_samplers_within_are_found_once_from_the_outermost_on() -> None:
+    """However they refer to each other."""
+    inner = SequentialSampler(range(3))
+    outer = BatchSampler(inner, 2, False)
+    assert samplers_within(outer) == [outer, inner]
+    inner.sampler = outer  # type: ignore[attr-defined]
+    assert samplers_within(outer) == [outer, inner]

@@ -1,0 +1,84 @@
+"""How a run starts, without workers and without batches: what of the sampler is read, and which generators are set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import DataLoader
+from asyncloader.run.run_start import Drawn, RunStart, begin
+from asyncloader.run.runs import Runs
+from asyncloader.settings import Settings
+from tests.run.giving import give
+
+
+def started(settings: Settings, state: dict[str, Any] | None = None, runs: Runs | None = None) -> RunStart:
+    """Start as an iterator without workers does: the base seed is drawn before the order."""
+
+    def iterate() -> Drawn:
+        keys = iter(settings.index_sampler)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=settings.generator).item())
+        return Drawn(keys, seed, None)
+
+    return begin(settings, state, runs or Runs(), iterate, inline=True)
+
+
+def settings_of(seed: int = 0, **options: Any) -> Settings:
+    """Settings of a shuffled loader of ten samples."""
+    generator = torch.Generator().manual_seed(seed)
+    loader = DataLoader(range(10), 2, shuffle=True, generator=generator, **options)  # type: ignore[arg-type]
+    return loader._settings()
+
+
+def take(start: RunStart, count: int) -> list[Any]:
+    """Read so many batches of keys, and be done with them."""
+    taken = []
+    for _ in range(count):
+        taken.append(next(start.plan))
+        give(start.checkpointer.progress, start.checkpointer.progress.now.position)
+    return taken
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_a_run_goes_on_from_any_batch(count: int) -> None:
+    """With what the sampler would have yielded next, the same seed and the same epoch."""
+    start = started(settings_of())
+    take(start, count)
+    state = start.checkpointer.state_dict()
+    rest = list(start.plan)
+    resumed = started(settings_of(seed=1), state)
+    assert list(resumed.plan) == rest
+    assert resumed.key == start.key
+    assert resumed.checkpointer.progress.now.position == count
+
+
+def test_epochs_are_counted() -> None:
+    """Each run is told to the loader's runs, and a state says which one it was."""
+    runs, settings = Runs(), settings_of()
+    starts = [started(settings, runs=runs) for _ in range(3)]
+    assert [start.key[1] for start in starts] == [0, 1, 2]
+    assert runs.begun == 3
+    assert runs.latest is starts[2].checkpointer
+    other = Runs()
+    assert started(settings_of(), starts[1].checkpointer.state_dict(), other).key[1] == 1
+    assert other.begun == 2
+
+
+def test_a_generator_that_the_trainer_has_restored_is_left_alone() -> None:
+    """What was drawn from it beside the loader is accounted for; otherwise it is where drawing the order leaves it."""
+    settings = settings_of()
+    assert settings.generator is not None
+    start = started(settings)
+    take(start, 2)
+    settings.generator.manual_seed(77)
+    state = start.checkpointer.state_dict()
+    restored = settings_of(seed=77)
+    resumed = started(restored, state)
+    assert restored.generator is not None
+    assert torch.equal(restored.generator.get_state(), torch.Generator().manual_seed(77).get_state())
+    rest = list(resumed.plan)
+    assert list(start.plan) == rest
+    assert torch.equal(restored.generator.get_state(), settings.generator.get_state())  # the sampler draws at its end
+    assert rest == list(started(settings_of(seed=5), state).plan)

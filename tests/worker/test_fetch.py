@@ -1,0 +1,78 @@
+"""Fetching samples: what torch's fetchers give, collation left aside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.utils.data._utils.fetch as torch_fetch
+from torch.utils.data import Dataset, IterableDataset
+
+from asyncloader.messages.failure import EndOfData
+from asyncloader.worker.fetch import make_fetcher
+
+
+class Plain(Dataset[int]):
+    """One sample at a time."""
+
+    def __getitem__(self, key: int) -> Any:
+        return key * 10
+
+
+class Batched(Plain):
+    """Several at once."""
+
+    def __getitems__(self, keys: list[int]) -> Any:
+        return ["together", *keys]
+
+
+class Unbatched(Plain):
+    """Says that it cannot."""
+
+    __getitems__ = None
+
+
+class Stream(IterableDataset[int]):
+    """Some numbers, and a note of how often it was asked for more."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.asked = 0
+
+    def __iter__(self) -> Any:
+        for number in range(self.length):
+            self.asked += 1
+            yield number
+        self.asked += 1
+
+
+@pytest.mark.parametrize("dataset", [Plain(), Batched(), Unbatched()], ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize(("auto_collation", "keys"), [(True, [3, 1, 2]), (True, []), (False, 7)])
+def test_map_style_as_torch(dataset: Any, auto_collation: bool, keys: Any) -> None:
+    """Sample by sample, together where the dataset can, or a single one."""
+    ours = make_fetcher(dataset, is_iterable=False, auto_collation=auto_collation, drop_last=False)
+    theirs = torch_fetch._MapDatasetFetcher(dataset, auto_collation, lambda samples: samples, False)
+    assert ours(keys) == theirs.fetch(keys)
+
+
+@pytest.mark.parametrize("length", [0, 4, 6, 7])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("auto_collation", [False, True])
+def test_iterable_as_torch(length: int, drop_last: bool, auto_collation: bool) -> None:
+    """Whole batches, a short last one or none, the end, and not one question more than torch asks."""
+    keys = [None] * 3 if auto_collation else None
+    datasets = Stream(length), Stream(length)
+    ours = make_fetcher(datasets[0], is_iterable=True, auto_collation=auto_collation, drop_last=drop_last)
+    fetcher = torch_fetch._IterableDatasetFetcher(datasets[1], auto_collation, lambda samples: samples, drop_last)
+
+    def results(fetch: Any) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(9):
+            try:
+                found.append(fetch(keys))
+            except (StopIteration, EndOfData):
+                found.append("end")
+        return found
+
+    assert results(ours) == results(fetcher.fetch)
+    assert datasets[0].asked == datasets[1].asked

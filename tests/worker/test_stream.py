@@ -1,0 +1,222 @@
+"""Streams without any I/O: what iterators say when they are dropped, and datasets that are taken through runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from asyncloader.engine.tracks import Track
+from asyncloader.messages.snapshot import Frozen, Keeper, Start
+from asyncloader.seeding.seeder import Seeder
+from asyncloader.worker.overlap import Job
+from asyncloader.worker.stream import Stream, relive
+
+# ------------------------------------------------------------------------------------------------------- what is told
+
+
+class Scripted:
+    """An async iterable that does one thing after the other, and ends when it is cancelled, or goes on."""
+
+    def __init__(self, script: list[str], stubborn: bool) -> None:
+        self.script = script
+        self.stubborn = stubborn
+        self.is_cancelled = False
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for number, step in enumerate(self.script):
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                if not self.stubborn:
+                    return
+            if step == "exit":
+                raise SystemExit
+            yield self.later(number, step)
+
+    async def later(self, number: int, step: str) -> int:
+        for _ in range(number % 3):
+            await asyncio.sleep(0)
+        if step == "exit later":
+            raise SystemExit
+        return number
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    script=st.lists(st.sampled_from(["sample", "sample", "sample", "exit", "exit later"]), max_size=8),
+    stubborn=st.booleans(),
+    concurrency=st.integers(1, 4),
+    batch_size=st.integers(1, 3),
+    drop_after=st.none() | st.integers(0, 25),
+)
+def test_an_end_is_told_of_data_that_have_ended(
+    script: list[str], stubborn: bool, concurrency: int, batch_size: int, drop_after: int | None
+) -> None:
+    """Not of an iterator that has raised what ends the worker, nor of one that was dropped; and after everything."""
+    finished: list[list[int]] = []
+    told: list[int] = []
+    over: list[str] = []
+
+    async def run() -> None:
+        def on_finished(job: Job) -> None:
+            assert not over
+            assert not told
+            if job.fatal is not None:
+                over.append("dying")
+                stream.drop()
+            else:
+                finished.append(job.samples)
+
+        def on_exhausted(seq: int) -> None:
+            assert not over
+            assert not told
+            told.append(seq)
+
+        stream = Stream(
+            Scripted(script, stubborn),
+            False,
+            on_exhausted,
+            lambda error: isinstance(error, SystemExit),
+            None,
+            None,
+            Seeder((0, 0, 0)),
+            True,
+            concurrency,
+            False,
+            on_finished,
+            over.append,
+        )
+        for seq in range(10):
+            stream.add(seq, [None] * batch_size)
+        for turn in range(60):
+            if turn == drop_after and not over:
+                over.append("dropped")
+                stream.drop()
+            await asyncio.sleep(0)
+        await stream.aclose()
+
+    asyncio.run(run())
+    if not over:
+        assert told == [len(finished)]
+        assert sorted(number for batch in finished for number in batch) == list(range(len(script)))
+    assert bool(told) <= ("exit" not in script and "exit later" not in script)
+
+
+# --------------------------------------------------------------------------------------------------------- other runs
+
+
+class CountsAtTheBeginning:
+    """Counts its runs when one begins, unless it has just been given a state."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.run, self.at = -1, 0
+        self.resumed = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.resumed:
+            self.run, self.at = self.run + 1, 0
+        self.resumed = False
+        while self.at < self.length:
+            self.at += 1
+            yield self.run * 100 + self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"run": self.run, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.run, self.at, self.resumed = state["run"], state["at"], True
+
+
+class CountsAtTheEnd(CountsAtTheBeginning):
+    """Counts them when one is over, however."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.run = 0
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            while self.at < self.length:
+                self.at += 1
+                yield self.run * 100 + self.at
+        finally:
+            self.run, self.at = self.run + 1, 0
+
+
+class Worker:
+    """Reads batches of a stream, one run after the other, with its state kept."""
+
+    def __init__(self, dataset: CountsAtTheBeginning, every: int, batch_size: int) -> None:
+        self.dataset = dataset
+        self.every = every
+        self.batch_size = batch_size
+
+    def begin(self, start: Start) -> None:
+        """Begin a run there."""
+        self.iterator: Any = None  # the one of the run before is closed
+        self.keeper = Keeper(self.dataset, self.every, start)
+        self.iterator = iter(self.dataset)
+        self.has_ended = self.keeper.attach(self.iterator)
+        for _ in range(self.keeper.gap()):
+            self.read()
+
+    def read(self) -> list[int]:
+        """Read a batch; none at the end of the data."""
+        batch = [] if self.has_ended else list(islice(self.iterator, self.batch_size))
+        self.has_ended = self.has_ended or len(batch) < self.batch_size
+        return batch
+
+    def make(self, track: Track, seq: int) -> list[int]:
+        """Read a batch, and note on the track where the worker is, as the session does."""
+        track.given(seq)
+        if batch := self.read():
+            snapshot = self.keeper.take(ended=self.has_ended)
+            track.answered(seq, None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot)
+        return batch
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from([CountsAtTheBeginning, CountsAtTheEnd]),
+    length=st.integers(0, 7),
+    every=st.integers(1, 4),
+    batch_size=st.integers(1, 3),
+    runs=st.lists(st.none() | st.integers(0, 4), max_size=4),
+    made=st.integers(0, 4),
+)
+def test_another_worker_goes_on_as_the_one_before(
+    kind: type[CountsAtTheBeginning], length: int, every: int, batch_size: int, runs: list[int | None], made: int
+) -> None:
+    """Through runs that were read to the end (None), or left after so many batches, and lost in the middle of one."""
+    survivor = Worker(kind(length), every, batch_size)
+    past: Any = ()
+    for left_after in runs:
+        track = Track(Start())
+        track.begin_after(past)
+        survivor.begin(Start())
+        seq = 0
+        while seq != left_after and survivor.make(track, seq):
+            seq += 1
+        past = track.past(ended=seq != left_after)
+    track = Track(Start())
+    track.begin_after(past)
+    survivor.begin(Start())
+    for seq in range(made):
+        survivor.make(track, seq)
+    successor = Worker(kind(length), every, batch_size)
+    with pytest.raises(StopIteration):
+        relive(successor.dataset, track.start.past).send(None)
+    successor.begin(track.start)
+    for _ in range(3):  # this run, and two more
+        while batch := survivor.read():
+            assert successor.read() == batch
+        assert not successor.read()
+        survivor.begin(Start())
+        successor.begin(Start())
