@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.protocols import RemoteWorkers
-from asyncloader.settings import Settings, WorkerBackend
+from asyncloader.options import Options, WorkerBackend
 
 
 def places(worker_backend: WorkerBackend | RemoteWorkers) -> tuple[WorkerBackend, RemoteWorkers | None]:
@@ -18,32 +18,32 @@ def places(worker_backend: WorkerBackend | RemoteWorkers) -> tuple[WorkerBackend
     return "process", RayWorkers()
 
 
-def checked(settings: Settings) -> Settings:
-    """Return the settings, if workers on other machines can do what they say.
+def checked(options: Options) -> Options:
+    """Return the options, if workers on other machines can do what they say.
 
     Raises:
         ConfigurationError: if not; it says why.
     """
-    if settings.remote is None:
-        return settings
-    if not hasattr(settings.remote, "launcher"):
+    if options.remote is None:
+        return options
+    if not hasattr(options.remote, "launcher"):
         raise ConfigurationError(
-            f'worker_backend should be "process", "thread", "ray" or RayWorkers(...), but got {settings.remote!r}'
+            f'worker_backend should be "process", "thread", "ray" or RayWorkers(...), but got {options.remote!r}'
         )
-    if settings.worker_backend == "thread" and settings.num_workers:
+    if options.worker_backend == "thread" and options.num_workers:
         raise ConfigurationError("workers on other machines go together with local processes, not with threads")
-    if (factor := settings.prefetch_factor) is not None and factor < 1:
+    if (factor := options.prefetch_factor) is not None and factor < 1:
         raise ConfigurationError(f"prefetch_factor should be an integer of at least 1, but got {factor!r}")
-    if settings.is_auto and settings.remote.num_workers is not None:
+    if options.is_auto and options.remote.num_workers is not None:
         raise ConfigurationError(
             'with num_workers="auto" the number of workers on other machines looks after itself too: give '
             "RayWorkers(max_workers=...) for the most, or how many there are to be on this machine (0 for none)"
         )
-    if settings.scheduling == "split":
+    if options.scheduling == "split":
         raise ConfigurationError('scheduling="split" is for workers of this machine alone, not beside those on others')
-    if (why := settings.why_workers_stay) and settings.remote.num_workers is None:
+    if (why := options.why_workers_stay) and options.remote.num_workers is None:
         raise ConfigurationError(
             f"say how many workers there are to be on other machines, RayWorkers(num_workers=...): they cannot come "
             f"and go as there is room for them, since {why}"
         )
-    return settings
+    return options

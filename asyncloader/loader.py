@@ -28,7 +28,7 @@ from asyncloader.run.in_step import enrol, in_step
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.runs import Runs
 from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
-from asyncloader.settings import (
+from asyncloader.options import (
     ASKED,
     MAX_BUFFERED_BYTES,
     AutoWorkers,
@@ -38,7 +38,7 @@ from asyncloader.settings import (
     OnTimeout,
     Scheduling,
     Seeding,
-    Settings,
+    Options,
     WorkerBackend,
     first_workers,
     implied_by,
@@ -201,7 +201,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
         self._newest, self._runs = _nothing, enrol(Runs(), equal_steps)
-        self._settings()
+        self._options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
@@ -213,7 +213,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if "__init__" in vars(cls):
             name_options(cls.__dict__["__init__"], OPTIONS)
 
-    def _settings(self, last: Settings | None = None) -> Settings:
+    def _options(self, last: Options | None = None) -> Options:
         """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED if name != "remote"}
         options["worker_backend"], options["remote"] = elsewhere.places(self.worker_backend)
@@ -222,7 +222,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             options["seeding"] = implied_by(self.scheduling)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
             return last
-        return elsewhere.checked(Settings(**options))
+        return elsewhere.checked(Options(**options))
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""
@@ -267,9 +267,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not iterator.is_usable:
             self._iterator = None
             return None
-        if not (settings := self._settings(iterator.asked)).has_workers:
+        if not (options := self._options(iterator.asked)).has_workers:
             return None
-        iterator.begin_next(self, settings)
+        iterator.begin_next(self, options)
         return cast("WorkerIterator[T_co]", iterator)
 
     def _get_iterator(self) -> Any:
@@ -278,19 +278,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _make_iterator(self, *, wait_for_start: bool) -> Any:
         iterator: Any
         inline_iterator, worker_iterator = _import_iterators()
-        settings, runs = self._settings(), self._runs
+        options, runs = self._options(), self._runs
         if (state := runs.loaded) is not None:
-            check(state, settings)
-        if not settings.has_workers and not settings.overlaps:
-            if settings.timeout:
+            check(state, options)
+        if not options.has_workers and not options.overlaps:
+            if options.timeout:
                 raise AssertionError(  # as torch's loader, whose words do not say what to do
-                    f"timeout={settings.timeout:g} is for workers, and with num_workers=0 there are none, so nobody "
+                    f"timeout={options.timeout:g} is for workers, and with num_workers=0 there are none, so nobody "
                     "could stop waiting for what hangs. Use num_workers=1, or timeout=0"
                 )
-            iterator = inline_iterator(self, settings, runs, state)
+            iterator = inline_iterator(self, options, runs, state)
         else:
             self.check_worker_number_rationality()
-            iterator = worker_iterator(self, settings, runs, wait_for_start=wait_for_start, state=state)
+            iterator = worker_iterator(self, options, runs, wait_for_start=wait_for_start, state=state)
         runs.loaded = None
         self._newest = weakref.ref(iterator)
         return iterator
@@ -341,7 +341,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ConfigurationError: if the number cannot change; it says why.
         """
-        self._settings().check_num_workers(num_workers)
+        self._options().check_num_workers(num_workers)
         self.num_workers, self.max_workers = num_workers, None
         self._runs.number_is_set()
         if (iterator := self._newest()) is not None:
@@ -363,7 +363,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Returns:
             Plain data, which goes through JSON if the states of your own objects do. It never changes afterwards.
         """
-        return self._runs.state_dict(self._settings)
+        return self._runs.state_dict(self._options)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.
@@ -374,10 +374,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             StateMismatchError: if it was taken of something else; it says what differs.
         """
-        self._runs.load(state, self._settings())
+        self._runs.load(state, self._options())
         self._iterator = None
         if isinstance(self.num_workers, AutoWorkers) and (found := state.get("num_workers")):
-            self.num_workers = AutoWorkers(min(found, self._settings().most_waiting))
+            self.num_workers = AutoWorkers(min(found, self._options().most_waiting))
 
     def save_state(self, path: str | PathLike[str]) -> None:
         """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""

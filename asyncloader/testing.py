@@ -23,7 +23,7 @@ from asyncloader.comparison import CannotCompareError, difference, told_apart
 from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import DataLoader
 from asyncloader.protocols import is_async
-from asyncloader.settings import Scheduling, WorkerBackend
+from asyncloader.options import Scheduling, WorkerBackend
 
 __all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.machine import usable_cores
-from asyncloader.settings import AutoWorkers
+from asyncloader.options import AutoWorkers
 from tests.test_num_workers import Stream
 
 pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
@@ -96,12 +96,12 @@ def test_the_number_is_an_int_that_remembers() -> None:
     assert isinstance(loader.num_workers, int)
     assert json.dumps(loader.num_workers) == "2"
     anew: Any = DataLoader(Drawing(), num_workers=loader.num_workers, max_workers=loader.max_workers)
-    assert anew._settings().is_auto
+    assert anew._options().is_auto
     for made in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
-        assert made._settings().is_auto
+        assert made._options().is_auto
         assert made.max_workers == 5
     loader.set_num_workers(3)
-    assert (loader.num_workers, loader._settings().is_auto) == (3, False)
+    assert (loader.num_workers, loader._options().is_auto) == (3, False)
 
 
 @pytest.mark.covering(1)
@@ -134,7 +134,7 @@ def test_an_iterator_that_goes_back_has_as_many_as_were_found(
     """As the state says, or as there are where that says nothing; and loader and states agree."""
     whims = Whims([4])
     monkeypatch.setattr("asyncloader.run.workplace.Controller", lambda *args, **kwargs: whims)
-    monkeypatch.setattr("asyncloader.settings.cores_of_rank", lambda: 8)
+    monkeypatch.setattr("asyncloader.options.cores_of_rank", lambda: 8)
     loader: Any = DataLoader(Drawing(), 2, num_workers="auto", persistent_workers=persistent)
     iterator = iter(loader)
     seen = [next(iterator)[0].tolist() for _ in range(20)]
@@ -234,12 +234,12 @@ def test_how_many_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     cores = usable_cores()
-    settings = DataLoader(Drawing(), num_workers="auto")._settings()
+    settings = DataLoader(Drawing(), num_workers="auto")._options()
     assert (settings.most_computing, settings.most_waiting) == (cores, 4 * cores)
-    settings = DataLoader(Drawing(), num_workers="auto", max_workers=1)._settings()
+    settings = DataLoader(Drawing(), num_workers="auto", max_workers=1)._options()
     assert (settings.num_workers, settings.most_computing, settings.most_waiting) == (1, 1, 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(8 * cores))
-    settings = DataLoader(Drawing(), num_workers="auto")._settings()
+    settings = DataLoader(Drawing(), num_workers="auto")._options()
     assert (settings.most_computing, settings.most_waiting) == (1, 4)
 
 

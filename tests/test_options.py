@@ -9,7 +9,7 @@ from typing import Any
 from asyncloader import DataLoader
 from asyncloader.loader import OPTIONS
 from asyncloader.messages.messages import WorkerSpec
-from asyncloader.settings import _OF_WORKERS, ASKED, Settings
+from asyncloader.options import _OF_WORKERS, ASKED, Options
 
 OF_TORCH_ALONE = {"self", "shuffle", "pin_memory", "pin_memory_device"}
 """What torch's own code deals with."""
@@ -29,13 +29,13 @@ def test_the_record_is_made_of_the_attributes_of_the_loader() -> None:
     for name, parameter in OPTIONS.items():
         assert getattr(loader, name) == parameter.default
     loader.max_retries, loader.timeout = 7, 3.0
-    settings = loader._settings()
+    settings = loader._options()
     assert (settings.max_retries, settings.timeout) == (7, 3.0)
-    assert loader._settings(settings) is settings
+    assert loader._options(settings) is settings
 
 
 def test_workers_see_part_of_the_record_under_its_names() -> None:
     """Beside what belongs to one iterator."""
     own = {"dataset", "worker_init_fn", "base_seed", "modes", "origin", "epochs"}
     for each in fields(WorkerSpec):
-        assert each.name in own or hasattr(Settings, each.name), each.name
+        assert each.name in own or hasattr(Options, each.name), each.name

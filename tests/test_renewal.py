@@ -294,7 +294,7 @@ def test_one_that_is_to_leave_or_stay_while_its_successor_waits(tmp_path: Path, 
 def test_one_that_hangs_while_its_successor_waits(tmp_path: Path, patient_stacks: None) -> None:
     """It is killed, and the successor does what it had."""
     renewed = Renewed(tmp_path, 1, timeout=60, on_timeout="retry", max_retries=50)
-    renewed.iterator._settings = dataclasses.replace(renewed.iterator._settings, timeout=0.3)
+    renewed.iterator._options = dataclasses.replace(renewed.iterator._options, timeout=0.3)
     hung = renewed.session.pool.processes[0]
     asked = asyncio.run(_take(renewed, hung))
     assert asked == WANTED
@@ -454,7 +454,7 @@ def test_where_workers_cannot_be_renewed(dataset: Any, options: Any, why: str, n
 
 def test_where_nobody_tells_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other option is named."""
-    monkeypatch.setattr("asyncloader.settings.private_bytes", lambda: None)
+    monkeypatch.setattr("asyncloader.options.private_bytes", lambda: None)
     with pytest.raises(ConfigurationError, match=r"max_worker_memory cannot be kept here: .*max_tasks_per_child"):
         DataLoader(Drawing(), num_workers=1, max_worker_memory=1 << 30)
     DataLoader(Drawing(), num_workers=1, max_tasks_per_child=5)

@@ -23,7 +23,7 @@ from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
 from asyncloader.machine import available_bytes, private_bytes, rooms, usable_cores
 from asyncloader.ray import RayWorkers
-from asyncloader.settings import AutoWorkers
+from asyncloader.options import AutoWorkers
 
 _FEW_DESCRIPTORS = 1024
 _FEW_BYTES = 1 << 30
@@ -172,18 +172,18 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def _most_workers(loader: torch.utils.data.DataLoader[Any]) -> int:
     """Return how many workers there may come to be."""
     is_auto = isinstance(loader, DataLoader) and isinstance(loader.num_workers, AutoWorkers)
-    return loader._settings().most_waiting if is_auto else loader.num_workers  # type: ignore[attr-defined]
+    return loader._options().most_waiting if is_auto else loader.num_workers  # type: ignore[attr-defined]
 
 
 def crew(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
     """How many workers there may be, where that looks after itself, and what they may take, where that is bound."""
     if not isinstance(loader, DataLoader):
         return
-    settings = loader._settings()
-    if settings.is_auto:
-        most = f"up to {settings.most_computing} that compute, {settings.most_waiting} that mostly wait"
-        yield Finding("num_workers", f'"auto": {settings.num_workers} to begin with, {most}')
-    if (bound := settings.max_worker_memory) is not None:
+    options = loader._options()
+    if options.is_auto:
+        most = f"up to {options.most_computing} that compute, {options.most_waiting} that mostly wait"
+        yield Finding("num_workers", f'"auto": {options.num_workers} to begin with, {most}')
+    if (bound := options.max_worker_memory) is not None:
         total, left = bound * _most_workers(loader), available_bytes()
         found = f"{bound / 2**30:.2g} GiB in each, {total / 2**30:.2g} GiB in all workers"
         advice = f"{left / 2**30:.2g} GiB are left: at most {left / 2**30 / _most_workers(loader):.1g} for each."
@@ -205,7 +205,7 @@ def copies(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
 
 def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = None) -> bool:
     """Look at everything, and at what a loader's dataset holds; print it; whether nothing is bad."""
-    remote = loader._settings().remote if isinstance(loader, DataLoader) else None
+    remote = loader._options().remote if isinstance(loader, DataLoader) else None
     findings = list(_look(report, remote if isinstance(remote, RayWorkers) else None))
     if loader is not None:
         findings += crew(loader)

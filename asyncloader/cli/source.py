@@ -14,7 +14,7 @@ import torch.utils.data
 
 from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import OPTIONS, DataLoader
-from asyncloader.settings import AutoWorkers
+from asyncloader.options import AutoWorkers
 
 _TORCH = (
     "num_workers",

@@ -9,7 +9,7 @@ from asyncloader.engine.progress import Progress
 from asyncloader.errors import describe_keys
 from asyncloader.messages.failure import BadSample
 from asyncloader.observe.faults import Faults
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 
@@ -25,15 +25,15 @@ class ErrorLimit:
     of 1000 where they are fewer.
 
     Args:
-        settings: With the limit.
+        options: With the limit.
         progress: Where the run begins, and how many samples of the epoch had raised before.
         faults: Of the run.
     """
 
-    def __init__(self, settings: Settings, progress: Progress, faults: Faults) -> None:
-        self._limit = settings.max_errors
-        self._num_samples = settings.num_samples() if isinstance(self._limit, float) else None
-        self._planned_before = progress.now.position * (settings.batch_size or 1)
+    def __init__(self, options: Options, progress: Progress, faults: Faults) -> None:
+        self._limit = options.max_errors
+        self._num_samples = options.num_samples() if isinstance(self._limit, float) else None
+        self._planned_before = progress.now.position * (options.batch_size or 1)
         self._bad_before = progress.now.bad_count
         self._progress = progress
         self.faults = faults

@@ -22,7 +22,7 @@ from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Postpone, R
 from asyncloader.engine.tracks import Progressing
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
 from asyncloader.messages.snapshot import Start
-from asyncloader.settings import OnTimeout
+from asyncloader.options import OnTimeout
 
 log = logging.getLogger("asyncloader")
 

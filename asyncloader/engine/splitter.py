@@ -28,7 +28,7 @@ from asyncloader.messages.failure import BadSample
 from asyncloader.messages.messages import Slice
 from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
 from asyncloader.observe.faults import Faults
-from asyncloader.settings import OnError
+from asyncloader.options import OnError
 from asyncloader.transport.batch_slabs import BatchSlabs
 from asyncloader.transport.join import Columns, columns_of
 

@@ -39,7 +39,7 @@ from asyncloader.messages.origin import Origin
 from asyncloader.messages.snapshot import Start
 from asyncloader.observe.record import Record as Record
 from asyncloader.seeding.sample_context import Placed
-from asyncloader.settings import OnError
+from asyncloader.options import OnError
 
 HEADER = struct.Struct("<QB7x")
 MAX_FRAME_BYTES = 1 << 40
@@ -166,7 +166,7 @@ class EpochSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker works with: the part of the settings that it needs, under the names that they have there.
+    """What a worker works with: the part of the options that it needs, under the names that they have there.
 
     Inherited under fork, pickled once for all workers otherwise.
 

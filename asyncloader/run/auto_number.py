@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncloader.settings import AutoWorkers, Settings
+from asyncloader.options import AutoWorkers, Options
 
 
 def note(loader: Any, num_workers: int) -> None:
@@ -13,12 +13,12 @@ def note(loader: Any, num_workers: int) -> None:
         loader.num_workers = AutoWorkers(num_workers)
 
 
-def found(state: dict[str, Any], settings: Settings, now: int) -> AutoWorkers:
+def found(state: dict[str, Any], options: Options, now: int) -> AutoWorkers:
     """Return with how many workers a run goes on from a state: with what it had come to, as far as that may be here.
 
     Args:
         state: It says nothing of a number that was fixed.
-        settings: Of the loader.
+        options: Of the loader.
         now: How many there are.
     """
-    return AutoWorkers(min(state.get("num_workers") or now, settings.most_waiting))
+    return AutoWorkers(min(state.get("num_workers") or now, options.most_waiting))

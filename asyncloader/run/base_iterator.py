@@ -31,7 +31,7 @@ from asyncloader.run.checkpoint import Checkpointer, check
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 from asyncloader.worker.data_pipes import shard
 
 T_co = TypeVar("T_co", covariant=True)
@@ -83,7 +83,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     Args:
         loader: For torch's constructor, and nothing else.
-        settings: What is iterated over, and how.
+        options: What is iterated over, and how.
         runs: Of the loader, which is told of this one.
     """
 
@@ -92,12 +92,12 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     _meter: Meter
     _checkpointer: Checkpointer
 
-    def __init__(self, loader: DataLoader[T_co], settings: Settings, runs: Runs) -> None:
+    def __init__(self, loader: DataLoader[T_co], options: Options, runs: Runs) -> None:
         self._loader = weakref.ref(loader)
-        self._settings = settings
+        self._options = options
         self._runs = runs
         self._seeding = SeedingEpochs()
-        if settings.seeds_here:
+        if options.seeds_here:
             self._seeding.end_with(self)
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
@@ -119,9 +119,9 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             iterate()
             return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed, self._num_yielded)
 
-        start = begin(self._settings, state, self._runs, draw, prepare=prepare, inline=inline, last=last)
+        start = begin(self._options, state, self._runs, draw, prepare=prepare, inline=inline, last=last)
         self._checkpointer = start.checkpointer
-        if self._settings.seeds_here:
+        if self._options.seeds_here:
             self._seeding.begin(start.key)
         self._base_seed = start.checkpointer.base_seed
         self._shared_seed = start.checkpointer.shared_seed
@@ -131,38 +131,38 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def _worker_spec(self) -> WorkerSpec:
         """Return what batches are made with."""
-        settings = self._settings
+        options = self._options
         own: dict[str, Any] = {
             "dataset": self._dataset,
             "worker_init_fn": self._init_fn(),
             "base_seed": int(self._base_seed),
             "modes": self._modes(),
-            "origin": Origin.of_this_thread() if settings.has_workers or settings.overlaps else None,
+            "origin": Origin.of_this_thread() if options.has_workers or options.overlaps else None,
             "epochs": self._epochs(),
         }
-        shared = {each.name: getattr(settings, each.name) for each in fields(WorkerSpec) if each.name not in own}
+        shared = {each.name: getattr(options, each.name) for each in fields(WorkerSpec) if each.name not in own}
         return WorkerSpec(**shared, **own)
 
     def _epochs(self) -> tuple[Told, ...]:
         """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
-        return self._runs.heard(self._dataset) if self._settings.has_workers else ()
+        return self._runs.heard(self._dataset) if self._options.has_workers else ()
 
     def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""
-        settings = self._settings
-        if not settings.has_workers:
+        options = self._options
+        if not options.has_workers:
             return None
-        is_forked = settings.worker_backend == "thread" or settings.start_context.get_start_method() == "fork"
+        is_forked = options.worker_backend == "thread" or options.start_context.get_start_method() == "fork"
         return Modes.of_this_thread() if is_forked else None
 
     def _init_fn(self) -> Any:
         """Return the user's function, with torch's sharding of data pipes before it."""
-        settings = self._settings
-        if not settings.has_workers:
+        options = self._options
+        if not options.has_workers:
             return None
         if not isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            return settings.worker_init_fn
-        return partial(shard, settings.worker_init_fn, self._world_size, self._rank)
+            return options.worker_init_fn
+        return partial(shard, options.worker_init_fn, self._world_size, self._rank)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Do nothing: batches are made without workers, as long as this iterator is there."""
@@ -185,8 +185,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         loader = self._loader()
         if loader is None:
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
-        check(state, self._settings)
-        self._runs.note_epochs(self._settings)
+        check(state, self._options)
+        self._runs.note_epochs(self._options)
         self._begin_anew(loader, copy.deepcopy(state))
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:

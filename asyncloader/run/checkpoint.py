@@ -47,7 +47,7 @@ from asyncloader.messages.snapshot import Start, as_plain, dataset_here, from_pl
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.plan import is_elastic, own_state, samplers_within
 from asyncloader.run.rng_snapshot import RNGSnapshot
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 
@@ -84,7 +84,7 @@ _DIVISION = ("batch_size", "num_replicas", "rank")
 """What of samplers says which samples batch n has."""
 
 
-def check(state: dict[str, Any], settings: Settings) -> None:
+def check(state: dict[str, Any], options: Options) -> None:
     """See whether a state fits what is to be iterated over.
 
     Raises:
@@ -97,13 +97,13 @@ def check(state: dict[str, Any], settings: Settings) -> None:
     if missing := keys - state.keys():
         advice = f"It is not all that a loader had given: without {', '.join(sorted(missing))}."
         raise StateMismatchError("keys", sorted(state), sorted(keys), advice)
-    _same("kind", state["kind"], _kind(settings))
-    saved, here = dict(state["fits"]), describe(settings)
+    _same("kind", state["kind"], _kind(options))
+    saved, here = dict(state["fits"]), describe(options)
     is_between = is_between_runs(state)
     saved["generators"] = len(json.loads(state["draws"]))
-    here["generators"] = len(RNGSnapshot(settings.generator, samplers_within(settings.index_sampler)))
+    here["generators"] = len(RNGSnapshot(options.generator, samplers_within(options.index_sampler)))
     if state["workers"] is not None and not is_between:
-        saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), settings.num_places
+        saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), options.num_places
     free = {"samplers", "datasets"}  # which are compared one by one
     free |= set() if state["ahead"] else {"division"}
     saved_ranks, ranks = saved.get("num_replicas"), here["num_replicas"]
@@ -122,26 +122,26 @@ def _check_each(name: str, saved: list[dict[str, Any]], here: list[dict[str, Any
         identity.check(one, other, free=free)
 
 
-def describe(settings: Settings) -> dict[str, Any]:
+def describe(options: Options) -> dict[str, Any]:
     """Return what must be the same for a state to mean the same batches, as plain data."""
-    samplers = samplers_within(settings.index_sampler)
+    samplers = samplers_within(options.index_sampler)
     elastic = any(map(is_elastic, samplers))
     divided = next((sampler for sampler in samplers if _is_divided(sampler)), None)
     return {
-        "dataset_length": None if settings.is_iterable else _length(settings.dataset),
-        "batch_size": None if elastic else settings.batch_size,
-        "drop_last": settings.drop_last,
-        "seeding": None if settings.is_iterable else settings.seeding,
+        "dataset_length": None if options.is_iterable else _length(options.dataset),
+        "batch_size": None if elastic else options.batch_size,
+        "drop_last": options.drop_last,
+        "seeding": None if options.is_iterable else options.seeding,
         "sampler": "(".join(type(sampler).__name__ for sampler in samplers) + ")" * (len(samplers) - 1),
-        "samples": None if elastic or settings.is_iterable else _length(settings.sampler),
+        "samples": None if elastic or options.is_iterable else _length(options.sampler),
         "num_replicas": None if elastic or divided is None else divided.num_replicas,
         "rank": None if elastic or divided is None else divided.rank,
         # Not which one: the states of ranks are alike, and many trainers save that of the first for all.
-        "seeding_rank": None if settings.seeding_rank is None else "given",
+        "seeding_rank": None if options.seeding_rank is None else "given",
         "division": [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers],
-        "dataset_state": not settings.is_iterable and settings.snapshot_every > 0 and is_stateful(settings.dataset),
+        "dataset_state": not options.is_iterable and options.snapshot_every > 0 and is_stateful(options.dataset),
         "samplers": json.dumps([_identity(sampler, elastic) for sampler in samplers], default=identity.plain),
-        "datasets": json.dumps([known for one in members(settings.dataset) if len(known := identity.of(one)) > 1]),
+        "datasets": json.dumps([known for one in members(options.dataset) if len(known := identity.of(one)) > 1]),
     }
 
 
@@ -158,8 +158,8 @@ def is_between_runs(state: dict[str, Any]) -> bool:
     return state["finished"] or state["base_seed"] is None
 
 
-def _kind(settings: Settings) -> str:
-    return "iterable" if settings.is_iterable else "map"
+def _kind(options: Options) -> str:
+    return "iterable" if options.is_iterable else "map"
 
 
 def _is_divided(sampler: Any) -> bool:
@@ -188,7 +188,7 @@ class Checkpointer:
     """Makes states of one run. Held by its iterator and by the loader.
 
     Attributes:
-        settings: What is iterated over, and how.
+        options: What is iterated over, and how.
         progress: How far it is.
         rng: The generators that its order is drawn from.
         begun: What they were when the order began to be drawn.
@@ -200,7 +200,7 @@ class Checkpointer:
         has_past: Its workers had made runs before it.
     """
 
-    settings: Settings
+    options: Options
     progress: Progress
     rng: RNGSnapshot
     begun: list[Any]
@@ -224,44 +224,44 @@ class Checkpointer:
                 "The state of the dataset could not be taken (%s). %s",
                 untold,
                 "It is not in states of the loader."
-                if not self.settings.is_iterable
+                if not self.options.is_iterable
                 else "To resume from here, batches since the last one are read again and dropped.",
             )
         return state
 
     def carried(self) -> dict[int, Start] | None:
         """Return where the datasets are that outlast the run, for the next one; None if none does, or has a state."""
-        settings, ends, workers = self.settings, self.progress.ends, self.progress.now.workers
-        if not settings.keeps_dataset or workers is None:
+        options, ends, workers = self.options, self.progress.ends, self.progress.now.workers
+        if not options.keeps_dataset or workers is None:
             return None
-        if not settings.is_iterable:
-            if settings.persistent_workers:
+        if not options.is_iterable:
+            if options.persistent_workers:
                 return workers
-            return {0: dataset_here(settings.dataset, settings.snapshot_every)}
+            return {0: dataset_here(options.dataset, options.snapshot_every)}
         return {worker: Start(0, ends.get(worker)) for worker in workers} if ends else None
 
     def samplers_after(self) -> SamplerState:
         """Return where samplers are before the next run."""
         samplers = self.progress.sampler_state()
         if samplers.is_over or samplers.state is None or not self.progress.finished:
-            return SamplerState(own_state(self.settings.index_sampler))
+            return SamplerState(own_state(self.options.index_sampler))
         return samplers._replace(is_over=True)
 
     def _after_the_run(self) -> dict[str, Any]:
         samplers = self.samplers_after()
         carried = self.carried()
         return _state(
-            _kind(self.settings),
+            _kind(self.options),
             self.epoch + 1,
-            describe(self.settings),  # anew: between two runs the trainer may change its samplers
+            describe(self.options),  # anew: between two runs the trainer may change its samplers
             self.rng.as_text(self.rng.capture()),
-            base_seed=self.base_seed if self.settings.persistent_workers else None,
-            shared_seed=self.shared_seed if self.settings.persistent_workers else None,
+            base_seed=self.base_seed if self.options.persistent_workers else None,
+            shared_seed=self.shared_seed if self.options.persistent_workers else None,
             samplers=samplers.state and samplers.state.plain(),
             drawn=samplers.drawn,
             is_over=samplers.is_over,
             finished=True,
-            has_past=self.settings.persistent_workers,
+            has_past=self.options.persistent_workers,
             num_workers=self.progress.num_workers,
             workers=None if carried is None else as_plain(carried),
         )
@@ -271,7 +271,7 @@ class Checkpointer:
         self._begun_text = self._begun_text or self.rng.as_text(self.begun)
         samplers = progress.sampler_state()
         return _state(
-            _kind(self.settings),
+            _kind(self.options),
             self.epoch,
             self._describe(),
             self._begun_text,
@@ -305,23 +305,23 @@ class Checkpointer:
             return {"check": self.rng.check() if is_between else [], "asked": self.progress.replied}
 
     def _describe(self) -> dict[str, Any]:
-        self._described = self._described or describe(self.settings)
+        self._described = self._described or describe(self.options)
         return self._described
 
 
-def initial_state(settings: Settings, epoch: int) -> dict[str, Any]:
+def initial_state(options: Options, epoch: int) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
-    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
-    samplers = own_state(settings.index_sampler)
-    here = Start() if settings.has_workers else dataset_here(settings.dataset, settings.snapshot_every)
+    rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
+    samplers = own_state(options.index_sampler)
+    here = Start() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
     return _state(
-        _kind(settings),
+        _kind(options),
         epoch,
-        describe(settings),
+        describe(options),
         rng.as_text(rng.capture()),
         samplers=samplers and samplers.plain(),
         workers=None if here == Start() else as_plain({0: here}),
-        num_workers=int(settings.num_workers) if settings.is_auto else None,
+        num_workers=int(options.num_workers) if options.is_auto else None,
     )
 
 

@@ -18,7 +18,7 @@ from asyncloader.epochs import as_number
 from asyncloader.protocols import members, probe
 from asyncloader.run.plan import samplers_within
 from asyncloader.samplers.ordered import place_in_group
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 
 _OF_SAMPLERS = ("rank", "process_index", "data_parallel_rank", "dp_rank", "_rank")
 """Attributes by which samplers say which part they give: those of torch, Lightning, timm, mmengine, lhotse and ours; of
@@ -28,21 +28,21 @@ _OF_STREAMS = (("rank", "world_size"), ("dp_rank", "dp_world_size"))
 """Attributes of iterable datasets that read a part. Both have to be there: a rank alone may serve something else."""
 
 
-def data_rank(settings: Settings) -> int:
+def data_rank(options: Options) -> int:
     """Return the rank of the data: as the user says, or what divides the data; 0 where nothing does.
 
     The outermost sampler that has a rank counts: it divides what samplers within it yield. Accelerate's and
     Transformers' `IterableDatasetShard` is not asked: each rank reads the whole stream within and keeps a part of it,
     so the streams have to draw alike on all ranks. Data pipes are divided by torch, among all ranks of the group.
     """
-    if settings.seeding_rank is not None:
-        return settings.seeding_rank
-    dataset = settings.dataset
+    if options.seeding_rank is not None:
+        return options.seeding_rank
+    dataset = options.dataset
     if isinstance(dataset, (IterDataPipe, MapDataPipe)):
         return place_in_group(None, None)[1]
-    if settings.is_iterable:
+    if options.is_iterable:
         return _of_stream(dataset)
-    ranks = (_stated(sampler, name) for sampler in samplers_within(settings.index_sampler) for name in _OF_SAMPLERS)
+    ranks = (_stated(sampler, name) for sampler in samplers_within(options.index_sampler) for name in _OF_SAMPLERS)
     return next((rank for rank in ranks if rank is not None), 0)
 
 

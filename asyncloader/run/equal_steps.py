@@ -40,7 +40,7 @@ from asyncloader.messages.failure import another
 from asyncloader.messages.outcome import Batch
 from asyncloader.messages.snapshot import outlasting
 from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
-from asyncloader.settings import EqualSteps
+from asyncloader.options import EqualSteps
 from asyncloader.worker import threads
 
 log = logging.getLogger("asyncloader")

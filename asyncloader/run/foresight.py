@@ -38,7 +38,7 @@ from asyncloader.run.plan import Plan, samplers_within, set_epochs
 from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.seeding.turns import untouched
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 
@@ -52,11 +52,11 @@ class Guess:
     to be told nothing: its copies really hear of it.
 
     Args:
-        settings: Of the first run.
+        options: Of the first run.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        samplers = samplers_within(settings.index_sampler)
+    def __init__(self, options: Options) -> None:
+        samplers = samplers_within(options.index_sampler)
         self._steps = [int(isinstance(sampler, _BY_EPOCH)) for sampler in samplers]
         self._told_steps: list[Told | None] = []
 
@@ -89,15 +89,15 @@ class Foresight:
     """What one iterator over the data knows of its next run.
 
     Args:
-        settings: Of the first run.
+        options: Of the first run.
 
     Attributes:
         told_in_vain: A run was begun ahead and dropped that has told copies what they are to be told now.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, options: Options) -> None:
         self.told_in_vain = False
-        self._guess = Guess(settings)
+        self._guess = Guess(options)
         self._tells = True  # copies of the dataset, ahead of time
         self._over: tuple[list[int | None], Sequence[Told]] | None = None  # what was told when this run was over
         self._foreseen: _Foreseen | None = None
@@ -105,7 +105,7 @@ class Foresight:
 
     def foresee(
         self,
-        settings: Settings,
+        options: Options,
         told: Sequence[Told],
         heard: Sequence[Told],
         begin: Callable[..., Run],
@@ -116,7 +116,7 @@ class Foresight:
         drawn either: whatever a sampler raises belongs to the next run, which draws them when it begins.
 
         Args:
-            settings: What it will be made with, if nobody changes them.
+            options: What it will be made with, if nobody changes them.
             told: What the dataset has heard.
             heard: What copies of it have, in the run that is over.
             begin: Begins a run, of which it is given the keys of the first batches, the progress in which they are
@@ -126,39 +126,39 @@ class Foresight:
             self._is_due.pop()
         except IndexError:
             return
-        epochs = set_epochs(settings.index_sampler)
+        epochs = set_epochs(options.index_sampler)
         self._over = epochs, told
         next_told = self._guess.dataset(told)
         if next_told is None or not (self._tells or next_told == heard):
             return
-        progress = Progress(knows_places=settings.knows_places)
+        progress = Progress(knows_places=options.knows_places)
         try:
-            keys, is_whole = _draw(settings, self._guess.samplers(epochs), settings.window, progress)
+            keys, is_whole = _draw(options, self._guess.samplers(epochs), options.window, progress)
             text = _written(keys)
         except Exception:
             log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
             return
         if keys:
-            self._foreseen = foreseen = _Foreseen(next_told, heard, settings, len(keys), text, is_whole)
+            self._foreseen = foreseen = _Foreseen(next_told, heard, options, len(keys), text, is_whole)
             foreseen.run = begin(keys, progress, next_told, is_whole=is_whole)
 
-    def compare(self, settings: Settings, spec: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
+    def compare(self, options: Options, spec: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
         """Return the run that was begun ahead, if it is the one that begins now, and the keys that are to be read.
 
         Args:
-            settings: What is iterated over now.
+            options: What is iterated over now.
             spec: Of the run that begins now.
             plan: The keys of its batches.
         """
         foreseen, self._foreseen = self._foreseen, None
         over, self._over = self._over, None
         if over is not None:
-            self._guess.learn(*over, set_epochs(settings.index_sampler), spec.epochs)
+            self._guess.learn(*over, set_epochs(options.index_sampler), spec.epochs)
         self._is_due = deque([True])
         self.told_in_vain = False
         if foreseen is None:
             return None, plan
-        if foreseen.is_of(settings, spec):
+        if foreseen.is_of(options, spec):
             keys, error = _read(plan, foreseen.batches + foreseen.is_whole)
             if error is None and foreseen.has(keys):
                 return foreseen.run, plan
@@ -175,7 +175,7 @@ class _Foreseen:
     Attributes:
         epochs: What copies of the dataset are told in it.
         heard: What they had heard before it.
-        settings: What it is made with.
+        options: What it is made with.
         batches: How many were begun.
         text: Their keys, written down.
         is_whole: There are no others.
@@ -184,7 +184,7 @@ class _Foreseen:
 
     epochs: Sequence[Told]
     heard: Sequence[Told]
-    settings: Settings
+    options: Options
     batches: int
     text: bytes
     is_whole: bool
@@ -202,18 +202,18 @@ class _Foreseen:
         except Exception:
             return False
 
-    def is_of(self, settings: Settings, spec: EpochSpec) -> bool:
+    def is_of(self, options: Options, spec: EpochSpec) -> bool:
         """Whether its batches are those of another run, as far as their keys are the same."""
         is_alike = self.run is not None and _seen_by_workers(self.run.epoch) == _seen_by_workers(spec)
-        return is_alike and _same(self.settings, settings)
+        return is_alike and _same(self.options, options)
 
 
-def make_foresight(settings: Settings) -> Foresight | None:
+def make_foresight(options: Options) -> Foresight | None:
     """Return what begins next runs ahead; warn and return None where none can be."""
     known = (*KNOWN_SAMPLERS, ElasticSampler)
-    unknown = [each for each in samplers_within(settings.index_sampler) if type(each) not in known]
+    unknown = [each for each in samplers_within(options.index_sampler) if type(each) not in known]
     if not unknown:
-        return Foresight(settings)
+        return Foresight(options)
     warn(
         f"prefetch_epochs has no effect: drawing the order of {type(unknown[0]).__name__} ahead might move more than "
         "random generators"
@@ -221,17 +221,17 @@ def make_foresight(settings: Settings) -> Foresight | None:
     return None
 
 
-def _draw(settings: Settings, epochs: Sequence[int | None], count: int, progress: Progress) -> tuple[list[Any], bool]:
+def _draw(options: Options, epochs: Sequence[int | None], count: int, progress: Progress) -> tuple[list[Any], bool]:
     """Draw the keys of the first batches of a run, and whether they are all.
 
     Args:
-        settings: What is iterated over.
+        options: What is iterated over.
         epochs: What samplers will have been told, from the outermost on.
         count: How many batches to draw.
         progress: Where they are counted.
     """
-    sampler = _apart(samplers_within(settings.index_sampler), epochs)
-    plan = Plan(sampler, iter(sampler), progress, Pace(), is_batched=settings.auto_collation)
+    sampler = _apart(samplers_within(options.index_sampler), epochs)
+    plan = Plan(sampler, iter(sampler), progress, Pace(), is_batched=options.auto_collation)
     keys = list(islice(plan, count))
     return keys, len(keys) < count
 
@@ -332,11 +332,11 @@ def _seen_by_workers(spec: EpochSpec) -> EpochSpec:
     return spec._replace(number=0)
 
 
-def _same(one: Settings, other: Settings) -> bool:
+def _same(one: Options, other: Options) -> bool:
     """Whether batches are made alike; how many workers make them does not matter."""
     if one is other:
         return True
-    names = [each.name for each in dataclasses.fields(Settings) if each.name != "num_workers"]
+    names = [each.name for each in dataclasses.fields(Options) if each.name != "num_workers"]
     pairs = ((getattr(one, name), getattr(other, name)) for name in names)
     plain = (bool, int, float, str)
     return all(a is b or (isinstance(a, plain) and type(a) is type(b) and a == b) for a, b in pairs)

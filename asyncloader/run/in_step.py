@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from asyncloader.run.runs import Runs
-from asyncloader.settings import EqualSteps
+from asyncloader.options import EqualSteps
 
 _numbers: WeakKeyDictionary[Runs, int] = WeakKeyDictionary()
 _next_number = count()

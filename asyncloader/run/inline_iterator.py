@@ -41,7 +41,7 @@ from asyncloader.run.rng_snapshot import GlobalGenerators
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.turns import Drawing, alone
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 from asyncloader.worker.batch_maker import BatchMaker
 
 T_co = TypeVar("T_co", covariant=True)
@@ -71,15 +71,15 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     Args:
         loader: For torch's constructor, and nothing else.
-        settings: What is iterated over, and how.
+        options: What is iterated over, and how.
         runs: Of the loader.
         state: To begin from.
     """
 
     def __init__(
-        self, loader: DataLoader[T_co], settings: Settings, runs: Runs, state: dict[str, Any] | None = None
+        self, loader: DataLoader[T_co], options: Options, runs: Runs, state: dict[str, Any] | None = None
     ) -> None:
-        super().__init__(loader, settings, runs)
+        super().__init__(loader, options, runs)
         self._start(loader, state)
 
     def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None) -> None:
@@ -87,8 +87,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         start = self._begin(partial(self._construct, loader), state, inline=True)
         self._progress = start.checkpointer.progress
         faults = Faults()
-        taking = Taking(self._progress, ErrorLimit(self._settings, self._progress, faults))
-        trace = self._runs.open_trace(self._settings)
+        taking = Taking(self._progress, ErrorLimit(self._options, self._progress, faults))
+        trace = self._runs.open_trace(self._options)
         self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, trace)
         self._dataset_fetcher = self._make_maker(start, faults)
         self._pid = os.getpid()
@@ -106,9 +106,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _make_maker(self, start: RunStart, faults: Faults) -> InlineMaker:
         """Return what makes batches, its dataset where the run begins. What that raises is raised."""
-        settings, generators = self._settings, GlobalGenerators()
+        options, generators = self._options, GlobalGenerators()
         # torch's own fetcher has begun to iterate, which a dataset may count; but before the dataset was in its state.
-        is_begun = settings.is_iterable and not (start.starts and start.starts[0].snapshot)
+        is_begun = options.is_iterable and not (start.starts and start.starts[0].snapshot)
         iterator = self._dataset_fetcher.dataset_iter if is_begun else None
         host = InlineHost(self._collate_fn)
         maker = BatchMaker(0, self._worker_spec(), host, _run_on_portal, aside=generators.left_alone)
@@ -122,8 +122,8 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if maker.failure is not None:
             raise maker.failure
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
-        aside = partial(alone, start.key) if settings.seeds_each_sample else None
-        kind = {"is_stream": settings.is_iterable, "is_batched": settings.auto_collation}
+        aside = partial(alone, start.key) if options.seeds_each_sample else None
+        kind = {"is_stream": options.is_iterable, "is_batched": options.auto_collation}
         return InlineMaker(maker, faults, pin, aside, **kind)
 
     # -------------------------------------------------------------------------------------------------- taking
@@ -168,7 +168,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         try:
             item = self._dataset_fetcher.item(seq, keys)
         except BaseException:
-            self._is_torn = self._settings.is_iterable
+            self._is_torn = self._options.is_iterable
             raise
         self._here = None
         fetching.requested += 1

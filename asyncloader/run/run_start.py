@@ -32,7 +32,7 @@ from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.turns import Drawing
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 from asyncloader.worker.gather import gathers
 
 log = logging.getLogger("asyncloader")
@@ -65,7 +65,7 @@ class RunStart(NamedTuple):
 
 
 def begin(
-    settings: Settings,
+    options: Options,
     state: dict[str, Any] | None,
     runs: Runs,
     iterate: Callable[[], Drawn],
@@ -77,7 +77,7 @@ def begin(
     """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
 
     Args:
-        settings: What is iterated over, and how.
+        options: What is iterated over, and how.
         state: To begin from, or None.
         runs: The loader's; it is told of this one.
         iterate: Iterates over the samplers, as torch's iterator does.
@@ -85,7 +85,7 @@ def begin(
         inline: Nothing is read of the sampler before the first batch, and ``iterate`` draws the base seed.
         last: The run before this one, if its workers make this one too.
     """
-    rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
+    rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
     before = begun = rng.capture()
     left_alone = [False] * len(before)
     states = None if state is None else unplain(state["samplers"])
@@ -93,7 +93,7 @@ def begin(
     if state is not None:
         left_alone = _left_alone(rng.check(), state)
         if state["is_over"]:
-            _finish_last_run(settings.index_sampler, states, state["drawn"], runs)
+            _finish_last_run(options.index_sampler, states, state["drawn"], runs)
         begun = rng.from_text(state["draws"])
         rng.restore(begun)
     if prepare is not None:
@@ -103,33 +103,33 @@ def begin(
             rng.restore(begun)
         else:
             begun = rng.capture()
-    samplers = _load_samplers(settings.index_sampler, state, states, runs.latest)
+    samplers = _load_samplers(options.index_sampler, state, states, runs.latest)
     loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     if state is not None:
         with runs.telling():
-            restore(listeners(settings.dataset), state.get("dataset_epochs", ()))
-            runs.restored(state, settings)
-    news = runs.told_since(state, settings)
-    is_dataset_loaded = inline and _load_dataset(settings, state, news)
+            restore(listeners(options.dataset), state.get("dataset_epochs", ()))
+            runs.restored(state, options)
+    news = runs.told_since(state, options)
+    is_dataset_loaded = inline and _load_dataset(options, state, news)
     with Drawing():
         order = _Order(iterate(), begun, inline, samplers)
     if order.drawn.num_yielded or is_drawn_from(order.drawn.keys):
-        order = _past_patches(order, settings, state, rng, before if state is None else loaded, inline=inline)
+        order = _past_patches(order, options, state, rng, before if state is None else loaded, inline=inline)
     if state is not None and goes_on:
-        order = _as_drawn_before(order, settings, state, rng, loaded, inline=inline)
+        order = _as_drawn_before(order, options, state, rng, loaded, inline=inline)
     drawn, begun, is_seed_first, samplers = order
     epoch = runs.begun if state is None else state["epoch"]
-    key = EpochKey((drawn.base_seed, epoch, data_rank(settings)))
-    starts = _starts(settings, None if is_dataset_loaded else state, news)
-    progress = _progress(settings, state, drawn, key, _known(settings, starts, last))
-    plan = _plan(settings, drawn, progress, samplers, states, goes_on=state is not None)
+    key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
+    starts = _starts(options, None if is_dataset_loaded else state, news)
+    progress = _progress(options, state, drawn, key, _known(options, starts, last))
+    plan = _plan(options, drawn, progress, samplers, states, goes_on=state is not None)
     if state is not None and any(left_alone):
         plan.read_ahead(state["asked"])
         rng.restore(before, left_alone)
-    progress.set_epochs = runs.heard_by_samplers(settings.index_sampler)
-    epochs = [each.number for each in runs.heard(settings.dataset)]
+    progress.set_epochs = runs.heard_by_samplers(options.index_sampler)
+    epochs = [each.number for each in runs.heard(options.dataset)]
     checkpointer = Checkpointer(
-        settings, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
+        options, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
     )
     checkpointer.has_past = last is not None
     runs.begin(epoch, checkpointer, state)
@@ -166,7 +166,7 @@ class _Order(NamedTuple):
 
 def _past_patches(
     order: _Order,
-    settings: Settings,
+    options: Options,
     state: dict[str, Any] | None,
     rng: RNGSnapshot,
     before: list[Any],
@@ -178,25 +178,25 @@ def _past_patches(
         return _Order(order.drawn, before, True, SamplerState(None))
     rng.restore(before)
     if inline:
-        _draw_base_seed(settings)
-    return order._replace(drawn=order.drawn._replace(keys=_iterate(settings)))
+        _draw_base_seed(options)
+    return order._replace(drawn=order.drawn._replace(keys=_iterate(options)))
 
 
 def _as_drawn_before(
-    order: _Order, settings: Settings, state: dict[str, Any], rng: RNGSnapshot, before: list[Any], *, inline: bool
+    order: _Order, options: Options, state: dict[str, Any], rng: RNGSnapshot, before: list[Any], *, inline: bool
 ) -> _Order:
     """Draw seeds and order as the run that is resumed did, which may have been of the other kind of iterators."""
     drawn = order.drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
     if inline and not state["inline"]:
         rng.restore(before)
-        drawn = drawn._replace(keys=_iterate(settings))
+        drawn = drawn._replace(keys=_iterate(options))
     elif state["inline"] and not inline:
-        _draw_base_seed(settings)
+        _draw_base_seed(options)
     return order._replace(drawn=drawn, is_seed_first=state["inline"])
 
 
 def _plan(
-    settings: Settings,
+    options: Options,
     drawn: Drawn,
     progress: Progress,
     samplers: SamplerState,
@@ -206,17 +206,17 @@ def _plan(
 ) -> Plan:
     """Return the plan, from where the run begins."""
     progress.begin_after(samplers)
-    is_batched, dataset = settings.auto_collation, settings.dataset
-    is_gathered = gathers(dataset, is_batched, settings.collate_fn) and not (settings.overlaps or is_stateful(dataset))
+    is_batched, dataset = options.auto_collation, options.dataset
+    is_gathered = gathers(dataset, is_batched, options.collate_fn) and not (options.overlaps or is_stateful(dataset))
     kind = {"is_batched": is_batched, "with_arrays": is_gathered}
-    plan = Plan(settings.index_sampler, drawn.keys, progress, Pace(), **kind)
-    if goes_on and progress.now.position and not settings.is_iterable:
+    plan = Plan(options.index_sampler, drawn.keys, progress, Pace(), **kind)
+    if goes_on and progress.now.position and not options.is_iterable:
         plan.go_on(None if samplers.is_over else states, progress.now.position if samplers.is_over else samplers.drawn)
     return plan
 
 
 def _progress(
-    settings: Settings,
+    options: Options,
     state: dict[str, Any] | None,
     drawn: Drawn,
     key: tuple[int, int, int],
@@ -224,33 +224,33 @@ def _progress(
 ) -> Progress:
     """Return how far the run is before its first batch."""
     position = state["position"] if state is not None else drawn.num_yielded
-    sample = position * (settings.batch_size or 1)
+    sample = position * (options.batch_size or 1)
     if state is not None and (counted := state.get("sample", -1)) >= 0:
         sample = counted
     progress = Progress(
         position,
         set(state["ahead"]) if state is not None else None,
-        in_order=settings.in_order,
+        in_order=options.in_order,
         workers=workers,
         next_worker=state["next_worker"] if state is not None else None,
         bad_count=state.get("bad_count", 0) if state is not None else 0,
-        key=None if settings.is_iterable else key,
-        overlaps=settings.overlaps,
-        sample=sample if settings.knows_places else 0,
-        knows_places=settings.knows_places,
+        key=None if options.is_iterable else key,
+        overlaps=options.overlaps,
+        sample=sample if options.knows_places else 0,
+        knows_places=options.knows_places,
     )
-    progress.num_workers = int(settings.num_workers) if settings.is_auto else None
+    progress.num_workers = int(options.num_workers) if options.is_auto else None
     return progress
 
 
-def _draw_base_seed(settings: Settings) -> None:
+def _draw_base_seed(options: Options) -> None:
     with Drawing():
-        torch.empty((), dtype=torch.int64).random_(generator=settings.generator)
+        torch.empty((), dtype=torch.int64).random_(generator=options.generator)
 
 
-def _iterate(settings: Settings) -> Iterator[Any]:
+def _iterate(options: Options) -> Iterator[Any]:
     with Drawing():
-        return iter(settings.index_sampler)
+        return iter(options.index_sampler)
 
 
 def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
@@ -285,7 +285,7 @@ def _load_samplers(
     return samplers if samplers.state is not None else samplers._replace(state=own_state(index_sampler))
 
 
-def _load_dataset(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...]) -> bool:
+def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[Told, ...]) -> bool:
     """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
 
     It may be that the state sets a global generator. Where batches were made since, they are made again later.
@@ -293,20 +293,20 @@ def _load_dataset(settings: Settings, state: dict[str, Any] | None, news: tuple[
     if state is None or state["workers"] is None or not is_between_runs(state):
         return False
     starts = from_plain(state["workers"])
-    if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(settings.dataset):
+    if len(starts) != 1 or not starts[0].snapshot or starts[0].made or not is_stateful(options.dataset):
         return False
     with Drawing():
-        settings.dataset.load_state_dict(starts[0].snapshot["dataset"])
-    tell(settings.dataset, news, ())
+        options.dataset.load_state_dict(starts[0].snapshot["dataset"])
+    tell(options.dataset, news, ())
     return True
 
 
-def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, ...] = ()) -> dict[int, Start] | None:
+def _starts(options: Options, state: dict[str, Any] | None, news: tuple[Told, ...] = ()) -> dict[int, Start] | None:
     """Return where workers begin, if the dataset is one that they have a place or a state in."""
-    if not settings.is_iterable and not (settings.snapshot_every and is_stateful(settings.dataset)):
+    if not options.is_iterable and not (options.snapshot_every and is_stateful(options.dataset)):
         return None
-    anew = {worker: Start() for worker in range(settings.num_places)}
-    _warn_of_other_numbers(settings, state)
+    anew = {worker: Start() for worker in range(options.num_places)}
+    _warn_of_other_numbers(options, state)
     if state is None or state["workers"] is None:
         return anew
     starts = from_plain(state["workers"])
@@ -318,13 +318,13 @@ def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, 
         )
         return anew
     again = sum(start.batches + len(start.ahead) for start in starts.values() if start.snapshot is None)
-    if again and leaves_out_buffer(settings.dataset):
+    if again and leaves_out_buffer(options.dataset):
         log.warning(
             "The state of a shuffled stream of `datasets` lacks what is in its shuffle buffer. To resume exactly, the "
             "stream is read again: %d batches are read and dropped.",
             again,
         )
-    elif settings.is_iterable and again:
+    elif options.is_iterable and again:
         log.warning(
             "Neither the dataset nor its iterator has given a state (state_dict, load_state_dict): to resume, %d "
             "batches are read again and dropped.",
@@ -333,9 +333,9 @@ def _starts(settings: Settings, state: dict[str, Any] | None, news: tuple[Told, 
     return {worker: start._replace(epochs=news) for worker, start in starts.items()}
 
 
-def _warn_of_other_numbers(settings: Settings, state: dict[str, Any] | None) -> None:
+def _warn_of_other_numbers(options: Options, state: dict[str, Any] | None) -> None:
     """Say that workers draw other numbers for a stream than those that had drawn for earlier epochs as well."""
-    if state is None or not state.get("has_past") or not (settings.is_iterable and settings.has_workers):
+    if state is None or not state.get("has_past") or not (options.is_iterable and options.has_workers):
         return
     if state["workers"] is None or any(start.snapshot is None for start in from_plain(state["workers"]).values()):
         log.warning(
@@ -346,9 +346,9 @@ def _warn_of_other_numbers(settings: Settings, state: dict[str, Any] | None) -> 
         )
 
 
-def _known(settings: Settings, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:
+def _known(options: Options, starts: dict[int, Start] | None, last: Checkpointer | None) -> dict[int, Start] | None:
     """Return where datasets are before the first batch, as far as this process knows."""
     known = (last and last.carried()) or starts
-    if starts is not None and not settings.has_workers and starts[0] == Start():
-        return {0: dataset_here(settings.dataset, settings.snapshot_every)}
+    if starts is not None and not options.has_workers and starts[0] == Start():
+        return {0: dataset_here(options.dataset, options.snapshot_every)}
     return known and dict(known)

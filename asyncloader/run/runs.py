@@ -17,7 +17,7 @@ from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.run.checkpoint import Checkpointer, check, initial_state, is_between_runs
 from asyncloader.run.plan import left_after, samplers_within
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 
 _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
 """What of a state says how much of its epoch is left."""
@@ -62,15 +62,15 @@ class Runs:
         forgotten = {"latest": None, "_left": None, "meter": None, "_trace": None}
         return {**vars(self), **forgotten, "slicer": Slicer(), "traffic": Traffic()}
 
-    def state_dict(self, settings: Callable[[], Settings]) -> dict[str, Any]:
+    def state_dict(self, options: Callable[[], Options]) -> dict[str, Any]:
         """Return a state to go on from: in the middle of the newest run, or before the next one.
 
         Args:
-            settings: Makes what a first run would be made with; that takes as long as all the rest.
+            options: Makes what a first run would be made with; that takes as long as all the rest.
         """
         if self.loaded is not None:
             return copy.deepcopy(self.loaded)
-        return initial_state(settings(), self.begun) if self.latest is None else self.latest.state_dict()
+        return initial_state(options(), self.begun) if self.latest is None else self.latest.state_dict()
 
     @property
     def done(self) -> int:
@@ -110,12 +110,12 @@ class Runs:
                 return max(0, left + int(began["position"]) - done)
         return max(0, length - done)
 
-    def load(self, state: dict[str, Any], settings: Settings) -> None:
+    def load(self, state: dict[str, Any], options: Options) -> None:
         """Have the next run begin from a state; an empty one for the very first."""
         if state:
-            check(state, settings)
+            check(state, options)
         self.loaded = copy.deepcopy(state) or None
-        self.note_epochs(settings)
+        self.note_epochs(options)
         self.latest = self.resumed = None
         self.begun = 0
 
@@ -145,23 +145,23 @@ class Runs:
         """Return what samplers, from the outermost on, were told at last."""
         return numbers(samplers_within(index_sampler), self.told.number, self._restored[0])
 
-    def restored(self, state: dict[str, Any], settings: Settings) -> None:
+    def restored(self, state: dict[str, Any], options: Options) -> None:
         """Note what samplers and the dataset were told that a run goes on with; so it is until the loader tells them.
 
         Those that do not show it say nothing of it themselves.
         """
-        before = self.heard_by_samplers(settings.index_sampler), [each.number for each in self.heard(settings.dataset)]
+        before = self.heard_by_samplers(options.index_sampler), [each.number for each in self.heard(options.dataset)]
         since = state["set_epochs"], state["dataset_epochs"]
         self._restored = _changed(before[0], since[0]), _changed(before[1], since[1])
 
-    def note_epochs(self, settings: Settings) -> None:
+    def note_epochs(self, options: Options) -> None:
         """Note which epochs are set when a state is loaded: one that is set afterwards goes before the state's."""
-        self.epochs_when_loaded = self.heard_by_samplers(settings.index_sampler)
-        self.told_when_loaded = self.heard(settings.dataset)
+        self.epochs_when_loaded = self.heard_by_samplers(options.index_sampler)
+        self.told_when_loaded = self.heard(options.dataset)
 
-    def told_since(self, state: dict[str, Any] | None, settings: Settings) -> tuple[Told, ...]:
+    def told_since(self, state: dict[str, Any] | None, options: Options) -> tuple[Told, ...]:
         """Return what the dataset was told since a state of the end of a run was loaded; nothing for other states."""
-        now = self.heard(settings.dataset)
+        now = self.heard(options.dataset)
         is_news = state is not None and is_between_runs(state) and now != self.told_when_loaded
         return now if is_news else ()
 
@@ -170,12 +170,12 @@ class Runs:
         if self.latest is not None:
             self.latest.progress.num_workers = None
 
-    def open_trace(self, settings: Settings) -> Trace | None:
+    def open_trace(self, options: Options) -> Trace | None:
         """Return where the timeline of a run is written: one file for all runs, and for other loaders that name it."""
-        if settings.trace is None:
+        if options.trace is None:
             return active_trace()
-        if self._trace is None or self._trace.path != Path(settings.trace):
-            self._trace = shared_trace(settings.trace, self)
+        if self._trace is None or self._trace.path != Path(options.trace):
+            self._trace = shared_trace(options.trace, self)
             weakref.finalize(self, self._trace.write, wait=False)
         return self._trace
 

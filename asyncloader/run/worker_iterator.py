@@ -43,7 +43,7 @@ from asyncloader.run.foresight import make_foresight
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.sample_context import EpochKey
-from asyncloader.settings import AutoWorkers, Settings
+from asyncloader.options import AutoWorkers, Options
 from asyncloader.worker.bootstrap import refuse_in_main
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -60,19 +60,19 @@ class WorkerIterator(BaseIterator[T_co]):
 
     Args:
         loader: For torch's constructor, and nothing else.
-        settings: What is iterated over, and how.
+        options: What is iterated over, and how.
         runs: Of the loader.
         wait_for_start: Return when the workers have been started (``iter``); otherwise the first ``anext`` waits.
         state: To begin from.
 
     Attributes:
-        asked: The settings that the loader gave last; workers keep what they were started with.
+        asked: The options that the loader gave last; workers keep what they were started with.
     """
 
     def __init__(
         self,
         loader: DataLoader[T_co],
-        settings: Settings,
+        options: Options,
         runs: Runs,
         *,
         wait_for_start: bool,
@@ -80,16 +80,16 @@ class WorkerIterator(BaseIterator[T_co]):
     ) -> None:
         if wait_for_start:
             refuse_to_block_the_loop()
-        if settings.num_workers and not settings.is_in_process and settings.start_context.get_start_method() != "fork":
+        if options.num_workers and not options.is_in_process and options.start_context.get_start_method() != "fork":
             refuse_in_main()
-        super().__init__(loader, settings, runs)
-        self.asked = settings
+        super().__init__(loader, options, runs)
+        self.asked = options
         self._start(loader, state, wait=wait_for_start)
 
     def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None, *, wait: bool) -> None:
         """Start workers and the first run."""
-        has_home = self._settings.is_async and not self._settings.has_workers
-        self._home = home_loop.find_home(self._settings.dataset, get_portal().loop) if has_home else None
+        has_home = self._options.is_async and not self._options.has_workers
+        self._home = home_loop.find_home(self._options.dataset, get_portal().loop) if has_home else None
         if wait:
             home_loop.refuse_to_block(self._home)
         iterate = partial(self._reset, loader, first_iter=True)
@@ -98,7 +98,7 @@ class WorkerIterator(BaseIterator[T_co]):
         run = self._make_run(self._spec_of(start), start.plan, start.checkpointer.progress)
         self._session = self._make_session(run)
         self._session.close_with(self)
-        self._foresight = make_foresight(self._settings) if self._settings.prefetch_epochs else None
+        self._foresight = make_foresight(self._options) if self._options.prefetch_epochs else None
         run.begin(self._session.waker())
         self._is_at(run, start)
         # The first window is read before the workers start: they find their tickets waiting.
@@ -121,7 +121,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
         super()._construct(loader)
-        if self._settings.num_workers and not self._settings.prefetch_factor:
+        if self._options.num_workers and not self._options.prefetch_factor:
             raise AssertionError("prefetch_factor must be positive")
 
     def _reset(self, loader: DataLoader[T_co], first_iter: bool = False) -> None:
@@ -131,18 +131,18 @@ class WorkerIterator(BaseIterator[T_co]):
         if first_iter:
             self._shared_seed = shared_seed  # workers that are started get the first one, as torch's do
 
-    def begin_next(self, loader: DataLoader[T_co], settings: Settings) -> None:
+    def begin_next(self, loader: DataLoader[T_co], options: Options) -> None:
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
-        first = self._settings
+        first = self._options
         if first.is_auto:
             first = replace(first, num_workers=AutoWorkers(len(self._session.supervisor.workforce.wanted)))
-        if first is not self._settings or settings is not self.asked:
-            self._settings, self.asked = settings.with_workers_of(first), settings
+        if first is not self._options or options is not self.asked:
+            self._options, self.asked = options.with_workers_of(first), options
         start = self._begin(partial(self._reset, loader), last=self._checkpointer)
         progress, spec = start.checkpointer.progress, self._spec_of(start)
         run, plan = None, iter(start.plan)
         if self._foresight is not None:
-            run, plan = self._foresight.compare(self._settings, spec, plan)
+            run, plan = self._foresight.compare(self._options, spec, plan)
             if self._foresight.told_in_vain:
                 self._runs.tell_anew()
                 spec = spec._replace(epochs=self._epochs())
@@ -151,18 +151,18 @@ class WorkerIterator(BaseIterator[T_co]):
             self._session.push(run)
             run.begin(self._session.waker())
         else:
-            run.take_up(plan, progress, ErrorLimit(self._settings, progress, run.faults))
+            run.take_up(plan, progress, ErrorLimit(self._options, progress, run.faults))
         self._is_at(run, start)
 
     def _foresee(self) -> None:
         """Begin the next run: all batches of this one are made, and are there to be taken."""
         if self._foresight is not None and self.is_usable:
-            self._foresight.foresee(self._settings, self._epochs(), self._run.epoch.epochs, self._begin_ahead)
+            self._foresight.foresee(self._options, self._epochs(), self._run.epoch.epochs, self._begin_ahead)
 
     def _begin_ahead(self, keys: list[Any], progress: Progress, epochs: tuple[Told, ...], *, is_whole: bool) -> Run:
         """Begin a run with the keys of its first batches, or of all, which nobody has asked for yet."""
         key = EpochKey((int(self._base_seed), self._runs.begun, self._run.epoch.key[2]))
-        if self._settings.seeds_here:
+        if self._options.seeds_here:
             self._seeding.begin(key)
         spec = EpochSpec(next(self._run_numbers), key, self._shared_seed, None, epochs)
         run = self._make_run(spec, iter(keys), progress)
@@ -179,9 +179,9 @@ class WorkerIterator(BaseIterator[T_co]):
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self._session.request_close()
         self._seeding.end()
-        if (settings := self._settings).is_auto:
-            number = auto_number.found(state, settings, len(self._session.supervisor.workforce.wanted))
-            self._settings = replace(settings, num_workers=number)
+        if (options := self._options).is_auto:
+            number = auto_number.found(state, options, len(self._session.supervisor.workforce.wanted))
+            self._options = replace(options, num_workers=number)
             auto_number.note(loader, number)
         try:
             self._start(loader, state, wait=False)
@@ -193,17 +193,17 @@ class WorkerIterator(BaseIterator[T_co]):
         """Return a run as workers are to know it."""
         number, shared_seed = next(self._run_numbers), start.checkpointer.shared_seed
         spec = EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
-        return spec._replace(num_workers=self._settings.num_places) if self._settings.num_slots else spec
+        return spec._replace(num_workers=self._options.num_places) if self._options.num_slots else spec
 
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
-        settings = self._settings
+        options = self._options
         faults = Faults()
-        scheduler = workplace.make_scheduler(settings, progress)
-        splitter = workplace.make_splitter(settings, scheduler, progress, self._runs.slicer, faults)
-        window = (splitter or scheduler).window or settings.window  # that of one worker, where all are yet to come
-        meter = workplace.make_meter(settings, self._runs, spec.key[1], window, faults)
-        kind: Any = {"is_stream": settings.is_iterable, "overlaps": settings.overlaps, "splitter": splitter}
-        limit = ErrorLimit(settings, progress, faults)
+        scheduler = workplace.make_scheduler(options, progress)
+        splitter = workplace.make_splitter(options, scheduler, progress, self._runs.slicer, faults)
+        window = (splitter or scheduler).window or options.window  # that of one worker, where all are yet to come
+        meter = workplace.make_meter(options, self._runs, spec.key[1], window, faults)
+        kind: Any = {"is_stream": options.is_iterable, "overlaps": options.overlaps, "splitter": splitter}
+        limit = ErrorLimit(options, progress, faults)
         return Run(scheduler, spec, meter, plan, progress, limit, window, **kind)
 
     # ------------------------------------------------------------------------------------------------- workers
@@ -211,25 +211,25 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_session(self, run: Run) -> Session:
         portal = get_portal()
         loop = GuardedLoop(portal.loop)
-        settings, runs = self._settings, self._runs
+        options, runs = self._options, self._runs
         original = workplace.make_original(self._dataset, runs)
         where: Any = {"original": original, "home": self._home}
-        pool = workplace.make_pool(settings, self._worker_spec(), loop, runs.traffic, runs.elsewhere, **where)
+        pool = workplace.make_pool(options, self._worker_spec(), loop, runs.traffic, runs.elsewhere, **where)
         finisher = self._make_finisher(loop)
-        auto = workplace.make_auto(settings, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
-        policy, renewal = workplace.policy_of(settings), workplace.make_renewal(settings)
-        supervisor = Supervisor(loop, pool, policy, settings.num_places, auto, renewal)
+        auto = workplace.make_auto(options, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
+        policy, renewal = workplace.policy_of(options), workplace.make_renewal(options)
+        supervisor = Supervisor(loop, pool, policy, options.num_places, auto, renewal)
         return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), original)
 
     def note_number(self, num_workers: int, elsewhere: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
         self._runs.elsewhere = elsewhere
-        if self._settings.is_auto:  # otherwise it was set meanwhile
+        if self._options.is_auto:  # otherwise it was set meanwhile
             self._checkpointer.progress.num_workers = num_workers
             auto_number.note(self._loader(), num_workers)
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
-        if not (self._pin_memory or self._settings.splits):
+        if not (self._pin_memory or self._options.splits):
             return None
         return Finisher(loop, str(self._pin_memory_device) if self._pin_memory else None)
 
@@ -243,7 +243,7 @@ class WorkerIterator(BaseIterator[T_co]):
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: see :meth:`asyncloader.DataLoader.set_num_workers`."""
         if self.is_usable:
-            self._settings = replace(self._settings, num_workers=num_workers)
+            self._options = replace(self._options, num_workers=num_workers)
             self._num_workers = num_workers
             resize = partial(self._session.post, self._session.supervisor.resize, num_workers)
             if self._started is None:
@@ -273,17 +273,17 @@ class WorkerIterator(BaseIterator[T_co]):
             check_owner(self._session.pid)
             self._wait_started(self._started)
         self._check_usable()
-        deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
+        deadline = time.monotonic() + self._options.timeout if self._options.timeout > 0 else None
         while (item := self._take_or_read_on(call, asked_at)) is None:
             run = self._run  # another one, if the iterator has begun it meanwhile
             if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
-                error = self._wait_report(self._session.report_overdue(self._settings.timeout))
+                error = self._wait_report(self._session.report_overdue(self._options.timeout))
                 if error is not None and not run.has_news():  # it may have come in the last moment
                     try:
                         raise error
                     finally:
                         del error
-                deadline = time.monotonic() + self._settings.timeout
+                deadline = time.monotonic() + self._options.timeout
         try:
             return item
         finally:
@@ -322,7 +322,7 @@ class WorkerIterator(BaseIterator[T_co]):
             self._foresee()
         if (item := self._run.take(call)) is not None:
             return item
-        deadline = time.monotonic() + self._settings.timeout if self._settings.timeout > 0 else None
+        deadline = time.monotonic() + self._options.timeout if self._options.timeout > 0 else None
         while True:
             try:
                 item = self._take_or_read_on(call, asked_at)
@@ -335,13 +335,13 @@ class WorkerIterator(BaseIterator[T_co]):
                     del item
             run = self._run
             if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
-                error = await self._wait_report_async(self._session.report_overdue(self._settings.timeout))
+                error = await self._wait_report_async(self._session.report_overdue(self._options.timeout))
                 if error is not None and not run.has_news():
                     try:
                         raise error
                     finally:
                         del error
-                deadline = time.monotonic() + self._settings.timeout
+                deadline = time.monotonic() + self._options.timeout
             self._last_turn = time.monotonic()
 
     def _take_or_read_on(self, call: Call, asked_at: float) -> Item | None:
@@ -377,13 +377,13 @@ class WorkerIterator(BaseIterator[T_co]):
         try:
             return report.result(_ANSWER_S)
         except TimeoutError:
-            return loop_blocked(self._settings.timeout, self._session.portal.where())
+            return loop_blocked(self._options.timeout, self._session.portal.where())
 
     async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
         except TimeoutError:
-            return loop_blocked(self._settings.timeout, self._session.portal.where())
+            return loop_blocked(self._options.timeout, self._session.portal.where())
 
     # --------------------------------------------------------------------------------------------------- ending
 

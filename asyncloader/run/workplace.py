@@ -1,4 +1,4 @@
-"""Where batches are made, and what is done about those who make them, as the settings say."""
+"""Where batches are made, and what is done about those who make them, as the options say."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import has_samples, is_collated, is_stateful, leaves_out_buffer, probe
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.gather import gathers
@@ -41,7 +41,7 @@ from asyncloader.worker.guarded_loop import GuardedLoop
 
 
 def make_pool(
-    settings: Settings,
+    options: Options,
     spec: WorkerSpec,
     loop: GuardedLoop,
     traffic: Traffic,
@@ -52,7 +52,7 @@ def make_pool(
     """Decide where the workers run: on a loop (0 of them), on threads, in processes, on other machines.
 
     Args:
-        settings: Of the loader.
+        options: Of the loader.
         spec: What the workers work with.
         loop: The portal's.
         traffic: Counts what comes from other machines.
@@ -63,25 +63,25 @@ def make_pool(
     Raises:
         Exception: as the pickling of the dataset or a function raises it, or who launches workers elsewhere.
     """
-    if settings.is_in_process:
-        return LocalPool(loop, spec, on_threads=settings.num_workers > 0, home=home, original=original)
-    if settings.remote is None:
-        return _make_local(settings, spec, loop, original)
+    if options.is_in_process:
+        return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home, original=original)
+    if options.remote is None:
+        return _make_local(options, spec, loop, original)
     # Imported where they are asked for: a loader without workers on other machines needs none of it.
     from asyncloader.ray.pool import RemotePool
     from asyncloader.ray.together import Together
 
-    launcher = settings.remote.launcher()
+    launcher = options.remote.launcher()
     launcher.open(pickle_for_elsewhere(replace(spec, origin=None)))
-    first = settings.first_elsewhere
-    local = _make_local(settings, spec, loop, original) if spec.num_workers else None
-    slots, wanted = settings.num_slots, elsewhere if settings.is_auto else None
-    remote = RemotePool(loop, spec, settings.remote, launcher, first, traffic, wanted=wanted, slots=slots)
+    first = options.first_elsewhere
+    local = _make_local(options, spec, loop, original) if spec.num_workers else None
+    slots, wanted = options.num_slots, elsewhere if options.is_auto else None
+    remote = RemotePool(loop, spec, options.remote, launcher, first, traffic, wanted=wanted, slots=slots)
     return remote if local is None else Together(local, remote, first)
 
 
-def _make_local(settings: Settings, spec: WorkerSpec, loop: GuardedLoop, original: Original) -> Pool:
-    pool = Pool(loop, settings.start_context, spec, original)
+def _make_local(options: Options, spec: WorkerSpec, loop: GuardedLoop, original: Original) -> Pool:
+    pool = Pool(loop, options.start_context, spec, original)
     pool.pack()
     return pool
 
@@ -107,67 +107,67 @@ def _is_over(session: weakref.ref[Session]) -> bool:
     return alive is not None and alive.run.ended
 
 
-def make_scheduler(settings: Settings, progress: Progress) -> Scheduler:
+def make_scheduler(options: Options, progress: Progress) -> Scheduler:
     """Return what decides who does which ticket of a run.
 
     Args:
-        settings: Of the run.
+        options: Of the run.
         progress: Where it begins.
     """
     return Scheduler(
-        num_workers=settings.num_places,
-        num_expected=settings.num_expected,
-        prefetch_factor=settings.prefetch,
-        scheduling="static" if settings.scheduling == "static" or settings.is_iterable else "dynamic",
-        in_order=settings.in_order,
-        max_buffered_bytes=0 if may_be_looked_at(settings.index_sampler) else settings.max_buffered_bytes,
-        on_crash=settings.on_crash,
-        on_timeout=settings.on_timeout,
-        max_retries=settings.max_retries,
-        overlapping=settings.tickets_at_once,
+        num_workers=options.num_places,
+        num_expected=options.num_expected,
+        prefetch_factor=options.prefetch,
+        scheduling="static" if options.scheduling == "static" or options.is_iterable else "dynamic",
+        in_order=options.in_order,
+        max_buffered_bytes=0 if may_be_looked_at(options.index_sampler) else options.max_buffered_bytes,
+        on_crash=options.on_crash,
+        on_timeout=options.on_timeout,
+        max_retries=options.max_retries,
+        overlapping=options.tickets_at_once,
         first=progress.now.position,
         next_worker=progress.now.next_worker,
     )
 
 
 def make_splitter(
-    settings: Settings, scheduler: Scheduler, progress: Progress, slicer: Slicer, faults: Faults
+    options: Options, scheduler: Scheduler, progress: Progress, slicer: Slicer, faults: Faults
 ) -> Splitter | None:
     """Return what divides the batches of a run into slices; None where they stay whole.
 
     Args:
-        settings: Of the run.
+        options: Of the run.
         scheduler: Of the run.
         progress: Where it begins.
         slicer: Knows what samples cost.
         faults: Of the run.
     """
-    if not (settings.splits and _can_join(settings)):
+    if not (options.splits and _can_join(options)):
         return None
     return Splitter(
         scheduler,
         slicer,
         first=progress.now.position,
-        on_error=settings.on_error,
+        on_error=options.on_error,
         faults=faults,
-        prefetch_factor=settings.prefetch,
-        batch_size=settings.samples_in_batch,
-        obtain=None if settings.is_in_process else partial(batch_slabs.obtain, slab_pool()),
+        prefetch_factor=options.prefetch,
+        batch_size=options.samples_in_batch,
+        obtain=None if options.is_in_process else partial(batch_slabs.obtain, slab_pool()),
     )
 
 
-def _can_join(settings: Settings) -> bool:
+def _can_join(options: Options) -> bool:
     """Whether slices of batches can be joined: torch's default collates them, and not the dataset makes whole ones."""
-    dataset, collate_fn = settings.dataset, settings.collate_fn
+    dataset, collate_fn = options.dataset, options.collate_fn
     makes_whole = is_collated(dataset) or not has_samples(dataset) or gathers(dataset, True, collate_fn)
     return collate.copies_samples(collate_fn) and not makes_whole
 
 
-def make_meter(settings: Settings, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
+def make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
     """Return what counts what happens in a run.
 
     Args:
-        settings: Of the run.
+        options: Of the run.
         runs: Of the loader.
         epoch: Its number.
         window: Batches in flight or waiting.
@@ -175,71 +175,71 @@ def make_meter(settings: Settings, runs: Runs, epoch: int, window: int, faults: 
     """
     return Meter(
         epoch,
-        settings.num_places,
+        options.num_places,
         window,
         faults,
-        runs.open_trace(settings),
+        runs.open_trace(options),
         runs.traffic,
-        is_iterable=settings.is_iterable,
-        scheduling=settings.scheduling,
-        could_split=settings.could_split and _can_join(settings),
-        max_buffered_bytes=settings.max_buffered_bytes,
-        persistent_workers=settings.persistent_workers,
-        concurrency=settings.samples_at_once,
-        in_process=settings.is_in_process,
-        elsewhere=settings.remote is not None,
-        wanted_elsewhere=None if settings.remote is None else settings.remote.num_workers,
-        auto=settings.is_auto,
-        renews=settings.renews,
-        can_renew=not (settings.is_in_process or settings.why_workers_stay),
+        is_iterable=options.is_iterable,
+        scheduling=options.scheduling,
+        could_split=options.could_split and _can_join(options),
+        max_buffered_bytes=options.max_buffered_bytes,
+        persistent_workers=options.persistent_workers,
+        concurrency=options.samples_at_once,
+        in_process=options.is_in_process,
+        elsewhere=options.remote is not None,
+        wanted_elsewhere=None if options.remote is None else options.remote.num_workers,
+        auto=options.is_auto,
+        renews=options.renews,
+        can_renew=not (options.is_in_process or options.why_workers_stay),
     )
 
 
-def make_auto(settings: Settings, pool: Backend, tell: Callable[[int, int], None], elsewhere: int) -> Auto | None:
+def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None], elsewhere: int) -> Auto | None:
     """Return what looks after the number of workers, or None if nothing does.
 
     Args:
-        settings: Of the loader.
+        options: Of the loader.
         pool: The workers.
         tell: Is told of each change, on the loop thread.
         elsewhere: How many there are to be on other machines at the beginning.
     """
-    if not settings.is_auto:
+    if not options.is_auto:
         return None
-    remote, elastic = settings.remote, cast(Elastic, pool)
+    remote, elastic = options.remote, cast(Elastic, pool)
     controller = Controller(
-        settings.num_workers,
-        max_computing=settings.most_computing,
-        max_waiting=settings.most_waiting,
+        options.num_workers,
+        max_computing=options.most_computing,
+        max_waiting=options.most_waiting,
         cores=usable_cores(),
-        overlaps=settings.overlaps,
+        overlaps=options.overlaps,
         elsewhere=elsewhere,
         max_elsewhere=0 if remote is None else remote.max_workers or sys.maxsize,
     )
     return Auto(controller, tell, None if remote is None else elastic)
 
 
-def make_renewal(settings: Settings) -> Renewal | None:
+def make_renewal(options: Options) -> Renewal | None:
     """Return what says which workers are renewed, or None if none is."""
-    return Renewal(settings.max_tasks_per_child, settings.max_worker_memory) if settings.renews else None
+    return Renewal(options.max_tasks_per_child, options.max_worker_memory) if options.renews else None
 
 
-def policy_of(settings: Settings) -> Policy:
+def policy_of(options: Options) -> Policy:
     """Say how the session is to find out whether a worker that died can be replaced.
 
     Not where a batch of a stream is to be left out: another worker would begin before it. Where a dataset tells its
     state, what this process has of it is what workers began with, but only in their first run, and only if they have
     processes or threads of their own.
     """
-    stays = bool(settings.why_workers_stay)
-    if not settings.is_iterable:
-        return Policy(replaceable=True, stays=stays, on_timeout=settings.on_timeout)
-    tells_place, dataset = settings.on_crash != "skip", settings.dataset
+    stays = bool(options.why_workers_stay)
+    if not options.is_iterable:
+        return Policy(replaceable=True, stays=stays, on_timeout=options.on_timeout)
+    tells_place, dataset = options.on_crash != "skip", options.dataset
     return Policy(
         replaceable=tells_place and (probe(dataset, "deterministic") is True or leaves_out_buffer(dataset)),
         is_stream=True,
         stays=stays,
         tells_place=tells_place,
-        has_initial_state=is_stateful(settings.dataset) and settings.has_workers,
-        on_timeout=settings.on_timeout,
+        has_initial_state=is_stateful(options.dataset) and options.has_workers,
+        on_timeout=options.on_timeout,
     )

@@ -22,7 +22,7 @@ from asyncloader.messages.indices import listed
 from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import SampleContext
-from asyncloader.settings import OnError
+from asyncloader.options import OnError
 from asyncloader.worker.gather import WholeBatches
 
 

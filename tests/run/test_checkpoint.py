@@ -18,7 +18,7 @@ from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_st
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 from tests.run.giving import give
 
 WITH_WORKERS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
@@ -51,13 +51,13 @@ class Stream(IterableDataset[int]):
         return iter(range(12))
 
 
-def settings_of(dataset: Any = None, **options: Any) -> Settings:
-    """Settings of a loader of twelve samples in batches of two."""
+def settings_of(dataset: Any = None, **options: Any) -> Options:
+    """Options of a loader of twelve samples in batches of two."""
     data = range(12) if dataset is None else dataset
-    return DataLoader(data, **{"batch_size": 2, **options})._settings()
+    return DataLoader(data, **{"batch_size": 2, **options})._options()
 
 
-def checkpointer_of(settings: Settings, progress: Progress) -> Checkpointer:
+def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     """What a run of these settings makes its states with, begun now."""
     rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
     return Checkpointer(settings, progress, rng, rng.capture(), 3, 77, None, True, [None])

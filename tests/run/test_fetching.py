@@ -94,7 +94,7 @@ def test_what_pinning_raises_stands_for_the_batch() -> None:
 def test_a_system_exit_in_the_thread_is_told_to_the_consumer() -> None:
     """Nobody else would tell; the thread goes on."""
     progress = Progress()
-    limit = ErrorLimit(DataLoader(Squares())._settings(), progress, Faults())
+    limit = ErrorLimit(DataLoader(Squares())._options(), progress, Faults())
     fetching = FetchThread(make_maker(), Taking(progress, limit))
     handoff = fetching.taking.handoff
     try:

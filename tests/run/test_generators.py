@@ -30,7 +30,7 @@ from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
 from asyncloader.seeding import turns
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 from tests import generators
 from tests.run.giving import give
 
@@ -152,8 +152,8 @@ class Trainer:
         self.options = {"batch_size": BATCH, **SAMPLERS[sampler](self.own)}
         self.runs = Runs()
 
-    def settings(self) -> Settings:
-        return DataLoader(range(100), **self.options)._settings()
+    def settings(self) -> Options:
+        return DataLoader(range(100), **self.options)._options()
 
     def begin(self, state: Any = None, *, inline: bool) -> RunStart:
         """Begin a run as iterators do: those with workers iterate twice, and draw the base seed in between."""

@@ -10,11 +10,11 @@ import torch
 from asyncloader import DataLoader
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
-from asyncloader.settings import Settings
+from asyncloader.options import Options
 from tests.run.giving import give
 
 
-def started(settings: Settings, state: dict[str, Any] | None = None, runs: Runs | None = None) -> RunStart:
+def started(settings: Options, state: dict[str, Any] | None = None, runs: Runs | None = None) -> RunStart:
     """Start as an iterator without workers does: the base seed is drawn before the order."""
 
     def iterate() -> Drawn:
@@ -25,11 +25,11 @@ def started(settings: Settings, state: dict[str, Any] | None = None, runs: Runs 
     return begin(settings, state, runs or Runs(), iterate, inline=True)
 
 
-def settings_of(seed: int = 0, **options: Any) -> Settings:
-    """Settings of a shuffled loader of ten samples."""
+def settings_of(seed: int = 0, **options: Any) -> Options:
+    """Options of a shuffled loader of ten samples."""
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(range(10), 2, shuffle=True, generator=generator, **options)  # type: ignore[arg-type]
-    return loader._settings()
+    return loader._options()
 
 
 def take(start: RunStart, count: int) -> list[Any]:

@@ -1,8 +1,8 @@
 """What one iterator works with: torch's arguments and our options, frozen, and what follows from them.
 
-    DataLoader (its attributes may be set at any time) ── iter ──> Settings ──> everything below
+    DataLoader (its attributes may be set at any time) ── iter ──> Options ──> everything below
 
-`Settings` are handed down whole, and a field is used under its name wherever that is.
+`Options` are handed down whole, and a field is used under its name wherever that is.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def implied_by(scheduling: Scheduling) -> Seeding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Options:
     """Torch's arguments, as its loader has checked them, and ours, which are checked here.
 
     Made by ``loader.py`` alone: once at construction, to check, and once for each iterator. What they mean is told by
@@ -336,7 +336,7 @@ class Settings:
         """What worker processes are started by. To ask for it settles the program's default start method."""
         return self.multiprocessing_context or multiprocessing.get_context()
 
-    def with_workers_of(self, first: Settings) -> Settings:
+    def with_workers_of(self, first: Options) -> Options:
         """Return the same for workers that are there already, which keep what they were started with."""
         kept = {name: getattr(first, name) for name in _OF_WORKERS}
         if "split" not in (first.scheduling, self.scheduling):
@@ -452,7 +452,7 @@ class Settings:
             raise ConfigurationError('max_errors is for on_error="skip" and "replace"; with "raise" it has no effect')
 
 
-ASKED = tuple(each.name for each in fields(Settings) if each.init)
+ASKED = tuple(each.name for each in fields(Options) if each.init)
 """What is asked for; the other fields follow from it."""
 
 _OF_WORKERS = (
