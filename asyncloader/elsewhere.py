@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.protocols import RemoteWorkers
 from asyncloader.options import Options, WorkerBackend
+from asyncloader.protocols import RemoteWorkers
 
 
 def places(worker_backend: WorkerBackend | RemoteWorkers) -> tuple[WorkerBackend, RemoteWorkers | None]:

@@ -21,13 +21,6 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.keywords import checked, name_options
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
-from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, RemoteWorkers, accept_iterable
-from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
-from asyncloader.run.checkpoint import check
-from asyncloader.run.in_step import enrol, in_step
-from asyncloader.run.plan import samplers_within
-from asyncloader.run.runs import Runs
-from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.options import (
     ASKED,
     MAX_BUFFERED_BYTES,
@@ -36,13 +29,20 @@ from asyncloader.options import (
     OnCrash,
     OnError,
     OnTimeout,
+    Options,
     Scheduling,
     Seeding,
-    Options,
     WorkerBackend,
     first_workers,
     implied_by,
 )
+from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, RemoteWorkers, accept_iterable
+from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
+from asyncloader.run.checkpoint import check
+from asyncloader.run.in_step import enrol, in_step
+from asyncloader.run.plan import samplers_within
+from asyncloader.run.runs import Runs
+from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
 
 if TYPE_CHECKING:
     from asyncloader.run.base_iterator import BaseIterator

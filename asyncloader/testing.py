@@ -22,8 +22,8 @@ import torch
 from asyncloader.comparison import CannotCompareError, difference, told_apart
 from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import DataLoader
-from asyncloader.protocols import is_async
 from asyncloader.options import Scheduling, WorkerBackend
+from asyncloader.protocols import is_async
 
 __all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async"]
 

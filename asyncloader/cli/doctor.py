@@ -22,8 +22,8 @@ from asyncloader.cli.large import find_large
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
 from asyncloader.machine import available_bytes, private_bytes, rooms, usable_cores
-from asyncloader.ray import RayWorkers
 from asyncloader.options import AutoWorkers
+from asyncloader.ray import RayWorkers
 
 _FEW_DESCRIPTORS = 1024
 _FEW_BYTES = 1 << 30

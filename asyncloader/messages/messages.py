@@ -38,8 +38,8 @@ from asyncloader.messages.modes import Modes
 from asyncloader.messages.origin import Origin
 from asyncloader.messages.snapshot import Start
 from asyncloader.observe.record import Record as Record
-from asyncloader.seeding.sample_context import Placed
 from asyncloader.options import OnError
+from asyncloader.seeding.sample_context import Placed
 
 HEADER = struct.Struct("<QB7x")
 MAX_FRAME_BYTES = 1 << 40

@@ -27,11 +27,11 @@ from asyncloader.messages.origin import Origin
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
+from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
-from asyncloader.options import Options
 from asyncloader.worker.data_pipes import shard
 
 T_co = TypeVar("T_co", covariant=True)

@@ -44,10 +44,10 @@ from asyncloader import identity
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.errors import StateMismatchError
 from asyncloader.messages.snapshot import Start, as_plain, dataset_here, from_plain
+from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.plan import is_elastic, own_state, samplers_within
 from asyncloader.run.rng_snapshot import RNGSnapshot
-from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from asyncloader.epochs import as_number
+from asyncloader.options import Options
 from asyncloader.protocols import members, probe
 from asyncloader.run.plan import samplers_within
 from asyncloader.samplers.ordered import place_in_group
-from asyncloader.options import Options
 
 _OF_SAMPLERS = ("rank", "process_index", "data_parallel_rank", "dp_rank", "_rank")
 """Attributes by which samplers say which part they give: those of torch, Lightning, timm, mmengine, lhotse and ours; of

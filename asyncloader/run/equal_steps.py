@@ -39,8 +39,8 @@ from asyncloader.errors import AsyncLoaderError, LoaderClosedError
 from asyncloader.messages.failure import another
 from asyncloader.messages.outcome import Batch
 from asyncloader.messages.snapshot import outlasting
-from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
 from asyncloader.options import EqualSteps
+from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
 from asyncloader.worker import threads
 
 log = logging.getLogger("asyncloader")

@@ -34,11 +34,11 @@ from asyncloader.messages.indices import listed
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import Pace
 from asyncloader.observe.notices import warn
+from asyncloader.options import Options
 from asyncloader.run.plan import Plan, samplers_within, set_epochs
 from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.seeding.turns import untouched
-from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 

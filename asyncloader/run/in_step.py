@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from asyncloader.run.runs import Runs
 from asyncloader.options import EqualSteps
+from asyncloader.run.runs import Runs
 
 _numbers: WeakKeyDictionary[Runs, int] = WeakKeyDictionary()
 _next_number = count()

@@ -35,13 +35,13 @@ from asyncloader.messages.outcome import Batch, Exhausted
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
+from asyncloader.options import Options
 from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.fetching import FetchThread, InlineHost, InlineMaker, fetch_threads
 from asyncloader.run.rng_snapshot import GlobalGenerators
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.turns import Drawing, alone
-from asyncloader.options import Options
 from asyncloader.worker.batch_maker import BatchMaker
 
 T_co = TypeVar("T_co", covariant=True)

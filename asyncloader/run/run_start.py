@@ -24,6 +24,7 @@ import torch
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.epochs import Told, listeners, restore, tell
 from asyncloader.messages.snapshot import Frozen, Pace, Start, dataset_here, from_plain, unplain
+from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, leaves_out_buffer
 from asyncloader.run.checkpoint import Checkpointer, is_between_runs
 from asyncloader.run.data_rank import data_rank
@@ -32,7 +33,6 @@ from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.sample_context import EpochKey
 from asyncloader.seeding.turns import Drawing
-from asyncloader.options import Options
 from asyncloader.worker.gather import gathers
 
 log = logging.getLogger("asyncloader")

@@ -15,9 +15,9 @@ from asyncloader.epochs import Told, numbers, told
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
+from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check, initial_state, is_between_runs
 from asyncloader.run.plan import left_after, samplers_within
-from asyncloader.options import Options
 
 _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
 """What of a state says how much of its epoch is left."""

@@ -37,13 +37,13 @@ from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.observe.faults import Faults
+from asyncloader.options import AutoWorkers, Options
 from asyncloader.run import auto_number, home_loop, workplace
 from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.foresight import make_foresight
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.sample_context import EpochKey
-from asyncloader.options import AutoWorkers, Options
 from asyncloader.worker.bootstrap import refuse_in_main
 from asyncloader.worker.guarded_loop import GuardedLoop
 

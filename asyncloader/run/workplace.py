@@ -30,10 +30,10 @@ from asyncloader.messages.pickled_spec import pickle_for_elsewhere
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.traffic import Traffic
+from asyncloader.options import Options
 from asyncloader.protocols import has_samples, is_collated, is_stateful, leaves_out_buffer, probe
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
-from asyncloader.options import Options
 from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.gather import gathers

@@ -19,10 +19,10 @@ import torch
 
 from asyncloader.messages.failure import BadSample, EndOfData, RemoteError
 from asyncloader.messages.indices import listed
+from asyncloader.options import OnError
 from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import SampleContext
-from asyncloader.options import OnError
 from asyncloader.worker.gather import WholeBatches
 
 

@@ -14,11 +14,11 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from asyncloader import DataLoader, StateMismatchError
 from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.messages.snapshot import Frozen, Start, Untold
+from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_state, is_between_runs
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
-from asyncloader.options import Options
 from tests.run.giving import give
 
 WITH_WORKERS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}

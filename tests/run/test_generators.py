@@ -25,12 +25,12 @@ from torch.utils.data import (
 )
 
 from asyncloader import DataLoader, ElasticSampler
+from asyncloader.options import Options
 from asyncloader.run.checkpoint import check
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
 from asyncloader.seeding import turns
-from asyncloader.options import Options
 from tests import generators
 from tests.run.giving import give
 

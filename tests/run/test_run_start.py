@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
+from asyncloader.options import Options
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
-from asyncloader.options import Options
 from tests.run.giving import give
 
 
