@@ -2,7 +2,7 @@
 
 most recent call first, as faulthandler writes      shown
 File "dataset.py", line 7 in __getitem__          yes
-File "asyncloader/workers/...                     no, and nothing below: the loader's frames, and in a forked
+File "asyncloader/worker/...                      no, and nothing below: the loader's frames, and in a forked
 File "train.py", line 90 in <module>              worker those of the trainer that forked it
 """
 
@@ -14,7 +14,7 @@ import traceback
 from itertools import takewhile
 from types import FrameType
 
-_OWN = os.path.join("asyncloader", "workers", "")
+_OWN = re.compile(re.escape(os.sep).join(["asyncloader", "(worker|backends)", ""]))
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _HEAD = re.compile(r"(Current t|T)hread\b.*\(most recent call first\):$")
 _LEFT_OUT = "  (frames of asyncloader, and of what started the worker, are left out)"
@@ -33,7 +33,7 @@ def shorten(text: str) -> str:
             continue
         frames = list(takewhile(lambda line: line.startswith("  "), lines[at:]))
         at += len(frames)
-        users = list(takewhile(lambda line: _OWN not in line, frames))
+        users = list(takewhile(lambda line: not _OWN.search(line), frames))
         if len(users) == len(frames):
             shown += [head, *frames]
         elif not all(_STANDARD in line and "-packages" not in line for line in users):
@@ -49,5 +49,5 @@ def stack_of(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     frames = traceback.extract_stack(frame)
-    begin = max((number + 1 for number, each in enumerate(frames) if _OWN in each.filename), default=0)
+    begin = max((number + 1 for number, each in enumerate(frames) if _OWN.search(each.filename)), default=0)
     return "".join(traceback.format_list(frames[begin:] or frames))
