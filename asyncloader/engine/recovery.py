@@ -13,13 +13,12 @@ longer each time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 from asyncloader.backends.backend import Worker
 from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Postpone, Replace, Ticket
-from asyncloader.engine.tracks import Progressing
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
 from asyncloader.messages.snapshot import Start
 from asyncloader.options import OnTimeout
@@ -31,9 +30,6 @@ _STARTING_S = 60.0
 
 _FINISHING_S = 60.0
 """A batch that no worker has is waited for so long after the last outcome, however short the timeout. Seconds."""
-
-_MOST_PAST = 10
-"""So many runs without a state told are read again to replace a worker."""
 
 _CALM_LOSSES = 2
 """So many losses beyond one for each worker, with no outcome between them, are no reason to wait."""
@@ -53,6 +49,12 @@ _NOT_REPLACED = (
     "iterated over; or give the dataset state_dict() and load_state_dict()."
 )
 
+_NOT_IN_LATER_RUNS = (
+    "The worker was not replaced: it had given no state of its iterable dataset in this epoch, and what the dataset "
+    "keeps from earlier epochs was lost with the worker. With persistent_workers=False each epoch begins with new "
+    "workers."
+)
+
 _NOT_REPLACEABLE = (
     'The worker was not replaced: with "skip" a batch would be left out, and nobody knows where another worker would '
     'then have to begin in the iterable dataset. "retry" makes the batch again.'
@@ -69,8 +71,8 @@ class Policy(NamedTuple):
         is_stream: The dataset is iterable.
         stays: Workers cannot come and go: it matters who makes a batch.
         tells_place: A worker of a stream can be replaced as soon as it has told a state.
-        has_initial_state: The dataset provides a state, and the parent still holds the one that the first run's workers
-            started from: so another worker can be taken through what they had been through.
+        has_initial_state: The dataset provides a state, and the parent holds the one that workers start from. In their
+            first run another worker can begin there.
         on_timeout: What to do about a batch that does not come in time.
     """
 
@@ -113,11 +115,13 @@ class Recovery:
 
     Attributes:
         has_lost: There is one that cannot be replaced.
+        is_first_run: The workers have been through no other run.
         num_workers: How many workers there are to be.
     """
 
     def __init__(self, policy: Policy, num_workers: int) -> None:
         self.has_lost = False
+        self.is_first_run = True
         self._policy = policy
         self.num_workers = num_workers
         self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
@@ -202,20 +206,11 @@ class Recovery:
         """Another run has begun, and this worker, which was lost before, has no process."""
         return [Replace(process.worker_id)] if self._can_replace(start) else self._lose_for_good(process)
 
-    def past(self, tracks: Mapping[int, Progressing], active: set[int]) -> dict[int, Sequence[Start]]:
-        """Return, by worker, what another one would have to be taken through that took its place after this run.
-
-        Args:
-            tracks: How far workers are.
-            active: Who has not come to the end of the data.
-        """
-        if self._policy.replaceable or not self._policy.has_initial_state:
-            return {}
-        return {worker: track.past(ended=worker not in active) for worker, track in tracks.items()}
-
     def _lose_for_good(self, process: Worker) -> list[Lose]:
         self.has_lost = True
-        cause = partial(_death, process, note=_NOT_REPLACED if self._policy.tells_place else _NOT_REPLACEABLE)
+        policy = self._policy
+        note = _NOT_IN_LATER_RUNS if policy.has_initial_state else _NOT_REPLACED
+        cause = partial(_death, process, note=note if policy.tells_place else _NOT_REPLACEABLE)
         return [Lose(process.worker_id, cause, replaceable=False, was_ready=process.is_ready)]
 
     def _can_replace(self, start: Start | None) -> bool:
@@ -223,7 +218,7 @@ class Recovery:
         policy = self._policy
         if policy.replaceable or not policy.tells_place or start is None:
             return policy.replaceable
-        return start.snapshot is not None or (policy.has_initial_state and len(start.past) <= _MOST_PAST)
+        return start.snapshot is not None or (policy.has_initial_state and self.is_first_run)
 
     def _rest_s(self) -> float:
         """Count a lost worker; return how long to wait before another takes its place."""

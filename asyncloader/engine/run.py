@@ -376,8 +376,3 @@ class Run:
         """Tell consumers that everything that was planned has been handed over."""
         self.ended = self.error is None
         self.handoff.wake_all()
-
-    def begin_after(self, past: dict[int, Sequence[Start]]) -> None:
-        """Note what workers of a stream had been through before, by worker."""
-        for worker, runs in past.items():
-            self.tracks[worker].begin_after(runs)

@@ -312,9 +312,8 @@ class Session:
 
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
-        if self._is_stream:
-            self.run.begin_after(self.supervisor.recovery.past(last.tracks, last.scheduler.active))
-        else:
+        self.supervisor.recovery.is_first_run = False
+        if not self._is_stream:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
 
     def on_ready(self, worker: int) -> None:

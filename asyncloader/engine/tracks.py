@@ -2,7 +2,6 @@
 
     given(seq) ──> the next batch of the stream that is not done with ── done(number, snapshot) ──> start
     lost() ──────> what was given and is not done with is given again
-    past() ──────> what another worker has to be taken through before it begins the next run
 
 A worker of an iterable dataset reads one batch after the other, and each ticket that it gets takes the next one. Where
 it makes several at once they may be done with in any order; its place in the data is then before the first that is not
@@ -15,7 +14,6 @@ was last taken. Another worker loads the state and makes that again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from asyncloader.messages.snapshot import Made, Start, Untold
@@ -27,12 +25,6 @@ class Progressing(Protocol):
     @property
     def start(self) -> Start:
         """Where another worker has to begin."""
-
-    def begin_after(self, past: Sequence[Start]) -> None:
-        """Note what the worker had been through before this run, if it is one that begins anew."""
-
-    def past(self, ended: bool) -> Sequence[Start]:
-        """Return the runs that another worker has to be taken through before it begins the one after this."""
 
     def lost(self) -> None:
         """The worker is gone, and what it had was not made."""
@@ -57,7 +49,6 @@ class Track:
         self._ahead: dict[int, Any] = dict.fromkeys(start.ahead)  # done with beyond that: snapshots by number
         self._given: dict[int, int] = {}  # numbers by ticket
         self._next = 0
-        self.is_untouched = True  # nothing is done with yet
 
     def __repr__(self) -> str:
         return f"<Track first={self._first} ahead={sorted(self._ahead)} given={self._given}>"
@@ -66,11 +57,6 @@ class Track:
     def start(self) -> Start:
         """Where another worker has to begin."""
         return self._place._replace(ahead=tuple(sorted(number - self._first for number in self._ahead)))
-
-    def begin_after(self, past: Sequence[Start]) -> None:
-        """Note what the worker had been through before this run, if it is one that begins anew."""
-        if self._place.snapshot is None:
-            self._place = self._place._replace(past=past)
 
     def given(self, seq: int) -> None:
         """The worker got a ticket, which takes the next batch that is not done with."""
@@ -96,7 +82,6 @@ class Track:
 
     def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
         """A batch is done with, -1 for the first that is not; the dataset was in this state when it had been read."""
-        self.is_untouched = False
         if isinstance(snapshot, Untold):
             snapshot = None
         # A new dictionary: copies of this track keep theirs (`Place.after`).
@@ -104,17 +89,6 @@ class Track:
         while self._first in self._ahead:
             self._place = self._place.after(self._ahead.pop(self._first))
             self._first += 1
-
-    def past(self, ended: bool) -> tuple[Start, ...]:
-        """Return the runs that another worker has to be taken through before it begins the one after this.
-
-        Args:
-            ended: The worker has come to the end of its data; otherwise it was left before.
-        """
-        place = self._place
-        if self.is_untouched and place.snapshot is None and not ended:
-            return tuple(place.past)
-        return (*place.past, place._replace(past=(), ended=ended))
 
 
 class History:
@@ -144,13 +118,6 @@ class History:
             last, rest = rest
             made.append(last)
         return self._start._replace(made=(*self._start.made, *reversed(made)))
-
-    def begin_after(self, past: Sequence[Start]) -> None:
-        """Do nothing: what was made in earlier runs is in `start`."""
-
-    def past(self, ended: bool) -> Sequence[Start]:
-        """Return nothing."""
-        return ()
 
     def lost(self) -> None:
         """The worker is gone: another one makes what it had."""

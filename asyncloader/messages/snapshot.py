@@ -168,9 +168,6 @@ class Start(NamedTuple):
     the one that comes next: ``ahead`` are their numbers in ascending order, counted from that one, which is 0. Of a
     map-style dataset ``made`` in this order.
 
-    ``past`` are the runs of a stream that it had been through where it has told no state since: how far it was in each,
-    and whether it had ``ended``. Another worker is taken through them first (`relive`).
-
     ``epochs`` is what `set_epoch` has told the dataset since the snapshot, which is of the end of the run before.
     """
 
@@ -178,14 +175,12 @@ class Start(NamedTuple):
     snapshot: Any = None  # a Frozen, or a state that was loaded
     ahead: Sequence[int] = ()
     made: tuple[Made, ...] = ()
-    past: Sequence[Start] = ()
-    ended: bool = False
     epochs: tuple[Told, ...] = ()
 
     def after(self, snapshot: Any) -> Start:
         """Return where a stream is one batch later, with nothing ahead."""
         if snapshot is None:
-            return Start(self.batches + 1, self.snapshot, past=self.past, epochs=self.epochs)
+            return Start(self.batches + 1, self.snapshot, epochs=self.epochs)
         return Start(0, snapshot)
 
     def gaps(self) -> list[int]:

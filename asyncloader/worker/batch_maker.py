@@ -196,11 +196,6 @@ class BatchMaker:
         return getattr(self._fetch, "ended", False)
 
     @property
-    def past(self) -> Sequence[Start]:
-        """Runs that the worker whose place this one takes had been through."""
-        return self._start.past
-
-    @property
     def _start(self) -> Start:
         return (self._epoch.starts or {}).get(self._id, Start())
 

@@ -18,15 +18,13 @@ from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
-from asyncloader.seeding import sample_context
-from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker import loops
 from asyncloader.worker.batch_maker import BatchMaker
 from asyncloader.worker.gather import WholeBatches
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.overlap import Job, Overlap, TaskFetcher
 from asyncloader.worker.serial_loop import Ending, SerialLoop
-from asyncloader.worker.stream import Stream, relive
+from asyncloader.worker.stream import Stream
 from asyncloader.worker.thread_fetcher import ThreadFetcher
 from asyncloader.worker.transport import WorkerTransport
 
@@ -130,12 +128,9 @@ class OverlapLoop:
             opening.result()
 
     async def _enter_all(self, resources: AsyncExitStack) -> None:
-        dataset = self._maker.spec.dataset
-        for member in members(dataset):
+        for member in members(self._maker.spec.dataset):
             if is_resource(member):
                 await resources.enter_async_context(member)
-        sample_context.enter(Seeder(self._epoch.key), 0)
-        await relive(dataset, self._maker.past)
 
     def _begin(self) -> None:
         self._maker.begin(self._epoch, self._open_overlap)

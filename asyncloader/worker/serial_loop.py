@@ -16,10 +16,7 @@ from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Exhausted
-from asyncloader.seeding import sample_context
-from asyncloader.seeding.seeder import Seeder
 from asyncloader.worker.batch_maker import BatchMaker
-from asyncloader.worker.stream import relive
 from asyncloader.worker.transport import WorkerTransport
 
 _LOOK_EVERY_S = 0.001
@@ -89,12 +86,7 @@ class SerialLoop:
 
     def open(self) -> None:
         """Become a worker, and open the dataset. What that raises answers every ticket."""
-        maker = self._maker
-        maker.enter(self._epoch)
-        if maker.failure is None and maker.past:
-            with maker.opening():
-                sample_context.enter(Seeder(self._epoch.key), 0)
-                _run_at_once(relive(maker.spec.dataset, maker.past))
+        self._maker.enter(self._epoch)
         self._begin()
         self._transport.send(Kind.READY)
 
@@ -155,9 +147,3 @@ class SerialLoop:
         self._maker.close()
         if self._runner is not None:
             self._runner.close()
-
-
-def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run what awaits nothing here, without a loop: the dataset's own code may want to begin one."""
-    with contextlib.suppress(StopIteration):
-        coroutine.send(None)

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from torch.utils.data import ChainDataset
 
-from asyncloader.messages.snapshot import Keeper, Start
+from asyncloader.messages.snapshot import Keeper
 from asyncloader.protocols import is_async
 from asyncloader.seeding import sample_context
 from asyncloader.worker.fetch import is_over, settle
 from asyncloader.worker.overlap import Base, Job
 from asyncloader.worker.stacks import generator_stack, task_stack
-
-_MOST_ERRORS = 1000
-"""One after the other, while a run is relived."""
-
 
 _PATIENCE_S = 1.0
 """A stream that is left has so long to come to its next sample, or to its end, before that is cancelled: what it awaits
@@ -296,36 +292,6 @@ async def _chain(datasets: Iterable[Any]) -> AsyncIterator[Any]:
         else:
             for sample in iterator:
                 yield sample
-
-
-async def relive(dataset: Any, past: Sequence[Start]) -> None:
-    """Take a dataset through runs that that of another worker had been through, and make nothing of the samples.
-
-    So what it keeps over its runs, their number for one, is what it would have been there. A run that had come to its
-    end is read to the end, from the last state on; one that was left is begun and left.
-
-    Awaits nothing if the dataset is not async.
-    """
-    for start in past:
-        keeper = Keeper(dataset, 1, start)
-        iterator = open_stream(dataset)
-        is_async = hasattr(type(iterator), "__anext__")
-        ends_with = StopAsyncIteration if is_async else StopIteration
-        is_done = keeper.attach(iterator)
-        errors = 0
-        while not is_done:
-            try:
-                _discard(await anext(iterator) if is_async else next(iterator))
-                errors = 0
-            except ends_with:
-                break
-            except Exception:  # it was raised in its time too; but what only raises has lost its source
-                errors += 1
-                if errors > _MOST_ERRORS:
-                    raise
-            is_done = not start.ended or is_over(iterator)
-        if (close := getattr(iterator, "aclose", None)) is not None:
-            await close()
 
 
 def _discard(sample: Any) -> None:

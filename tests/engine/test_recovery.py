@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from asyncloader.engine.actions import Discard, GiveUp, Lose, Replace, Ticket
 from asyncloader.engine.recovery import Overdue, Policy, Recovery
-from asyncloader.engine.tracks import make_tracks
 from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
 from asyncloader.messages.snapshot import Frozen, Start
 
@@ -127,8 +126,6 @@ def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
         (STREAM, Start(), False),
         (STREAM, TOLD, True),
         (STREAM._replace(has_initial_state=True), Start(), True),
-        (STREAM._replace(has_initial_state=True), Start(past=(Start(),) * 10), True),
-        (STREAM._replace(has_initial_state=True), Start(past=(Start(),) * 11), False),
         (STREAM._replace(tells_place=False), TOLD, False),
         (STREAM._replace(replaceable=True), Start(), True),
     ],
@@ -159,13 +156,16 @@ def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(policy
     assert recovery.stop() == set()
 
 
-def test_what_another_worker_is_taken_through() -> None:
-    """The runs of those whose state the parent has; of the others it is known by other means."""
-    tracks = make_tracks({0: Start(), 1: Start()}, None, overlaps=False)
-    tracks[0].done(-1, None)
-    assert Recovery(STREAM, 2).past(tracks, {0, 1}) == {}
-    past = Recovery(STREAM._replace(has_initial_state=True), 2).past(tracks, {0})
-    assert past == {0: (Start(1),), 1: (Start(ended=True),)}
+def test_no_worker_begins_a_later_run_in_the_place_of_another() -> None:
+    """Unless that one has told a state in it: what its dataset had kept over the runs is lost."""
+    recovery = Recovery(STREAM._replace(has_initial_state=True), 2)
+    recovery.is_first_run = False
+    assert lose(recovery, start=TOLD).replaceable
+    action = lose(recovery, start=Start())
+    assert not action.replaceable
+    assert recovery.has_lost
+    assert "given no state of its iterable dataset in this epoch" in str(action.cause([Ticket(0, KEYS)]))
+    assert [type(action) for action in recovery.fill(Gone(1), Start())] == [Lose]
 
 
 # ----------------------------------------------------------------------------------------------------------- hangs

@@ -612,8 +612,8 @@ class Epochs(Samples):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_later_epoch_is_begun_after_those_before(every: int, folder: Path) -> None:
-    """Killed before a batch has told where a persistent worker is: the next one has been through the same epochs."""
+def test_a_later_epoch_is_not_begun_anew(every: int, folder: Path) -> None:
+    """Killed before a batch has told where a persistent worker is: what it had counted is lost, and that is raised."""
     loader = make_loader(
         Epochs, folder, num_workers=1, batch_size=4, persistent_workers=True, snapshot_every_n_steps=every
     )
@@ -622,8 +622,11 @@ def test_a_later_epoch_is_begun_after_those_before(every: int, folder: Path) -> 
     iterator: Any = iter(loader)
     wait_until(lambda: not any(folder.iterdir()))
     kill(iterator)
-    assert [plain(batch) for batch in iterator] == [[100, 101, 102, 103], [104, 105, 106, 107]]
-    assert [plain(batch) for batch in loader] == [[200, 201, 202, 203], [204, 205, 206, 207]]
+    with pytest.raises(WorkerDiedError) as caught:
+        next(iterator)
+    assert "given no state of its iterable dataset in this epoch" in str(caught.value)
+    del iterator
+    assert [plain(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]  # with workers of its own
     loader.close()
 
 
