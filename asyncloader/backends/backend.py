@@ -86,9 +86,6 @@ class Listener(Protocol):
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """What has become of a ticket has come, and began to be read at this time."""
 
-    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
-        """Return those of these tickets that the worker still has, with their keys."""
-
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker ended on its own: what it was at may be to blame, and another is put in its place."""
 
@@ -138,12 +135,8 @@ class Backend(Protocol):
             What launches the next one, to be called, in any thread, before the next step.
         """
 
-    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
-        """Give the worker tickets.
-
-        Raises:
-            KeysRefused: if keys cannot be pickled. Nothing was sent.
-        """
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
+        """Give the worker tickets; return those whose keys cannot be pickled, which were not sent."""
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Set
 from typing import Any, TypeAlias
 
 from asyncloader.backends.backend import Backend
-from asyncloader.messages.messages import KeysRefused
 
 Refuse: TypeAlias = Callable[[int, int, Exception], None]
 
@@ -55,14 +54,5 @@ class Outbox:
             if worker in held or (place := places.get(worker)) is None or not place.is_alive:
                 continue
             if tickets := self._tickets.pop(worker, None):
-                self._send(worker, tickets, refuse)
-
-    def _send(self, worker: int, tickets: list[tuple[int, Any]], refuse: Refuse) -> None:
-        try:
-            self._pool.send(worker, tickets)
-        except KeysRefused as refused:  # any other error is one of ours: part of it may have been sent
-            if len(tickets) == 1:
-                refuse(worker, tickets[0][0], refused.error)
-                return
-            for ticket in tickets:
-                self._send(worker, [ticket], refuse)
+                for seq, error in self._pool.send(worker, tickets):
+                    refuse(worker, seq, error)

@@ -394,11 +394,6 @@ class Session:
         outcome = Batch(NO_RECORD, data, 0, batch.bad()) if error is None else Failure(NO_RECORD, error, batch.bad())
         self.apply(run.splitter.joined(batch, Item(outcome, batch.number, times=times)))
 
-    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
-        """Return those of these tickets that the worker still has, with their keys."""
-        tickets = self.run.scheduler.in_flight.get(worker, {})
-        return [(seq, self.run.contents(tickets[seq])) for seq in seqs if seq in tickets]
-
     @property
     def takes_outcomes(self) -> bool:
         """Whether somebody waits for what workers make: not while they end, nor after they were given up."""

@@ -184,13 +184,6 @@ class BadSample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """Stands for the keys of a ticket that could not be unpickled in a worker, with what that raised."""
-
-    failure: RemoteError
-
-
-@dataclass(frozen=True, slots=True)
 class LocalError:
     """An exception of a worker in this process, on its way to the consumer: as it is.
 

@@ -3,9 +3,8 @@
     header: length of the body (u64), kind (u8)
     body:   pickled (small, control), or an outcome (see :mod:`asyncloader.messages.outcome`)
 
-    parent -> worker   TICKETS  ([seq, ...], loans), [keys, ...]  a batch each to do, and slabs to do them in
+    parent -> worker   TICKETS  loans, [(seq, pickled keys), ...]  a batch each to do, and slabs to do them in
                        LOANS    loans                         answer to an ask
-                       KEYS     [(seq, pickled keys), ...]    answer to UNREADABLE: of those that are still wanted
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
                        WHERE    seq                           tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
@@ -17,7 +16,6 @@
                        ENDING   number of the run             the iterable dataset has ended; what follows from that
                                                               is told when this worker has lived on to a CONFIRM
                        ASK      (sizes, returned loans)       needs slabs of these sizes now
-                       UNREADABLE [seq, ...]                  keys that do not unpickle all together: wants each alone
                        AWAITS   text                          answer to WHERE
 
 Nothing here is taken from strangers: a channel is an anonymous socketpair between a process and the one that made it.
@@ -28,9 +26,10 @@ from __future__ import annotations
 import enum
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from asyncloader.epochs import Told
 from asyncloader.messages.indices import Indices
@@ -43,7 +42,6 @@ from asyncloader.seeding.sample_context import Placed
 
 HEADER = struct.Struct("<QB7x")
 MAX_FRAME_BYTES = 1 << 40
-_LENGTH = struct.Struct("<Q")  # of the first part of a body of TICKETS
 
 
 class Kind(enum.IntEnum):
@@ -55,7 +53,6 @@ class Kind(enum.IntEnum):
     END = 4
     WHERE = 5
     CONFIRM = 6
-    KEYS = 7
     UP = 15
     READY = 16
     BATCH = 17
@@ -65,7 +62,6 @@ class Kind(enum.IntEnum):
     LEFT_OUT = 22
     AWAITS = 23
     ENDING = 25
-    UNREADABLE = 26
     REFUSED = 27
 
 
@@ -93,54 +89,45 @@ def _travelling(keys: Any) -> Any:
     return keys.travelling()
 
 
-class KeysRefused(Exception):
-    """What the sampler yielded for some tickets cannot be pickled.
+_dumps = partial(pickle.dumps, protocol=5)
 
-    Args:
-        error: Why.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
+PickledTicket: TypeAlias = tuple[int, bytes]
+"""A ticket on its way: its number, and the keys in a pickle of their own, which may not come out."""
 
 
-def pack_tickets(tickets: Sequence[tuple[int, Any]], loans: Sequence[Any]) -> tuple[bytes, bytes, bytes]:
-    """Return the body of TICKETS, in parts. The keys are the user's: a pickle of their own, which may not come out.
-
-    One for all of them: a pickle for each ticket would take a microsecond more on each side.
-
-    Raises:
-        KeysRefused: if the keys do not go in either.
-    """
-    numbered = _numbered([seq for seq, _ in tickets], loans)
-    try:
-        return *numbered, pickle.dumps([_travelling(keys) if type(keys) in _PACKED else keys for _, keys in tickets], 5)
-    except Exception as error:
-        raise KeysRefused(error) from None
+def pickle_tickets(
+    tickets: Iterable[tuple[int, Any]], dumps: Callable[[Any], bytes] = _dumps
+) -> tuple[list[PickledTicket], list[tuple[int, Exception]]]:
+    """Pickle the keys of each ticket; return what can be sent, and why the others cannot."""
+    pickled, refused = [], []
+    for seq, keys in tickets:
+        try:
+            pickled.append((seq, dumps(_travelling(keys) if type(keys) in _PACKED else keys)))
+        except Exception as error:
+            refused.append((seq, error))
+    return pickled, refused
 
 
-def _numbered(seqs: list[int], loans: Sequence[Any]) -> tuple[bytes, bytes]:
-    numbers = pickle.dumps((seqs, loans), 5)
-    return _LENGTH.pack(len(numbers)), numbers
+def pack_tickets(tickets: list[PickledTicket], loans: Iterable[Any] = ()) -> bytes:
+    """Return the body of TICKETS."""
+    return pickle.dumps((list(loans), tickets), 5)
 
 
-def with_loans(body: bytes | memoryview, lend: Callable[[int], Sequence[Any]]) -> tuple[bytes, bytes, memoryview]:
+def with_loans(body: bytes | memoryview, lend: Callable[[int], Iterable[Any]]) -> bytes:
     """Return the body of TICKETS with loans, for who passes it on: the keys stay pickled.
 
     Args:
         body: As `pack_tickets` made it, without loans.
         lend: Gives slabs for so many tickets.
     """
-    seqs, _, pickled = unpack_tickets(body)
-    return *_numbered(seqs, lend(len(seqs))), pickled
+    _, tickets = unpack_tickets(body)
+    return pack_tickets(tickets, lend(len(tickets)))
 
 
-def unpack_tickets(body: bytes | memoryview) -> tuple[list[int], list[Any], memoryview]:
-    """Return sequence numbers, loans, and the pickled keys of TICKETS."""
-    (length,) = _LENGTH.unpack_from(body)
-    view = memoryview(body)[_LENGTH.size :]
-    return *pickle.loads(view[:length]), view[length:]
+def unpack_tickets(body: bytes | memoryview) -> tuple[list[Any], list[PickledTicket]]:
+    """Return the loans and the tickets of TICKETS."""
+    loans, tickets = pickle.loads(body)
+    return loans, tickets
 
 
 class EpochSpec(NamedTuple):

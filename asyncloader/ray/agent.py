@@ -91,7 +91,7 @@ class AgentPool(Pool):
 
     def give(self, process: WorkerProcess, body: memoryview) -> None:
         """Give a worker tickets, as the trainer packed them, and slabs to do them in."""
-        process.channel.send(Kind.TICKETS, *with_loans(body, functools.partial(self._lend, process)))
+        process.channel.send(Kind.TICKETS, with_loans(body, functools.partial(self._lend_for, process)))
 
     def start_one(self, worker: int, num_workers: int, *, beside: bool) -> WorkerProcess:
         """Start a worker under an id; or one beside it, which is to take its place."""
@@ -121,7 +121,7 @@ class AgentPool(Pool):
         else:
             self.dismiss(worker, grace_s)
 
-    def _lend(self, process: WorkerProcess, count: int) -> list[Any]:
+    def _lend_for(self, process: WorkerProcess, count: int) -> list[Any]:
         self._outstanding[process.worker_id] += count
         return list(self._loans[process].lend(self._outstanding[process.worker_id]))
 
@@ -135,8 +135,6 @@ class AgentPool(Pool):
                 self._pass_batch(process, body)
             else:
                 self._pass_on(kind, process, [body], [])
-        elif kind == Kind.UNREADABLE:
-            self._pass_on(kind, process, [body], [])
         else:
             super().on_frame(process, kind, body)
 
@@ -257,8 +255,6 @@ class Agent:
             return
         if kind == Kind.TICKETS:
             pool.give(process, body)
-        elif kind == Kind.KEYS:
-            process.channel.send(Kind.KEYS, bytes(body))
         elif kind == Word.STACK:
             (seq,) = NUMBER.unpack(body)
             process.ask_stack(seq, lambda text: self._link.send(Word.STACK, life, text.encode(errors="replace")))

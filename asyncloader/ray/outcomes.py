@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +31,7 @@ def outcome_of(frame: Frame, agent: RemoteAgent) -> Outcome:
     return outcome._replace(record=record)
 
 
-def by_value(keys: Any) -> bytes | RemoteError:
-    """Pickle keys that did not come out there as they were pickled first: their classes may be the main module's."""
-    try:
-        return bytes(cloudpickle.dumps(keys, 5))
-    except Exception as error:
-        return RemoteError.capture(error, "in the main process")
+def pickled_keys(keys: Any) -> bytes:
+    """Pickle the keys of a ticket; by value if classes of the main module are in them, which is another one there."""
+    data = pickle.dumps(keys, 5)
+    return bytes(cloudpickle.dumps(keys, 5)) if b"__main__" in data else data

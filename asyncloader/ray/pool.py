@@ -25,13 +25,13 @@ from typing import Any
 from asyncloader.backends.backend import Launch, Listener
 from asyncloader.errors import WorkerStartError, describe_death
 from asyncloader.messages.frames import BadFrame
-from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, pack_tickets
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, pack_tickets, pickle_tickets
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.observe.traffic import Traffic
 from asyncloader.protocols import RemoteWorkers
 from asyncloader.ray.fleet import Fleet
 from asyncloader.ray.launcher import Launcher
-from asyncloader.ray.outcomes import by_value, outcome_of
+from asyncloader.ray.outcomes import outcome_of, pickled_keys
 from asyncloader.ray.wire import NUMBER, SECONDS, Death, Frame, Word
 from asyncloader.ray.worker import AgentState, RemoteAgent, RemoteWorker
 from asyncloader.transport.slab import slab_pool
@@ -358,11 +358,14 @@ class RemotePool:
 
     # ------------------------------------------------------------------------------------------------- tickets
 
-    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
-        """Give the worker tickets."""
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
+        """Give the worker tickets; return those whose keys cannot be pickled."""
         process = self.processes[worker]
-        process.agent.send(Kind.TICKETS, process.life, *pack_tickets(tickets, ()))
-        process.outstanding += len(tickets)
+        pickled, refused = pickle_tickets(tickets, pickled_keys)
+        if pickled:
+            process.agent.send(Kind.TICKETS, process.life, pack_tickets(pickled))
+            process.outstanding += len(pickled)
+        return refused
 
     def _allocate(self, nbytes: int) -> memoryview:
         """Return memory for a buffer that is about to come: a slab, or beyond their budget any other."""
@@ -387,7 +390,7 @@ class RemotePool:
             self.listener.on_successor(worker, self._successors[worker])
 
     def _on_told(self, process: RemoteWorker, frame: Frame) -> None:
-        kind, listener = frame.kind, self.listener
+        kind = frame.kind
         if kind == Kind.READY:
             (process.pid,) = NUMBER.unpack(frame.body)
             self._on_ready(process)
@@ -395,9 +398,6 @@ class RemotePool:
             self._on_died(process, pickle.loads(frame.body))
         elif kind == Word.STACK:
             process.on_stack(str(frame.body, "utf-8", "replace"))
-        elif kind == Kind.UNREADABLE:
-            wanted = [] if listener is None else listener.keys_of(process.worker_id, pickle.loads(frame.body))
-            process.agent.send(Kind.KEYS, process.life, pickle.dumps([(seq, by_value(keys)) for seq, keys in wanted]))
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 

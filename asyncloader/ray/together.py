@@ -81,9 +81,9 @@ class Together:
         yield from self._local.start(epoch, started)
         yield from self._remote.start(epoch, started)
 
-    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
-        """Give the worker tickets."""
-        self._of(worker).send(worker, tickets)
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
+        """Give the worker tickets; return those whose keys cannot be pickled."""
+        return self._of(worker).send(worker, tickets)
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data."""
@@ -141,7 +141,6 @@ class _Half:
     def __init__(self, listener: Listener, on_closed: Callable[[], None]) -> None:
         self.on_ready = listener.on_ready
         self.on_outcome = listener.on_outcome
-        self.keys_of = listener.keys_of
         self.on_died = listener.on_died
         self.on_left = listener.on_left
         self.on_lost = listener.on_lost

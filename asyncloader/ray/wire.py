@@ -44,7 +44,7 @@ class Word(enum.IntEnum):
     END = 70  # seconds of grace (f64): end everything, and go
     RENEW = 71  # as ADD: start a successor, which has a life of its own, beside the worker that has the id
     SUCCEED = 72  # seconds of grace (f64): this successor takes the place, and who had it finishes
-    # Besides, with a life: TICKETS without loans, KEYS; and EPOCH, for all.
+    # Besides, with a life: TICKETS without loans; and EPOCH, for all.
     # agent -> trainer
     HELLO = 80  # what is there, as JSON
     PONG = 81  # what PING said, and the agent's clock (f64, f64)
@@ -52,7 +52,7 @@ class Word(enum.IntEnum):
     LEAVING = 83  # it wants no more tickets
     BYE = 84  # all its workers have ended
     FAILED = 85  # a traceback as text: something of the agent's own has failed
-    # Besides, with a life: READY with a pid (u64), UNREADABLE, and what has become of tickets.
+    # Besides, with a life: READY with a pid (u64), and what has become of tickets.
 
 
 class Death(NamedTuple):

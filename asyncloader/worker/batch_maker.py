@@ -31,7 +31,6 @@ from asyncloader.messages.failure import (
     EndOfData,
     LocalError,
     RemoteError,
-    Unreadable,
     another,
 )
 from asyncloader.messages.messages import EpochSpec, Slice, WorkerSpec
@@ -483,12 +482,12 @@ class BatchMaker:
 
     def refuses(self, keys: Any) -> bool:
         """Whether nothing can be made of a ticket: of such keys, or as nothing could be opened."""
-        return self.failure is not None or type(keys) is Unreadable
+        return self.failure is not None or type(keys) is RemoteError
 
     def refused(self, seq: int, keys: Any) -> Outcome:
         """Return what becomes of such a ticket."""
-        if type(keys) is Unreadable:
-            return Refused(self._record(Work(seq)), keys.failure)
+        if type(keys) is RemoteError:  # they did not come out of their pickle
+            return Refused(self._record(Work(seq)), keys)
         assert self.failure is not None
         return Failure(self._record(Work(seq)), self._host.capture(another(self.failure)))
 

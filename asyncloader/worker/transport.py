@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.data._utils.worker as torch_worker
 
-from asyncloader.messages.failure import RemoteError, Unreadable
+from asyncloader.messages.failure import RemoteError
 from asyncloader.messages.messages import Kind, WorkerSpec, unpack_tickets
 from asyncloader.messages.outcome import Batch, Failure, Outcome, pack
 from asyncloader.observe.record import Record
@@ -134,28 +134,17 @@ class ProcessTransport:
         return kind, pickle.loads(body) if body else None
 
     def _tickets(self, body: bytes) -> list[tuple[int, Any]]:
-        seqs, loans, pickled = unpack_tickets(body)
+        loans, tickets = unpack_tickets(body)
         if loans and self._slabs is not None:
             self._slabs.add(loans)
+        return [(seq, self._keys(pickled)) for seq, pickled in tickets]
+
+    def _keys(self, pickled: bytes) -> Any:
+        """Unpickle keys; return what that raises as a `RemoteError` in their place."""
         try:
-            return list(zip(seqs, pickle.loads(pickled), strict=True))
-        except BaseException:  # SystemExit too: it is that of one of the tickets
-            return self._one_by_one(seqs)
-
-    def _one_by_one(self, seqs: list[int]) -> list[tuple[int, Any]]:
-        """Get the keys of each ticket in a pickle of its own; those that do not come out cost their ticket alone.
-
-        Nothing that came after these tickets is looked at before, so the order stays. If a new run has begun meanwhile
-        they are not wanted any more, and what the parent sent may be of others with the same numbers.
-        """
-        answer, passed = self._round_trip(Kind.UNREADABLE, seqs, Kind.KEYS)
-        return [] if Kind.EPOCH in passed else [(seq, self._keys(pickled)) for seq, pickled in answer]
-
-    def _keys(self, pickled: bytes | RemoteError) -> Any:
-        try:
-            return Unreadable(pickled) if isinstance(pickled, RemoteError) else pickle.loads(pickled)
-        except BaseException as error:
-            return Unreadable(self.capture(error))
+            return pickle.loads(pickled)
+        except BaseException as error:  # SystemExit too: it is that of the ticket
+            return self.capture(error)
 
     def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
         """Watch the socket."""
@@ -171,17 +160,13 @@ class ProcessTransport:
             self._loop = None
 
     def _ask(self, sizes: Any, returned: Any) -> Any:
-        """Get slabs of these sizes from the parent."""
-        return self._round_trip(Kind.ASK, (sizes, returned), Kind.LOANS)[0]
-
-    def _round_trip(self, kind: Kind, question: Any, answer: Kind) -> tuple[Any, set[int]]:
-        """Ask the parent; return the answer, and the kinds of messages that came before it, which are kept."""
+        """Get slabs of these sizes from the parent. Messages that come before the answer are kept."""
         if self._is_muted:  # there would be no answer
             raise ParentGone
-        self._send(kind, pickle.dumps(question))
+        self._send(Kind.ASK, pickle.dumps((sizes, returned)))
         passed: list[tuple[int, bytes]] = []
         try:
-            while (frame := self._channel.receive(wait=True)) is not None and frame[0] != answer:
+            while (frame := self._channel.receive(wait=True)) is not None and frame[0] != Kind.LOANS:
                 passed.append(frame)
         except (EOFError, OSError) as error:
             raise ParentGone from error
@@ -189,7 +174,7 @@ class ProcessTransport:
         self._channel.put_back(passed)
         if passed and self._loop is not None:
             self._loop.call_soon(self._ready)  # the socket will not tell of them again
-        return pickle.loads(frame[1]), {kind for kind, _ in passed}
+        return pickle.loads(frame[1])
 
     # --------------------------------------------------------------------------------------------------- sending
 

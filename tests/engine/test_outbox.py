@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncloader.engine.outbox import Outbox
-from asyncloader.messages.messages import pack_tickets
+from asyncloader.messages.messages import pickle_tickets
 
 
 class Sends:
@@ -20,11 +20,12 @@ class Sends:
         self.sent: list[int] = []
         self.is_broken = False
 
-    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
-        pack_tickets(tickets, ())
-        self.sent += [seq for seq, _ in tickets]
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> list[tuple[int, Exception]]:
+        pickled, refused = pickle_tickets(tickets)
+        self.sent += [seq for seq, _ in pickled]
         if self.is_broken:
             raise ValueError("behind the first of them")
+        return refused
 
 
 def test_keys_that_cannot_be_pickled_are_refused_alone() -> None:

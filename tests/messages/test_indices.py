@@ -12,7 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from asyncloader import DataLoader
 from asyncloader.messages.indices import Indices, Numbers, listed
-from asyncloader.messages.messages import pack_tickets, unpack_tickets
+from asyncloader.messages.messages import pack_tickets, pickle_tickets, unpack_tickets
 from asyncloader.seeding.sample_context import Placed
 
 
@@ -20,9 +20,12 @@ def test_on_the_way_there_is_the_array_alone() -> None:
     """A worker gets numbers out of which Python's own ints come."""
     keys = Indices([3, 1, 2], np.array([3, 1, 2]))
     tickets = [(0, keys), (1, [7, 8]), (2, "name"), (3, Placed(keys, 8)), (4, Placed([7, 8], 11))]
-    seqs, _, pickled = unpack_tickets(b"".join(pack_tickets(tickets, [])))
-    numbers, plain, name, placed, plain_placed = pickle.loads(pickled)
-    assert (seqs, plain, name) == ([0, 1, 2, 3, 4], [7, 8], "name")
+    pickled, refused = pickle_tickets([*tickets, (5, lambda: 0)])
+    assert [seq for seq, _ in refused] == [5]
+    loans, arrived = unpack_tickets(pack_tickets(pickled))
+    numbers, plain, name, placed, plain_placed = (pickle.loads(keys) for _, keys in arrived)
+    assert ([seq for seq, _ in arrived], loans) == ([0, 1, 2, 3, 4], [])
+    assert (plain, name) == ([7, 8], "name")
     assert type(numbers) is type(placed.keys) is Numbers
     assert (list(placed.keys), placed.first, plain_placed) == ([3, 1, 2], 8, Placed([7, 8], 11))
     assert (len(numbers), list(numbers), numbers[1], numbers[1:]) == (3, [3, 1, 2], 1, [1, 2])

@@ -108,9 +108,6 @@ class Heard:
     def on_outcome(self, worker: int, outcome: Any, arrived_at: float) -> None:
         self.told.append((worker, outcome.record.seq))
 
-    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
-        return [(seq, seq) for seq in seqs]
-
     def on_died(self, worker: int, process: Any) -> None:
         self.told.append(("died", worker, process.exitcode))
 

@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import assume, given, settings
 
 from asyncloader.engine.tracks import Track

@@ -154,7 +154,7 @@ class Once:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_dies_as_it_reads_keys_one_by_one(tmp_path: Path) -> None:
+def test_a_worker_dies_as_it_reads_keys(tmp_path: Path) -> None:
     """Its tickets are those of its replacement, and what cannot be read is still one error."""
     keys = [0, Refusing(ValueError), 2, Once(3, tmp_path / "mark"), 4, 5]
     loader: DataLoader[Any] = DataLoader(
@@ -200,7 +200,6 @@ class Babbling(Dataset[Any]):
         (Kind.BATCH, b"short"),
         (Kind.ASK, b"no pickle"),
         (Kind.ASK, pickle.dumps(([], [77]))),
-        (Kind.UNREADABLE, b"no pickle"),
     ],
 )
 def test_messages_that_make_no_sense(kind: Kind, body: bytes) -> None:

@@ -26,15 +26,15 @@ from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.errors import could_not_start
-from asyncloader.messages.failure import RemoteError, with_notes
+from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import (
     EpochSpec,
-    KeysRefused,
     Kind,
     Slice,
     WorkerSpec,
     pack_tickets,
+    pickle_tickets,
 )
 from asyncloader.messages.original import Forked, Original
 from asyncloader.messages.outcome import OUTCOMES, unpack
@@ -277,25 +277,20 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------------- sending
 
-    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
-        """Give the worker tickets, and slabs to do them in."""
-        self._outstanding[worker] += len(tickets)
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
+        """Give the worker tickets, and slabs to do them in; return those whose keys cannot be pickled."""
+        pickled, refused = pickle_tickets(tickets)
+        if not pickled:
+            return refused
+        self._outstanding[worker] += len(pickled)
         process = self.processes[worker]
         of_worker = self._loans[process]
-        loans = of_worker.lend(self._outstanding[worker])
+        loans, unsent = of_worker.lend(self._outstanding[worker]), {seq for seq, _ in refused}
         for seq, keys in tickets:
-            if type(keys) is Slice and keys.rows:
+            if type(keys) is Slice and keys.rows and seq not in unsent:
                 of_worker.show((self._epoch.number, seq), keys.rows.slabs)
-        try:
-            body = pack_tickets(tickets, loans)
-        except KeysRefused:  # nothing was sent
-            self._outstanding[worker] -= len(tickets)
-            for loan in loans:
-                of_worker.given_up(loan.number)
-            for seq, _ in tickets:
-                of_worker.hide((self._epoch.number, seq))
-            raise
-        process.channel.send(Kind.TICKETS, *body)
+        process.channel.send(Kind.TICKETS, pack_tickets(pickled, loans))
+        return refused
 
     # ---------------------------------------------------------------------------------------------- receiving
 
@@ -311,8 +306,8 @@ class Pool:
             self._on_outcome(process, kind, body)
             return
         worker = process.worker_id
-        if kind in (Kind.ASK, Kind.UNREADABLE):
-            self._answer(process, kind, body)
+        if kind == Kind.ASK:
+            self._lend(process, body)
         elif kind == Kind.UP:
             process.on_up()
         elif kind == Kind.AWAITS:
@@ -329,21 +324,13 @@ class Pool:
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
-    def _answer(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
-        """Answer a question, which the worker waits for: one that makes no sense is its end."""
+    def _lend(self, process: WorkerProcess, body: memoryview) -> None:
+        """Answer a worker that asks for slabs, and waits: a question that makes no sense is its end."""
         try:
-            question = pickle.loads(body)
-            if kind == Kind.ASK:
-                process.channel.send(Kind.LOANS, pickle.dumps(self._loans[process].grant(*question), 5))
-            else:
-                process.channel.send(Kind.KEYS, self._one_by_one(process.worker_id, question))
+            loans = self._loans[process].grant(*pickle.loads(body))
         except Exception as error:
-            raise BadFrame(f"a question of kind {kind} that raised {error!r}") from error
-
-    def _one_by_one(self, worker: int, seqs: list[int]) -> bytes:
-        """Pickle the keys of each ticket alone, for a worker that cannot read some of them."""
-        wanted = [] if self.listener is None else self.listener.keys_of(worker, seqs)
-        return pickle.dumps([(seq, _pickled(keys)) for seq, keys in wanted], 5)
+            raise BadFrame(f"a question for slabs that raised {error!r}") from error
+        process.channel.send(Kind.LOANS, pickle.dumps(loans, 5))
 
     def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
         arrived_at = perf_counter()
@@ -416,10 +403,3 @@ class WorkerHandle:
         self._process.kill_soon()
 
     kill = terminate
-
-
-def _pickled(keys: Any) -> bytes | RemoteError:
-    try:
-        return pickle.dumps(keys, 5)
-    except Exception as error:  # it was pickled together with others
-        return RemoteError.capture(error, "in the main process")

@@ -124,9 +124,10 @@ class LocalPool:
         waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in self._everyone()]
         return all(waits)
 
-    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> None:
-        """Give the worker tickets."""
+    def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
+        """Give the worker tickets. Nothing is pickled."""
         self.processes[worker].put(Kind.TICKETS, tickets)
+        return ()
 
     # ------------------------------------------------------------------------------------------------- receiving
 

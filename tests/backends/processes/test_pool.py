@@ -21,7 +21,7 @@ from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.pool import Pool, WorkerHandle
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
-from asyncloader.messages.messages import EpochSpec, KeysRefused, Kind, WorkerSpec, unpack_tickets
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, unpack_tickets
 from asyncloader.messages.outcome import NO_RECORD, Failure, LeftOut, Outcome, pack
 from asyncloader.transport.slab import SlabPool
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -112,20 +112,16 @@ class Played:
 
 
 class Heard:
-    """A listener that notes what it is told, and whose workers have keys."""
+    """A listener that notes what it is told."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.keys: dict[int, Any] = {}
 
     def on_ready(self, worker: int) -> None:
         self.told.append(("ready", worker))
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         self.told.append((worker, outcome.record.seq, type(outcome)))
-
-    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
-        return [(seq, self.keys[seq]) for seq in seqs if seq in self.keys]
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
@@ -186,7 +182,7 @@ def make(slabs: SlabPool) -> Iterator[Make]:
 def tickets_of(process: Played) -> list[tuple[list[int], list[Any]]]:
     """Return what tickets were sent to a process: numbers and keys, message by message."""
     bodies = [unpack_tickets(body) for kind, body in process.channel.sent if kind == Kind.TICKETS]
-    return [(seqs, pickle.loads(keys)) for seqs, _, keys in bodies]
+    return [([seq for seq, _ in tickets], [pickle.loads(keys) for _, keys in tickets]) for _, tickets in bodies]
 
 
 def left_out(seq: int) -> LeftOut:
@@ -257,20 +253,22 @@ def test_closed_between_two_launches(make: Make) -> None:
 
 
 def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
-    """What the sampler yields and nobody can pickle is raised; nothing was sent then, and nothing is outstanding."""
+    """What the sampler yields and nobody can pickle is returned: it was not sent, and is not outstanding."""
     pool, heard, (first, second) = make()
-    pool.send(1, [(0, [1, 2]), (1, [3])])
+    assert not pool.send(1, [(0, [1, 2]), (1, [3])])
     assert tickets_of(second) == [([0, 1], [[1, 2], [3]])]
     assert first.channel.sent == []
-    with pytest.raises(KeysRefused) as caught:
-        pool.send(1, [(2, lambda: None)])
-    assert isinstance(caught.value.error, (TypeError, AttributeError, pickle.PicklingError))
+    ((seq, error),) = pool.send(1, [(2, lambda: None)])
+    assert seq == 2
+    assert isinstance(error, (TypeError, AttributeError, pickle.PicklingError))
     assert len(tickets_of(second)) == 1
-    assert pool._outstanding == {0: 0, 1: 2}
-    for seq in (0, 1):
+    assert [seq for seq, _ in pool.send(1, [(3, lambda: None), (4, [4])])] == [3]
+    assert tickets_of(second)[1:] == [([4], [[4]])]
+    assert pool._outstanding == {0: 0, 1: 3}
+    for seq in (0, 1, 4):
         second.outcome(left_out(seq), 0)
     assert pool._outstanding == {0: 0, 1: 0}
-    assert heard.told[2:] == [(1, 0, LeftOut), (1, 1, LeftOut)]
+    assert heard.told[2:] == [(1, seq, LeftOut) for seq in (0, 1, 4)]
 
 
 def test_outcomes_of_a_run_that_is_over_are_dropped(make: Make) -> None:
@@ -381,17 +379,14 @@ def test_an_end_that_was_asked_for_is_no_death(make: Make) -> None:
 
 
 def test_questions_are_answered(make: Make) -> None:
-    """For slabs, for keys one by one; that the end of the data was told is confirmed."""
-    pool, heard, (first, _) = make()
+    """For slabs; that the end of the data was told is confirmed."""
+    pool, _, (first, _) = make()
     first.say(Kind.ASK, pickle.dumps(([1 << 20], [])))
     first.say(Kind.ENDING, b"\1")
-    heard.keys = {3: [1, 2], 5: print}
-    first.say(Kind.UNREADABLE, pickle.dumps([3, 4, 5]))
-    (_, loans), (_, confirmed), (_, keys) = first.channel.sent
-    assert first.channel.kinds() == [Kind.LOANS, Kind.CONFIRM, Kind.KEYS]
+    (_, loans), (_, confirmed) = first.channel.sent
+    assert first.channel.kinds() == [Kind.LOANS, Kind.CONFIRM]
     assert [loan.number for loan in pickle.loads(loans)] == list(pool._loans[pool.processes[0]]._loans)
     assert confirmed == b"\1"
-    assert [(seq, pickle.loads(key)) for seq, key in pickle.loads(keys)] == [(3, [1, 2]), (5, print)]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +394,6 @@ def test_questions_are_answered(make: Make) -> None:
     [
         (Kind.ASK, b"no pickle"),
         (Kind.ASK, pickle.dumps(([], [77]))),
-        (Kind.UNREADABLE, b"no pickle"),
         (Kind.BATCH, b"short"),
         (Kind.END, b""),
         (77, b""),

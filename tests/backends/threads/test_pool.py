@@ -64,9 +64,6 @@ class Heard:
         data = outcome.data if type(outcome) is Batch else type(outcome)
         self.told.append((worker, outcome.record.seq, data))
 
-    def keys_of(self, worker: int, seqs: list[int]) -> list[tuple[int, Any]]:
-        return []
-
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker))
 
