@@ -1,12 +1,40 @@
-"""Checks of single options, with errors that say what is allowed."""
+"""Checks of single options, with errors that say what is allowed.
+
+scheduling: Literal["static", "dynamic"]          one of these words
+max_retries: Annotated[int, Least(0)]             an integer, 0 or more
+concurrency: Annotated[int | None, Least(1)]      the same, or None
+"""
 
 from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from asyncloader.errors import ConfigurationError
+
+
+class Least(NamedTuple):
+    """In the type of an option: the smallest integer that is allowed, and what it counts."""
+
+    least: int
+    unit: str = ""
+
+
+def as_declared(name: str, value: object, kind: Any) -> None:
+    """Check an option against its type, as far as that says what is allowed: by `Literal`, or by `Least`.
+
+    Raises:
+        ConfigurationError: for another value.
+    """
+    kind, *marks = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    kinds = (kind,) if get_origin(kind) is Literal else get_args(kind)
+    if value is None and type(None) in kinds:
+        return
+    for words in (each for each in kinds if get_origin(each) is Literal):
+        one_of(name, value, words)
+    for bound in (mark for mark in marks if isinstance(mark, Least)):
+        at_least(name, value, least=bound.least, unit=bound.unit)
 
 
 def one_of(name: str, value: object, kind: object) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.context import BaseContext
 from os import PathLike
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 from torch.utils.data import IterableDataset
 
-from asyncloader.checks import at_least, no_word, one_of, says_auto
+from asyncloader.checks import Least, as_declared, at_least, no_word, says_auto
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import RemoteWorkers, is_async, is_stateful, makes_processes, probe
@@ -45,8 +45,11 @@ FIRST_WORKERS = 2
 _WAITING_PER_CORE = 4
 """Workers that mostly wait may be so many for each core, unless ``max_workers`` says otherwise."""
 
-_LEAST_WORKER_MEMORY = 16 << 20
+_MEMORY = Least(16 << 20, ' (bytes; or with a unit, such as "4GB")')
 """Every worker takes more bytes than that: who asks for less means another unit."""
+
+_KEPT = "kept"
+"""In the type of an option: workers that are there keep what they were started with."""
 
 
 class AutoWorkers(int):
@@ -106,36 +109,36 @@ class Options:
     index_sampler: Any
     batch_size: int | None
     auto_collation: bool
-    num_workers: int
-    collate_fn: Any
+    num_workers: Annotated[int, _KEPT]
+    collate_fn: Annotated[Any, _KEPT]
     drop_last: bool
     timeout: float
-    worker_init_fn: Callable[[int], None] | None
-    multiprocessing_context: BaseContext | None
+    worker_init_fn: Annotated[Callable[[int], None] | None, _KEPT]
+    multiprocessing_context: Annotated[BaseContext | None, _KEPT]
     generator: torch.Generator | None
     prefetch_factor: int | None
     persistent_workers: bool
     in_order: bool
 
-    concurrency: int | None
-    scheduling: Scheduling
-    seeding: Seeding
-    seeding_rank: int | None
-    max_buffered_bytes: int
-    on_error: OnError
+    concurrency: Annotated[int | None, Least(1), _KEPT]
+    scheduling: Annotated[Scheduling, _KEPT]
+    seeding: Annotated[Seeding, _KEPT]
+    seeding_rank: Annotated[int | None, Least(0)]
+    max_buffered_bytes: Annotated[int, Least(0)]
+    on_error: Annotated[OnError, _KEPT]
     max_errors: int | float | None
-    on_timeout: OnTimeout
-    on_crash: OnCrash
-    max_retries: int
-    worker_backend: WorkerBackend
+    on_timeout: Annotated[OnTimeout, _KEPT]
+    on_crash: Annotated[OnCrash, _KEPT]
+    max_retries: Annotated[int, Least(0)]
+    worker_backend: Annotated[WorkerBackend, _KEPT]
     trace: str | PathLike[str] | None
-    snapshot_every_n_steps: int | None
+    snapshot_every_n_steps: Annotated[int | None, Least(0), _KEPT]
     equal_steps: EqualSteps | None
-    prefetch_epochs: int
-    max_workers: int | None = None
-    max_tasks_per_child: int | None = None
-    max_worker_memory: int | None = None
-    remote: RemoteWorkers | None = None
+    prefetch_epochs: Annotated[int, _KEPT]
+    max_workers: Annotated[int | None, Least(1), _KEPT]
+    max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
+    max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
+    remote: Annotated[RemoteWorkers | None, _KEPT] = None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -338,7 +341,7 @@ class Options:
 
     def with_workers_of(self, first: Options) -> Options:
         """Return the same for workers that are there already, which keep what they were started with."""
-        kept = {name: getattr(first, name) for name in _OF_WORKERS}
+        kept = {name: getattr(first, name) for name in _KEPT_BY_WORKERS}
         if "split" not in (first.scheduling, self.scheduling):
             kept["scheduling"] = self.scheduling
         return replace(self, max_errors=None if first.on_error == "raise" else self.max_errors, **kept)
@@ -367,28 +370,14 @@ class Options:
 
     def _check_options(self) -> None:
         no_word(self.num_workers)
-        one_of("scheduling", self.scheduling, Scheduling)
-        one_of("seeding", self.seeding, Seeding)
-        one_of("on_error", self.on_error, OnError)
-        one_of("on_timeout", self.on_timeout, OnTimeout)
-        one_of("on_crash", self.on_crash, OnCrash)
-        one_of("worker_backend", self.worker_backend, WorkerBackend)
-        if self.concurrency is not None:
-            at_least("concurrency", self.concurrency, least=1)
-        if self.seeding_rank is not None:
-            at_least("seeding_rank", self.seeding_rank, least=0)
-        at_least("max_buffered_bytes", self.max_buffered_bytes, least=0)
-        at_least("max_retries", self.max_retries, least=0)
-        if self.snapshot_every_n_steps is not None:
-            at_least("snapshot_every_n_steps", self.snapshot_every_n_steps, least=0)
+        for name, kind in _TYPES.items():
+            as_declared(name, getattr(self, name), kind)
         self._check_max_errors()
-        if self.equal_steps is not None:
-            one_of("equal_steps", self.equal_steps, EqualSteps)
-            if not isinstance(self.dataset, IterableDataset):
-                raise ConfigurationError(
-                    "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
-                    "samples: torch's DistributedSampler, or ElasticSampler"
-                )
+        if self.equal_steps is not None and not isinstance(self.dataset, IterableDataset):
+            raise ConfigurationError(
+                "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
+                "samples: torch's DistributedSampler, or ElasticSampler"
+            )
         self._check_prefetch_epochs()
         self._check_collation()
         if self.on_timeout != "raise" and self.num_workers and not self.timeout:
@@ -418,11 +407,6 @@ class Options:
             raise ConfigurationError(f"prefetch_epochs needs {lacking[0]}")
 
     def _check_renewal(self) -> None:
-        if self.max_tasks_per_child is not None:
-            at_least("max_tasks_per_child", self.max_tasks_per_child, least=1)
-        if self.max_worker_memory is not None:
-            unit = ' (bytes; or with a unit, such as "4GB")'
-            at_least("max_worker_memory", self.max_worker_memory, least=_LEAST_WORKER_MEMORY, unit=unit)
         if not self.renews:
             return
         name = "max_worker_memory" if self.max_tasks_per_child is None else "max_tasks_per_child"
@@ -455,23 +439,6 @@ class Options:
 ASKED = tuple(each.name for each in fields(Options) if each.init)
 """What is asked for; the other fields follow from it."""
 
-_OF_WORKERS = (
-    "num_workers",
-    "max_workers",
-    "max_tasks_per_child",
-    "max_worker_memory",
-    "collate_fn",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "concurrency",
-    "seeding",
-    "scheduling",
-    "on_error",
-    "on_timeout",
-    "on_crash",
-    "worker_backend",
-    "remote",
-    "snapshot_every_n_steps",
-    "prefetch_epochs",
-)
-"""What workers keep that were started with it."""
+_TYPES = {name: kind for name, kind in get_type_hints(Options, include_extras=True).items() if name in ASKED}
+
+_KEPT_BY_WORKERS = tuple(name for name, kind in _TYPES.items() if _KEPT in getattr(kind, "__metadata__", ()))
