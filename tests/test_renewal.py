@@ -144,7 +144,7 @@ def test_persistent_workers_between_two_epochs() -> None:
     options: Any = {"persistent_workers": True, "prefetch_factor": 40}
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=20, **options)
     seen, makers = [], []
-    while not makers or (makers[0] == makers[-1] and len(makers) < 50):  # successors take their time to be ready
+    while not makers or (makers[0] == makers[-1] and len(makers) < 50):
         batches = list(loader)
         seen += map(bits, batches)
         makers.append(set(pids(batches)))
@@ -197,12 +197,12 @@ def test_while_workers_come_and_go() -> None:
 
 
 def held(loader: Any) -> set[int]:
-    """Workers that finish what they have, while their successors are ready."""
-    return set(loader._newest()._session.supervisor.held)
+    """Workers that finish what they have, and are renewed then."""
+    return {loader._newest()._session.supervisor.workforce.renewing} - {None}
 
 
 class Renewed:
-    """A loader whose workers stand at a gate, one of them with a successor that is ready.
+    """A loader whose workers stand at a gate, and one of them is renewed when it has answered its tickets.
 
     Args:
         folder: For the gate.
@@ -230,7 +230,7 @@ class Renewed:
 
 
 def unsent(renewed: Renewed) -> set[int]:
-    """Return the numbers of the batches that wait for the successor."""
+    """Return the numbers of the batches that wait for the next process."""
     return {seq for seq, _ in renewed.session._outbox._tickets.get(renewed.worker, ())}
 
 
@@ -240,21 +240,22 @@ WANTED = [[i, i + 1] for i in range(0, LENGTH, 2)]
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("on_crash", ["retry", "skip"])
-def test_one_that_dies_while_its_successor_waits(tmp_path: Path, on_crash: Any, num_workers: int) -> None:
-    """The successor takes its place, and does what it had; what was not begun is not blamed."""
+def test_one_that_dies_before_it_is_renewed(tmp_path: Path, on_crash: Any, num_workers: int) -> None:
+    """Another one does what it had; what was not begun is not blamed."""
     renewed = Renewed(tmp_path, num_workers, on_crash=on_crash)
     pool, worker = renewed.session.pool, renewed.worker
-    successor = pool._successors[worker]
+    before = pool.processes[worker]
     at = min(renewed.session.run.scheduler.in_flight[worker])
-    os.kill(pool.processes[worker].pid, signal.SIGKILL)
-    wait_until(lambda: pool.processes[worker] is successor)
+    os.kill(before.pid, signal.SIGKILL)
+    wait_until(lambda: pool.processes.get(worker) not in (None, before))
+    assert not held(renewed.loader)
     seen = renewed.rest()
     assert seen == [batch for number, batch in enumerate(WANTED) if on_crash == "retry" or number != at]
     assert renewed.loader.stats().replacements == 1
 
 
 def test_one_that_dies_and_its_error_is_raised(tmp_path: Path) -> None:
-    """It names what the worker had; what waited for its successor comes, as all the rest."""
+    """It names what the worker had; what waited for the next process comes, as all the rest."""
     renewed = Renewed(tmp_path, on_crash="raise")
     pool, worker = renewed.session.pool, renewed.worker
     lost = renewed.session.run.scheduler.in_flight[worker].keys() - unsent(renewed)
@@ -270,20 +271,26 @@ def test_one_that_dies_and_its_error_is_raised(tmp_path: Path) -> None:
     ]
 
 
-def test_a_successor_that_dies_while_it_waits(tmp_path: Path, caplog: Any) -> None:
-    """The worker goes on, with what was kept for the other."""
+def test_where_no_process_can_be_had_the_worker_goes_on(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    """With what was kept for the other one."""
+    renewed = Renewed(tmp_path)
+    pool = renewed.session.pool
+    before = dict(pool.processes)
+
+    def refuse(*args: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(pool, "_start_other", refuse)
     with caplog.at_level(logging.WARNING, "asyncloader"):
-        renewed = Renewed(tmp_path)
-        pool = renewed.session.pool
-        os.kill(pool._successors[renewed.worker].pid, signal.SIGKILL)
-        wait_until(lambda: not held(renewed.loader))
-    assert f"Worker {renewed.worker} could not be renewed, and goes on: DataLoader worker" in caplog.text
-    assert renewed.rest() == WANTED
+        assert renewed.rest() == WANTED
+    assert f"Worker {renewed.worker} could not be renewed, and goes on: no room" in caplog.text
+    assert pool.processes == before
+    assert renewed.loader.stats().renewals == 0
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_one_that_is_to_leave_or_stay_while_its_successor_waits(tmp_path: Path, number: int) -> None:
-    """Who leaves does what it was given, and its successor goes."""
+def test_one_that_is_to_leave_or_stay_before_it_is_renewed(tmp_path: Path, number: int) -> None:
+    """A worker that leaves does what it was given."""
     renewed = Renewed(tmp_path)
     renewed.loader.set_num_workers(number)
     if number == 1 and renewed.worker == 1:
@@ -291,8 +298,8 @@ def test_one_that_is_to_leave_or_stay_while_its_successor_waits(tmp_path: Path, 
     assert renewed.rest() == WANTED
 
 
-def test_one_that_hangs_while_its_successor_waits(tmp_path: Path, patient_stacks: None) -> None:
-    """It is killed, and the successor does what it had."""
+def test_one_that_hangs_before_it_is_renewed(tmp_path: Path, patient_stacks: None) -> None:
+    """It is killed, and another one does what it had."""
     renewed = Renewed(tmp_path, 1, timeout=60, on_timeout="retry", max_retries=50)
     renewed.iterator._options = dataclasses.replace(renewed.iterator._options, timeout=0.3)
     hung = renewed.session.pool.processes[0]
@@ -326,7 +333,7 @@ class Stuck(Dataset[int]):
         return index
 
 
-def test_what_waits_for_a_successor_is_not_blamed_for_a_hang(tmp_path: Path, patient_stacks: None) -> None:
+def test_what_was_not_sent_is_not_blamed_for_a_hang(tmp_path: Path, patient_stacks: None) -> None:
     """The awaited batch has come from a worker that died, and waits behind later ones, of which one hangs."""
     options: Any = {"num_workers": 2, "prefetch_factor": 8, "concurrency": 4, "max_buffered_bytes": 0}
     options["max_tasks_per_child"] = 3
@@ -350,14 +357,14 @@ def test_what_waits_for_a_successor_is_not_blamed_for_a_hang(tmp_path: Path, pat
     assert seen == [index for index in range(30) if index != 8]
 
 
-def test_closed_while_a_successor_waits(tmp_path: Path) -> None:
-    """Nothing is left of it."""
+def test_closed_before_one_is_renewed(tmp_path: Path) -> None:
+    """Nothing is left of what was kept."""
     renewed = Renewed(tmp_path)
     with renewed.gate.opened():
         renewed.loader.close()
 
 
-def test_left_while_a_successor_waits(tmp_path: Path) -> None:
+def test_left_before_one_is_renewed(tmp_path: Path) -> None:
     """The next run has nothing of what was kept."""
     renewed = Renewed(tmp_path, persistent_workers=True)
     with renewed.gate.opened():
@@ -366,7 +373,7 @@ def test_left_while_a_successor_waits(tmp_path: Path) -> None:
 
 
 class Failing:
-    """Has the processes of workers end at their start while a file is there.
+    """Has one worker process end at its start, if a file is there.
 
     Args:
         path: Of the file.
@@ -377,29 +384,25 @@ class Failing:
 
     def __call__(self, worker: int) -> None:
         if self.path.exists():
+            self.path.unlink()
             os._exit(7)
 
 
-def test_a_successor_that_cannot_come_is_tried_again(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
-    """Later, and nothing waits for it."""
-    monkeypatch.setattr("asyncloader.engine.renewal._FIRST_PATIENCE_S", 0.0)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_new_process_that_ends_at_its_start_is_replaced(tmp_path: Path, num_workers: int) -> None:
+    """As any worker, and nothing is blamed for it."""
     torch.manual_seed(3)
     failing = Failing(tmp_path / "fail")
-    options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "worker_init_fn": failing}
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
+    options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "max_retries": 0, "worker_init_fn": failing}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=num_workers, **options)
     iterator: Any = iter(loader)
-    renewal = iterator._session.supervisor.renewal
     seen = [bits(next(iterator)) for _ in range(2)]
     failing.path.touch()
-    with caplog.at_level(logging.WARNING, "asyncloader"):
-        seen += [bits(next(iterator)) for _ in range(6)]
-        wait_until(lambda: "could not be renewed, and goes on" in caplog.text)
-    failing.path.unlink()
-    while not loader.stats().renewals:
-        seen.append(bits(next(iterator)))
-        wait_until(lambda: renewal.worker is None)
+    seen += [bits(next(iterator)) for _ in range(8)]
+    wait_until(lambda: loader.stats().replacements)
     seen += map(bits, iterator)
     assert seen == expected()
+    assert (loader.stats().replacements, loader.stats().retries) == (1, 0)
 
 
 # ----------------------------------------------------------------------------------------------------- what is told
@@ -419,7 +422,7 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
     events = json.loads((tmp_path / "trace.json").read_text())
     stats = loader.stats()
     assert len([event for event in events if event["name"] == "worker 0 renewed"]) == stats.renewals > 0
-    assert caplog.text.count("worker 0 is renewed: it has made ") >= stats.renewals
+    assert caplog.text.count("worker 0 is renewed: it has made ") == stats.renewals
     assert (stats.changes, stats.num_workers, stats.as_dict()["renewals"]) == ((), 1, stats.renewals)
     assert sum(worker.batches for worker in stats.workers) == LENGTH // 2
 

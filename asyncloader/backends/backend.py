@@ -18,6 +18,9 @@ from asyncloader.messages.outcome import Outcome
 Launch: TypeAlias = Callable[[], None]
 """Makes a process: a copy, if it is forked, of the thread that calls it."""
 
+END_GRACE_S = 3.0
+"""Workers that were told to end get this long, then they are killed. Seconds."""
+
 STACK_TIMEOUT_S = 0.5
 """A worker that is asked where it is has so long to answer. Seconds."""
 
@@ -95,9 +98,6 @@ class Listener(Protocol):
     def on_lost(self, worker: int) -> None:
         """The worker has gone, and nothing that it was at is to blame: others do it. Its place is free already."""
 
-    def on_successor(self, worker: int, successor: Worker) -> None:
-        """Who was started to take this worker's place has opened the dataset, or ended; or the worker is idle now."""
-
     def on_failed(self, error: Exception) -> None:
         """No worker can be had any more, or none that could make these batches."""
 
@@ -145,16 +145,17 @@ class Backend(Protocol):
         """Kill or abandon this worker, whose end then is nobody's concern: another will take its place."""
 
     def add(self, worker: int, num_workers: int) -> None:
-        """Start a worker under this id: one more, or in the place of one that has died or was discarded.
+        """Start a worker under this id: one more, or in the place of another.
 
-        It can be given tickets at once. Where that is not urgent it joins the run only when it tells that it is ready.
+        The other one has died, was discarded, or has answered all its tickets: then it finishes. The new one can be
+        given tickets at once. Where that is not urgent it joins the run only when it tells that it is ready.
 
         Args:
             worker: Its id.
             num_workers: What its dataset is told of how many there are.
 
         Raises:
-            Exception: if the system has no room for it. Nothing is left of it then.
+            Exception: if the system has no room for it. Nothing is left of it then, and another that was there stays.
         """
 
     def dismiss(self, worker: int, grace_s: float) -> None:
@@ -181,29 +182,3 @@ class Elastic(Backend, Protocol):
         Args:
             num_workers: On other machines; None for as many as the user says.
         """
-
-
-class Renewable(Backend, Protocol):
-    """A backend whose workers can be renewed: by a successor that is started beside one, and takes its place."""
-
-    def renew(self, worker: int, num_workers: int) -> None:
-        """Start a successor of this worker, which is told of by `Listener.on_successor`.
-
-        If the worker dies before it has taken its place, `add` puts the successor there.
-
-        Args:
-            worker: Its id.
-            num_workers: What the dataset is told of how many there are.
-
-        Raises:
-            Exception: if the system has no room for it. Nothing is left of it then.
-        """
-
-    def is_idle(self, worker: int) -> bool:
-        """Whether this worker has answered all its tickets."""
-
-    def succeed(self, worker: int, grace_s: float) -> None:
-        """Put its successor in the place of this worker, which is idle and finishes: see `dismiss`."""
-
-    def abandon(self, worker: int, grace_s: float) -> None:
-        """Let the successor of this worker finish, if there is one: the worker stays."""

@@ -1,4 +1,4 @@
-"""Tickets, and what scheduler, workforce, renewal and recovery decide, for the session to carry out. Plain values."""
+"""Tickets, and what scheduler, workforce and recovery decide, for the session to carry out. Plain values."""
 
 from __future__ import annotations
 
@@ -70,24 +70,6 @@ class Join(NamedTuple):
 
 class Leave(NamedTuple):
     """Tell the scheduler that this worker is to leave."""
-
-    worker: int
-
-
-class Renew(NamedTuple):
-    """Start a successor of this worker: it takes its place when it is ready, and the worker has nothing in hand."""
-
-    worker: int
-
-
-class Succeed(NamedTuple):
-    """Have the successor of this worker take its place, and give it what has waited. Who was there goes."""
-
-    worker: int
-
-
-class Abandon(NamedTuple):
-    """Let the successor of this worker go, if there is one: the worker stays, and gets what has waited."""
 
     worker: int
 
@@ -174,9 +156,6 @@ Action: TypeAlias = (
     | Join
     | Leave
     | Dismiss
-    | Renew
-    | Succeed
-    | Abandon
     | Fail
     | Lose
     | Postpone

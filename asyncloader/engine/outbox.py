@@ -2,16 +2,17 @@
 
     put ──> by worker ── flush, once for all that was decided at a time ──> Backend.send: one message for each worker
 
-What is for a worker that is not started yet waits until it is; what is for one that is held, until it is not; and
-what is for one that has died, for its successor, or to be dropped.
+The tickets of a worker that is not started yet, or that is to be renewed, wait until its process is there. The tickets
+of a worker that has died wait for the next process, or are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from asyncloader.backends.backend import Backend
+from asyncloader.engine.workforce import Workforce
 
 Refuse: TypeAlias = Callable[[int, int, Exception], None]
 
@@ -21,17 +22,21 @@ class Outbox:
 
     Args:
         pool: The workers.
-        held: Those that are sent nothing for the moment, as somebody else says.
+        workforce: Says which worker is sent nothing for the moment, since it is to be renewed.
     """
 
-    def __init__(self, pool: Backend, held: Set[int] = frozenset()) -> None:
+    def __init__(self, pool: Backend, workforce: Workforce) -> None:
         self._pool = pool
-        self._held = held
+        self._workforce = workforce
         self._tickets: dict[int, list[tuple[int, Any]]] = {}
 
     def put(self, worker: int, seq: int, keys: Any) -> None:
         """Have the worker sent a ticket by the next `flush`."""
         self._tickets.setdefault(worker, []).append((seq, keys))
+
+    def count(self, worker: int) -> int:
+        """Return how many tickets of this worker were not sent."""
+        return len(self._tickets.get(worker, ()))
 
     def drop(self, worker: int) -> list[int]:
         """Forget what was not sent to this worker; return the numbers of these tickets."""
@@ -49,9 +54,9 @@ class Outbox:
         """
         if not self._tickets:
             return
-        places, held = self._pool.processes, self._held
+        places, renewing = self._pool.processes, self._workforce.renewing
         for worker in tuple(self._tickets):  # a refused ticket flushes as well
-            if worker in held or (place := places.get(worker)) is None or not place.is_alive:
+            if worker == renewing or (place := places.get(worker)) is None or not place.is_alive:
                 continue
             if tickets := self._tickets.pop(worker, None):
                 for seq, error in self._pool.send(worker, tickets):

@@ -25,7 +25,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
-from asyncloader.backends.backend import Backend, Worker
+from asyncloader.backends.backend import END_GRACE_S, Backend, Worker
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.engine.actions import (
     Action,
@@ -46,7 +46,7 @@ from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue
 from asyncloader.engine.run import Run
 from asyncloader.engine.splitter import SplitBatch
-from asyncloader.engine.supervisor import END_GRACE_S, Supervisor
+from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item, failed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
 from asyncloader.messages.failure import another, with_notes
@@ -114,7 +114,7 @@ class Session:
         self._num_errors = 0
         self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
-        self._outbox = Outbox(pool, supervisor.held)
+        self._outbox = Outbox(pool, supervisor.workforce)
         supervisor.attach(self)
 
     def __repr__(self) -> str:
@@ -412,11 +412,6 @@ class Session:
         """The worker has gone, and nothing that it was at is to blame."""
         self.supervisor.lost(worker)
 
-    def on_successor(self, worker: int, successor: Worker) -> None:
-        """Who is to take this worker's place has opened the dataset, or ended; or the worker has nothing in hand."""
-        if self.takes_outcomes:
-            self.supervisor.on_successor(worker, successor)
-
     def on_failed(self, error: Exception) -> None:
         """No worker can be had any more."""
         self.apply([GiveUp(error)] if self.takes_outcomes else [])
@@ -482,6 +477,10 @@ class Session:
     def drop(self, worker: int) -> list[int]:
         """Forget the tickets of a worker that were not sent, and return their numbers: others get them."""
         return self._outbox.drop(worker)
+
+    def num_unsent(self, worker: int) -> int:
+        """Return how many tickets of a worker were not sent."""
+        return self._outbox.count(worker)
 
     def _refuse(self, worker: int, seq: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""

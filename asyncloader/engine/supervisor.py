@@ -1,9 +1,8 @@
 """The workers of a session: starts, replaces, renews and ends them, as others decide.
 
-    session ── died, ready, resize, run begun, actions ──> Supervisor ──> Backend.add, dismiss, discard, renew
-                                                               ├ Workforce decides who comes and goes
+    session ── died, ready, resize, run begun, actions ──> Supervisor ──> Backend.add, dismiss, discard
+                                                               ├ Workforce decides which come, go, and are renewed
                                                                ├ Recovery decides about those that were lost
-                                                               ├ Renewal decides who has made enough
                                                                └ Controller decides how many are worth it
 
 What follows for tickets the scheduler decides: the session is given the actions for it.
@@ -17,25 +16,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
-from asyncloader.backends.backend import Backend, Elastic, Renewable, Worker
-from asyncloader.engine.actions import (
-    Abandon,
-    Action,
-    Dismiss,
-    Join,
-    Leave,
-    Lose,
-    Postpone,
-    Renew,
-    Replace,
-    Start,
-    Succeed,
-)
+from asyncloader.backends.backend import END_GRACE_S, Backend, Elastic, Worker
+from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Lose, Postpone, Replace, Start
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.recovery import Policy, Recovery
-from asyncloader.engine.renewal import Renewal
 from asyncloader.engine.run import Run
 from asyncloader.engine.workforce import Workforce
 from asyncloader.errors import describe_death, last_words
@@ -44,10 +30,6 @@ from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
-
-END_GRACE_S = 3.0
-"""Workers that were told to end get this long, then they are killed. Seconds."""
-
 
 _WORKER_BYTES = 256 << 20
 """One more worker is started on its own account only where so much memory is left for it, or what the largest takes."""
@@ -85,6 +67,9 @@ class Session(Protocol):
     def drop(self, worker: int) -> list[int]:
         """Forget the tickets of a worker that were not sent, and return their numbers."""
 
+    def num_unsent(self, worker: int) -> int:
+        """Return how many tickets of a worker were not sent."""
+
 
 class Supervisor:
     """Owner of the places of workers, from run to run. On the loop thread.
@@ -93,14 +78,12 @@ class Supervisor:
         loop: The portal's.
         pool: The workers.
         policy: What can be done about workers that are lost.
-        num_workers: How many there are at the beginning.
+        workforce: The workers of the beginning, and when they are renewed.
         auto: Looks after their number, or None.
-        renewal: Says who is renewed, or None for nobody.
 
     Attributes:
         due: When it is worth looking at them again; on the clock of outcomes.
         is_stream: The dataset is iterable.
-        held: Workers that are sent nothing now: what is for them is for their successors.
     """
 
     def __init__(
@@ -108,17 +91,14 @@ class Supervisor:
         loop: GuardedLoop,
         pool: Backend,
         policy: Policy,
-        num_workers: int,
+        workforce: Workforce,
         auto: Auto | None = None,
-        renewal: Renewal | None = None,
     ) -> None:
         self.auto = auto
         self.due = 0.0
-        self.held: set[int] = set()
         self.is_stream = policy.is_stream
-        self.recovery = Recovery(policy, num_workers)
-        self.workforce = Workforce(num_workers)
-        self.renewal = renewal
+        self.recovery = Recovery(policy, len(workforce.wanted))
+        self.workforce = workforce
         self._stays = policy.stays
         self._loop = loop
         self._pool = pool
@@ -179,7 +159,7 @@ class Supervisor:
 
     def answered(self, worker: int, private_bytes: int, now: float) -> None:
         """A worker has come to an outcome, and has so much memory to itself."""
-        if self.renewal is not None and self.renewal.made(worker, private_bytes):
+        if self.workforce.made(worker, private_bytes):
             self._look_who_is_renewed(now)
         if now >= self.due:
             self._look(now)
@@ -193,8 +173,8 @@ class Supervisor:
         session, scheduler = self.session, self.session.run.scheduler
         self.recovery.ready()
         self._note_node(worker)
-        if self.renewal is not None and worker not in scheduler.active:
-            self.renewal.born(worker)  # its id may have been another's
+        if worker not in scheduler.active:
+            self.workforce.reset(worker)  # its id may have been another's
         if self._is_at_work:
             session.apply(self.workforce.ready(worker, scheduler.roster))
 
@@ -222,22 +202,9 @@ class Supervisor:
 
     def lost(self, worker: int) -> None:
         """A worker has gone, and nothing that it was at is to blame."""
-        self._stop_renewal(worker)
         self.workforce.gone(worker)
         self._wake(worker)
         self._have_others_do(worker)
-
-    def on_successor(self, worker: int, successor: Worker) -> None:
-        """The successor of a worker has opened the dataset, or ended; or the worker has nothing in hand."""
-        if self.renewal is None:
-            return
-        if not successor.is_alive:
-            why = describe_death(successor.pid, successor.exitcode) + last_words(successor.output)
-            self._not_renewed(worker, why)
-        elif successor.is_ready:
-            if self.renewal.ready(worker):
-                self.held.add(worker)
-            self._look_who_is_renewed(perf_counter())
 
     def resize(self, num_workers: int, elsewhere: int | None = None) -> None:
         """Have so many workers on this machine from now on, and on others.
@@ -289,37 +256,38 @@ class Supervisor:
             auto.tell(*wanted)
 
     def _look_who_is_renewed(self, now: float, *, begins: bool = False) -> None:
-        """See whether a successor can take its place, and whether somebody else is due.
+        """See whether a worker is to be renewed, and has answered its tickets.
 
         Args:
             now: Seconds.
-            begins: A run has begun, and nobody has anything in hand.
+            begins: A run has begun. Otherwise, what is left when the plan has ended is not worth a new process.
         """
-        renewal, pool = self.renewal, cast(Renewable, self._pool)
-        if renewal is None:
+        workforce, run = self.workforce, self.session.run
+        if begins or not run.plan_ended:
+            workforce.choose(now, run.scheduler.roster, self._pool.processes)
+        if (worker := workforce.renewing) is not None and self._is_idle(worker):
+            self._loop.call_soon(self._renew, worker)  # a fork holds up the loop: what has just come goes on first
+
+    def _is_idle(self, worker: int) -> bool:
+        """Whether a worker has answered all tickets that it was sent."""
+        session = self.session
+        return len(session.run.scheduler.in_flight.get(worker, ())) == session.num_unsent(worker)
+
+    def _renew(self, worker: int) -> None:
+        """Put another process in the place of a worker, which finishes; if none can be had, the worker goes on."""
+        workforce = self.workforce
+        if worker != workforce.renewing or not self._is_at_work or not self._is_idle(worker):
             return
-        if renewal.is_holding and renewal.worker is not None and pool.is_idle(renewal.worker):
-            self.session.apply(renewal.idle())
-        # For what is left when the plan has ended nobody is started.
-        if begins or renewal.worker is not None or not self.session.run.plan_ended:
-            self.session.apply(renewal.next(now, self._may_be_renewed))
-
-    def _may_be_renewed(self, worker: int) -> bool:
-        """Whether a worker is there that will get tickets, and nobody is just being started."""
-        roster, processes = self.session.run.scheduler.roster, self._pool.processes
-        is_there = roster.takes(worker) and not roster.is_held(worker) and worker in processes
-        is_everybody_there = len(processes) >= len(self.workforce.members)
-        return is_there and is_everybody_there and all(process.is_ready for process in processes.values())
-
-    def _not_renewed(self, worker: int, why: str) -> None:
-        if self.renewal is not None:
-            log.warning("Worker %d could not be renewed, and goes on: %s", worker, why)
-            self.session.apply(self.renewal.failed(worker, perf_counter()))
-
-    def _stop_renewal(self, worker: int) -> None:
-        """See that a worker that is to go is not renewed."""
-        if self.renewal is not None:
-            self.session.apply(self.renewal.stop(worker))
+        try:
+            self._pool.add(worker, len(workforce.members))
+        except Exception as error:
+            log.warning("Worker %d could not be renewed, and goes on: %s", worker, error)
+            workforce.not_renewed(perf_counter())
+        else:
+            log.info("worker %d is renewed: %s", worker, workforce.has_made(worker))
+            workforce.reset(worker)
+            self.session.run.meter.renewed(worker)
+        self.session.flush()
 
     # --------------------------------------------------------------------------------------------------- actions
 
@@ -335,7 +303,6 @@ class Supervisor:
                 self._leave(worker)
             case Dismiss(worker):
                 self._wake(worker)
-                self._stop_renewal(worker)
                 self._pool.dismiss(worker, END_GRACE_S)
             case Replace(worker):
                 self._replace(worker)
@@ -343,15 +310,6 @@ class Supervisor:
                 self._lose(action)
             case Postpone():
                 self._postpone(action)
-            case Renew(worker):
-                self._loop.call_soon(self._start_successor, worker)  # a fork holds up the loop
-            case Succeed(worker):
-                cast(Renewable, self._pool).succeed(worker, END_GRACE_S)
-                self.session.run.meter.renewed(worker)
-                self.held.discard(worker)
-            case Abandon(worker):
-                cast(Renewable, self._pool).abandon(worker, END_GRACE_S)
-                self.held.discard(worker)
 
     def _start(self, worker: int) -> None:
         """Start one more worker; one in each turn of the loop, which a fork holds up."""
@@ -370,7 +328,6 @@ class Supervisor:
 
     def _leave(self, worker: int) -> None:
         """Have a worker leave; one that was not started yet leaves what it was to get."""
-        self._stop_renewal(worker)
         if worker in self._pool.processes:
             self.session.apply(self.session.run.scheduler.left(worker))
         else:
@@ -395,8 +352,7 @@ class Supervisor:
             self._loop.call_soon(self._not_launched, worker, error)  # after what else was decided with this
             return False
         self.recovery.launched()
-        if self.renewal is not None:
-            self.renewal.born(worker)
+        self.workforce.reset(worker)
         return True
 
     def _not_launched(self, worker: int, error: Exception) -> None:
@@ -410,7 +366,7 @@ class Supervisor:
     def _postpone(self, action: Postpone) -> None:
         """Go on without a worker that there is no room for now."""
         worker = action.worker
-        self._no_successor(worker)
+        self.workforce.keep(worker)
         self._have_others_do(worker)
         if worker in self.workforce.members:
             self.workforce.comes_later(worker)
@@ -425,8 +381,8 @@ class Supervisor:
         run, worker = self.session.run, action.worker
         rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
         run.lost(worker)
-        unsent = self.session.drop(worker)  # what was for its successor
-        self._no_successor(worker)
+        unsent = self.session.drop(worker)  # it was to be renewed, or is not there yet
+        self.workforce.keep(worker)
         if rests:
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
         facts: dict[str, Any] = {"rests": rests, "unsent": unsent}
@@ -447,25 +403,11 @@ class Supervisor:
         if (timer := self._rests.pop(worker, None)) is not None:
             timer.cancel()
 
-    def _no_successor(self, worker: int) -> None:
-        """A worker's process is gone. What it had is given anew; what was not sent yet as well."""
-        if self.renewal is not None:
-            self.renewal.lost(worker)
-            self.held.discard(worker)
-
     def _have_others_do(self, worker: int) -> None:
         """Have others do what a worker had that is not there."""
         self.session.drop(worker)
         if self._is_at_work:
             self.session.apply(self.session.run.scheduler.lost(worker))
-
-    def _start_successor(self, worker: int) -> None:
-        if self.renewal is None or self.renewal.worker != worker or not self._is_at_work:
-            return  # it has left meanwhile, or died
-        try:
-            cast(Renewable, self._pool).renew(worker, len(self.workforce.members))
-        except Exception as error:
-            self._not_renewed(worker, str(error))
 
     # ----------------------------------------------------------------------------------------------------- notes
 

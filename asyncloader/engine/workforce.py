@@ -1,22 +1,45 @@
-"""Decide which workers there are: who is started, who takes tickets, who leaves, so that there are as many as wanted.
+"""Decide which workers there are: which are started, take tickets, leave, and are renewed.
 
-    want, run begun, ready, gone ──> ┌───────────┐ ──> Start(worker), Dismiss(worker)   its process, or thread
-                                     │ Workforce │ ──> Join(worker), Leave(worker)      what the scheduler is told
-                                     └───────────┘
+    want, run begun, ready, gone ──> ┌───────────┐ ──> Start(worker), Dismiss(worker)   a process, or thread
+    made, renewal due ─────────────> │ Workforce │ ──> Join(worker), Leave(worker)      what the scheduler is told
+                                     └───────────┘ ──> `renewing`                       gets another process
 
-No loop, no clock, no process is touched: the supervisor tells what has happened, and carries out what is decided. A
-worker that is started joins when it has opened the dataset, so nothing waits for it. One that leaves finishes what it
-has in hand; if it is wanted again before that, it stays.
+The workforce touches no loop, clock or process: the supervisor tells it what has happened, and carries out what it
+decides. A worker that is started joins when it has opened the dataset, so nothing waits for it. A worker that leaves
+finishes what it has in hand; if it is wanted again before that, it stays.
+
+A worker that has made enough batches, or has grown, is renewed: it is sent no more tickets, and when it has answered
+those that it has, another process takes its place. The scheduler does not know of that: the worker's id keeps its turn,
+and its tickets wait in the outbox. One worker is renewed at a time, the one that became due first: with the same number
+of batches all would be due in the same round.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 
 from asyncloader.backends.backend import Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Start
 from asyncloader.engine.roster import Roster
+from asyncloader.observe.memory_watch import show_bytes
+
+log = logging.getLogger("asyncloader")
+
+_PAUSE_S = 10.0
+"""Where no process could be had to renew a worker, none is asked for before so much time has gone by. Seconds."""
+
+
+class _Life:
+    """What a worker's process has made so far."""
+
+    __slots__ = ("batches", "bound", "private_bytes")
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.private_bytes = 0
+        self.bound = 0  # of its memory; 0 until it is known what it takes
 
 
 class Workforce:
@@ -24,25 +47,38 @@ class Workforce:
 
     Args:
         num_workers: How many are wanted at the beginning, numbered from 0.
+        max_tasks: Batches after which a worker is renewed; None for any number.
+        max_bytes: Private memory from which on a worker is renewed; None for any amount.
 
     Attributes:
-        wanted: Who is asked for. Not all of them need be there.
-        guests: Who has come without being asked for, from another machine, and stays as long as it can.
+        wanted: The workers that are asked for. Not all of them need be there.
+        guests: Workers that have come without being asked for, from another machine, and stay as long as they can.
+        renewing: The worker that is to be renewed when it has answered its tickets, and gets no others; or None.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, max_tasks: int | None = None, max_bytes: int | None = None) -> None:
         self.wanted = set(range(num_workers))
         self.guests: set[int] = set()
+        self.renewing: int | None = None
         self._asked = num_workers  # ids below this one are of workers that were asked for at some time
         self._coming: set[int] = set()  # started, or to be, and not ready
+        self._max_tasks = max_tasks
+        self._max_bytes = max_bytes
+        self._lives: dict[int, _Life] = {}
+        self._due: dict[int, None] = {}  # workers to be renewed, in the order in which they became so
+        self._retry_at = 0.0
+        self._has_warned = False
 
     def __repr__(self) -> str:
-        return f"<Workforce {sorted(self.members)} coming={sorted(self._coming)}>"
+        renewing = "" if self.renewing is None else f" renewing={self.renewing}"
+        return f"<Workforce {sorted(self.members)} coming={sorted(self._coming)}{renewing} due={[*self._due]}>"
 
     @property
     def members(self) -> set[int]:
-        """Who is to be there. In any thread."""
+        """The workers that are to be there. In any thread."""
         return self.wanted | self.guests
+
+    # ------------------------------------------------------------------------------------------------ come and go
 
     def want(self, num_workers: int) -> None:
         """Want so many from now on, beside guests: the last go first, and new ones get the lowest ids that are free."""
@@ -52,10 +88,10 @@ class Workforce:
         self._asked = max(self._asked, 1 + max(self.wanted, default=-1))
 
     def settle(self, roster: Roster, processes: Mapping[int, Worker]) -> list[Action]:
-        """Decide who comes and who goes, now that others are wanted, or another run has begun.
+        """Decide which workers come and go, now that others are wanted, or another run has begun.
 
         Args:
-            roster: Who takes tickets, or is leaving.
+            roster: The workers that take tickets, or are leaving.
             processes: The workers that there are.
         """
         members = self.members
@@ -92,6 +128,7 @@ class Workforce:
 
     def gone(self, worker: int) -> None:
         """A worker is not to be had any more: it could not be started, left by itself, or was lost."""
+        self.keep(worker)
         for those in (self._coming, self.wanted, self.guests):
             those.discard(worker)
 
@@ -104,6 +141,89 @@ class Workforce:
         return worker in self._coming
 
     def _let_go(self, worker: int, roster: Roster) -> list[Action]:
+        self.keep(worker)
         if roster.takes(worker):
             return [Leave(worker)]
         return [] if worker in roster.active else [Dismiss(worker)]
+
+    # ---------------------------------------------------------------------------------------------------- renewal
+
+    def reset(self, worker: int) -> None:
+        """The worker has a process that has made nothing yet, or none."""
+        self.keep(worker)
+        self._lives.pop(worker, None)
+
+    def keep(self, worker: int) -> None:
+        """Do not renew the worker before it has made another batch."""
+        self._due.pop(worker, None)
+        if worker == self.renewing:
+            self.renewing = None
+
+    def made(self, worker: int, private_bytes: int) -> bool:
+        """A worker has come to an outcome; return whether any worker is to be renewed.
+
+        Args:
+            worker: Its id.
+            private_bytes: Its private memory; 0 if that is not known.
+        """
+        if self._max_tasks is None and self._max_bytes is None:
+            return False
+        if (life := self._lives.get(worker)) is None:
+            life = self._lives[worker] = _Life()
+        life.batches += 1
+        life.private_bytes = private_bytes
+        if (self._max_tasks is not None and life.batches >= self._max_tasks) or (
+            self._max_bytes is not None and private_bytes and self._has_grown(life, self._max_bytes)
+        ):
+            self._due.setdefault(worker)
+        return bool(self._due) or self.renewing is not None
+
+    def choose(self, now: float, roster: Roster, processes: Mapping[int, Worker]) -> None:
+        """Choose the worker that is renewed next, if any is due, and no worker is just being started.
+
+        Args:
+            now: Seconds, on any clock.
+            roster: The workers that take tickets.
+            processes: The workers that there are.
+        """
+        if self.renewing is not None or not self._due or now < self._retry_at:
+            return
+        are_all_there = self.members <= processes.keys() and all(process.is_ready for process in processes.values())
+        while self._due and self.renewing is None:
+            worker = next(iter(self._due))
+            del self._due[worker]  # where it cannot be renewed now, it is due again when it has made another batch
+            if are_all_there and worker in processes and roster.takes(worker) and not roster.is_held(worker):
+                self.renewing = worker
+
+    def not_renewed(self, now: float) -> None:
+        """No process could be had for the worker that is to be renewed: it goes on, and is due again later."""
+        self.renewing = None
+        self._retry_at = now + _PAUSE_S
+
+    def has_made(self, worker: int) -> str:
+        """Say in words what the worker has made."""
+        life = self._lives[worker]
+        taken = f", and has {show_bytes(life.private_bytes)} to itself" * bool(life.private_bytes)
+        return f"it has made {life.batches} batches{taken}"
+
+    def _has_grown(self, life: _Life, bound: int) -> bool:
+        """Whether a worker has more memory than it may have. What it needs from its start, another would need too."""
+        if not life.bound:
+            life.bound = bound if life.private_bytes <= bound else 2 * life.private_bytes
+            if life.bound > bound and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "max_worker_memory is %s, and a worker takes %s when it has made %d batches: to renew it then "
+                    "might be for nothing. It is renewed when it has come to twice that.",
+                    show_bytes(bound),
+                    show_bytes(life.private_bytes),
+                    life.batches,
+                )
+        return life.private_bytes > life.bound
+
+    def validate(self, roster: Roster) -> None:
+        """Check what must hold between any two events."""
+        assert not self.wanted & self.guests
+        assert self._coming <= self.members
+        assert not (self._coming & {worker for worker in roster.active if roster.takes(worker)})
+        assert self.renewing is None or (self.renewing in self.members and self.renewing not in self._due)

@@ -93,33 +93,21 @@ class AgentPool(Pool):
         """Give a worker tickets, as the trainer packed them, and slabs to do them in."""
         process.channel.send(Kind.TICKETS, with_loans(body, functools.partial(self._lend_for, process)))
 
-    def start_one(self, worker: int, num_workers: int, *, beside: bool) -> WorkerProcess:
-        """Start a worker under an id; or one beside it, which is to take its place."""
-        if beside:
-            self.renew(worker, num_workers)
-            return self._successors[worker]
+    def start_one(self, worker: int, num_workers: int) -> WorkerProcess:
+        """Start a worker under an id."""
         self.add(worker, num_workers)
         return self.processes[worker]
 
     def has(self, process: WorkerProcess) -> bool:
-        """Whether it is there, and has a place or waits for one."""
-        worker = process.worker_id
-        return process.is_alive and process in (self.processes.get(worker), self._successors.get(worker))
-
-    def take_place(self, successor: WorkerProcess, grace_s: float) -> None:
-        """Put one that was started beside a worker in its place."""
-        if self._successors.get(successor.worker_id) is successor:
-            self.succeed(successor.worker_id, grace_s)
+        """Whether it is there, and has a place."""
+        return process.is_alive and self.processes.get(process.worker_id) is process
 
     def let_go(self, process: WorkerProcess, grace_s: float | None) -> None:
         """Let it finish, or have it killed at once (None)."""
-        worker = process.worker_id
-        if self.processes.get(worker) is not process:
-            self.abandon(worker, grace_s or 0.0)
-        elif grace_s is None:
-            self.discard(worker)
+        if grace_s is None:
+            self.discard(process.worker_id)
         else:
-            self.dismiss(worker, grace_s)
+            self.dismiss(process.worker_id, grace_s)
 
     def _lend_for(self, process: WorkerProcess, count: int) -> list[Any]:
         self._outstanding[process.worker_id] += count
@@ -232,17 +220,17 @@ class Agent:
             raise BadFrame(f"a frame of kind {kind} before the welcome")
         elif kind == Kind.EPOCH:
             self._pool.begin_epoch(pickle.loads(body))
-        elif kind in (Word.ADD, Word.RENEW):
-            self._add(self._pool, kind, life, *pickle.loads(body))
+        elif kind == Word.ADD:
+            self._add(self._pool, life, *pickle.loads(body))
         else:
             self._for_worker(self._pool, kind, life, body)
 
-    def _add(self, pool: AgentPool, kind: int, life: int, worker: int, num_workers: int, start: Start | None) -> None:
+    def _add(self, pool: AgentPool, life: int, worker: int, num_workers: int, start: Start | None) -> None:
         if self._is_ending:
             return
         pool.begin_at(worker, start)
         try:
-            process = pool.start_one(worker, num_workers, beside=kind == Word.RENEW)
+            process = pool.start_one(worker, num_workers)
         except Exception as error:
             self._link.send(Word.DIED, life, pickle.dumps(Death(None, str(error).encode(), was_set_up=False)))
             return
@@ -261,10 +249,6 @@ class Agent:
         elif kind in (Word.DISMISS, Word.DISCARD):
             pool.let_go(process, None if kind == Word.DISCARD else SECONDS.unpack(body)[0])
             self._tell_no_more(process)
-        elif kind == Word.SUCCEED:
-            if (before := pool.processes.get(process.worker_id)) is not process and before is not None:
-                self._tell_no_more(before)
-            pool.take_place(process, *SECONDS.unpack(body))
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of the trainer's")
 
@@ -296,13 +280,6 @@ class Agent:
         assert self._pool is not None
         process = self._pool.processes[worker]
         self._link.send(Kind.READY, self._lives[process], NUMBER.pack(process.pid))
-
-    def on_successor(self, worker: int, successor: WorkerProcess) -> None:
-        """One that is to take a worker's place has opened the dataset, or ended."""
-        if successor.is_alive:
-            self._link.send(Kind.READY, self._lives[successor], NUMBER.pack(successor.pid))
-        else:
-            self.on_died(worker, successor)
 
     def on_died(self, worker: int, process: Any) -> None:
         """A worker has ended on its own."""

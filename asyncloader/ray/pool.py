@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-from asyncloader.backends.backend import Launch, Listener
+from asyncloader.backends.backend import END_GRACE_S, Launch, Listener
 from asyncloader.errors import WorkerStartError, describe_death
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, pack_tickets, pickle_tickets
@@ -88,7 +88,6 @@ class RemotePool:
         self._asks = wanted is not None or slots > 0
         self._num_lives = 0
         self._num_staying = 0  # at agents that are here
-        self._successors: dict[int, RemoteWorker] = {}  # that wait for the place of this worker
         self._is_open = False
         self._has_slots = slots > 0
         self._started: Callable[[], None] = _nothing
@@ -225,13 +224,12 @@ class RemotePool:
         return process
 
     def add(self, worker: int, num_workers: int) -> None:
-        """Have a worker started in the place of one that has died or was discarded, by the same agent.
+        """Have a worker started in the place of another, which is gone or finishes, by the same agent.
 
-        A successor that is there already takes the place. A slot whose agent is gone, or about to go, waits for one.
+        A slot whose agent is gone, or about to go, waits for one.
         """
-        if worker in self._successors:
-            self.succeed(worker, 0.0)
-            return
+        if worker in self.processes:
+            self._finish(self.processes[worker], END_GRACE_S)
         agent = self.fleet.homes.get(worker)
         if not self._has_slots or (agent is not None and agent.state is AgentState.HERE):
             self._put(self._begin_life(self.fleet.homes[worker], worker))
@@ -242,34 +240,12 @@ class RemotePool:
             self.fleet.take_place(worker)
             self._maybe_send_home(agent, 0.0)
 
-    def renew(self, worker: int, num_workers: int) -> None:
-        """Have its agent start one that is to take the place of this worker."""
-        if worker not in self._successors:
-            self._successors[worker] = self._begin_life(self.fleet.homes[worker], worker, Word.RENEW)
-
-    def is_idle(self, worker: int) -> bool:
-        """Whether this worker has answered all its tickets."""
-        return not self.processes[worker].outstanding
-
-    def succeed(self, worker: int, grace_s: float) -> None:
-        """Put its successor in the place of this worker, which has no tickets, and finishes, or is gone."""
-        before, successor = self.processes[worker], self._successors.pop(worker)
-        self._put(successor)
-        successor.agent.send(Word.SUCCEED, successor.life, SECONDS.pack(grace_s))
-        if before.agent.lives.pop(before.life, None) is not None:
-            before.on_gone()
-
-    def abandon(self, worker: int, grace_s: float) -> None:
-        """Let the successor of this worker finish, if there is one."""
-        if (successor := self._successors.pop(worker, None)) is not None:
-            self._finish(successor, grace_s)
-
-    def _begin_life(self, agent: RemoteAgent, worker: int, word: Word = Word.ADD) -> RemoteWorker:
+    def _begin_life(self, agent: RemoteAgent, worker: int) -> RemoteWorker:
         self._num_lives += 1
         life = self._num_lives
         made = agent.lives[life] = RemoteWorker(worker, life, agent, self._loop)
         starts, told = self.fleet.epoch.starts, self.fleet.epoch.num_workers or self.fleet.num_places
-        agent.send(word, life, pickle.dumps((worker, told, None if starts is None else starts[worker])))
+        agent.send(Word.ADD, life, pickle.dumps((worker, told, None if starts is None else starts[worker])))
         return made
 
     def discard(self, worker: int) -> None:
@@ -285,7 +261,6 @@ class RemotePool:
         if process is None:
             return
         self._vacate(process.agent, worker)
-        self.abandon(worker, grace_s)
         self._finish(process, grace_s)
         self._maybe_send_home(process.agent, grace_s)
         self._loop.call_soon(self._fill, process.agent)  # by now others may be wanted
@@ -334,7 +309,6 @@ class RemotePool:
                     listener.on_died(process.worker_id, process)
             return
         for worker in sorted(agent.workers):
-            self._successors.pop(worker, None)
             if self._remove(worker) is not None and listener is not None:
                 listener.on_lost(worker)
         self._loop.call_soon(self._fit)  # others may have places for as many
@@ -384,10 +358,7 @@ class RemotePool:
         if self.listener is None or outcome.record.epoch != self.fleet.epoch.number:
             return
         process.outstanding -= 1
-        worker = process.worker_id
-        self.listener.on_outcome(worker, outcome, arrived_at)
-        if not process.outstanding and self.listener is not None and worker in self._successors:
-            self.listener.on_successor(worker, self._successors[worker])
+        self.listener.on_outcome(process.worker_id, outcome, arrived_at)
 
     def _on_told(self, process: RemoteWorker, frame: Frame) -> None:
         kind = frame.kind
@@ -406,10 +377,6 @@ class RemotePool:
         agent, worker = process.agent, process.worker_id
         process.is_ready = agent.has_served = True
         self._failed_starts = 0
-        if self._successors.get(worker) is process:
-            if self.listener is not None:
-                self.listener.on_successor(worker, process)
-            return
         if agent.state is AgentState.LEAVING or self.fleet.is_closing:
             return
         self._put(process)
@@ -421,11 +388,6 @@ class RemotePool:
         worker, agent = process.worker_id, process.agent
         del agent.lives[process.life]
         process.on_died(death)
-        if self._successors.get(worker) is process:
-            del self._successors[worker]
-            if self.listener is not None:
-                self.listener.on_successor(worker, process)
-            return
         is_placed = self.processes.get(worker) is process
         if self._has_slots or (is_placed and death.was_set_up):
             if self.listener is not None:

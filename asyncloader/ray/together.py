@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncloader.backends.backend import Backend, Launch, Listener, Renewable, Worker
+from asyncloader.backends.backend import Backend, Launch, Listener, Worker
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.ray.pool import RemotePool
 
@@ -26,7 +26,7 @@ class Together:
         first: The least id of a remote worker.
     """
 
-    def __init__(self, local: Renewable, remote: RemotePool, first: int) -> None:
+    def __init__(self, local: Backend, remote: RemotePool, first: int) -> None:
         self._local = local
         self._remote = remote
         self._first = first
@@ -73,7 +73,7 @@ class Together:
         """As the local ones."""
         return self._local.takes_long
 
-    def _of(self, worker: int) -> Renewable:
+    def _of(self, worker: int) -> Backend:
         return self._local if worker < self._first else self._remote
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
@@ -102,22 +102,6 @@ class Together:
         """Have so many workers on other machines."""
         self._remote.want(num_workers)
 
-    def renew(self, worker: int, num_workers: int) -> None:
-        """Start a successor of this worker."""
-        self._of(worker).renew(worker, num_workers)
-
-    def is_idle(self, worker: int) -> bool:
-        """Whether this worker has answered all its tickets."""
-        return self._of(worker).is_idle(worker)
-
-    def succeed(self, worker: int, grace_s: float) -> None:
-        """Put its successor in the place of this worker."""
-        self._of(worker).succeed(worker, grace_s)
-
-    def abandon(self, worker: int, grace_s: float) -> None:
-        """Let the successor of this worker finish."""
-        self._of(worker).abandon(worker, grace_s)
-
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let this worker finish."""
         self._of(worker).dismiss(worker, grace_s)
@@ -144,6 +128,5 @@ class _Half:
         self.on_died = listener.on_died
         self.on_left = listener.on_left
         self.on_lost = listener.on_lost
-        self.on_successor = listener.on_successor
         self.on_failed = listener.on_failed
         self.on_closed = on_closed

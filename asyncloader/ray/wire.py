@@ -42,8 +42,6 @@ class Word(enum.IntEnum):
     PING = 68  # the trainer's clock (f64)
     STACK = 69  # sequence number (u64): tell where it is; and the answer: text
     END = 70  # seconds of grace (f64): end everything, and go
-    RENEW = 71  # as ADD: start a successor, which has a life of its own, beside the worker that has the id
-    SUCCEED = 72  # seconds of grace (f64): this successor takes the place, and who had it finishes
     # Besides, with a life: TICKETS without loans; and EPOCH, for all.
     # agent -> trainer
     HELLO = 80  # what is there, as JSON

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from asyncloader.backends.backend import END_GRACE_S
 from asyncloader.backends.processes.pool import WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.engine.error_limit import ErrorLimit
@@ -31,7 +32,7 @@ from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.session import Session, State
-from asyncloader.engine.supervisor import END_GRACE_S, Supervisor
+from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
@@ -217,8 +218,8 @@ class WorkerIterator(BaseIterator[T_co]):
         pool = workplace.make_pool(options, self._worker_spec(), loop, runs.traffic, runs.elsewhere, **where)
         finisher = self._make_finisher(loop)
         auto = workplace.make_auto(options, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
-        policy, renewal = workplace.policy_of(options), workplace.make_renewal(options)
-        supervisor = Supervisor(loop, pool, policy, options.num_places, auto, renewal)
+        policy, workforce = workplace.policy_of(options), workplace.make_workforce(options)
+        supervisor = Supervisor(loop, pool, policy, workforce, auto)
         return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), original)
 
     def note_number(self, num_workers: int, elsewhere: int) -> None:

@@ -16,12 +16,12 @@ from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.recovery import Policy
-from asyncloader.engine.renewal import Renewal
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session
 from asyncloader.engine.slicer import Slicer
 from asyncloader.engine.splitter import Splitter
 from asyncloader.engine.supervisor import Auto
+from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
 from asyncloader.messages.messages import WorkerSpec
@@ -219,9 +219,9 @@ def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None],
     return Auto(controller, tell, None if remote is None else elastic)
 
 
-def make_renewal(options: Options) -> Renewal | None:
-    """Return what says which workers are renewed, or None if none is."""
-    return Renewal(options.max_tasks_per_child, options.max_worker_memory) if options.renews else None
+def make_workforce(options: Options) -> Workforce:
+    """Return what decides which workers there are."""
+    return Workforce(options.num_places, options.max_tasks_per_child, options.max_worker_memory)
 
 
 def policy_of(options: Options) -> Policy:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncloader.engine.outbox import Outbox
+from asyncloader.engine.workforce import Workforce
 from asyncloader.messages.messages import pickle_tickets
 
 
@@ -31,7 +32,7 @@ class Sends:
 def test_keys_that_cannot_be_pickled_are_refused_alone() -> None:
     """The others are sent."""
     pool, refused = Sends(), []
-    outbox = Outbox(pool)  # type: ignore[arg-type]
+    outbox = Outbox(pool, Workforce(1))  # type: ignore[arg-type]
     for seq, keys in enumerate([[0], [lambda: 0], [2]]):
         outbox.put(0, seq, keys)
     outbox.flush(lambda worker, seq, error: refused.append((worker, seq)))
@@ -42,7 +43,7 @@ def test_what_fails_after_that_is_nobodys_keys() -> None:
     """Tickets may be on their way: they are neither refused nor sent again."""
     pool, refused = Sends(), []
     pool.is_broken = True
-    outbox = Outbox(pool)  # type: ignore[arg-type]
+    outbox = Outbox(pool, Workforce(1))  # type: ignore[arg-type]
     for seq in range(2):
         outbox.put(0, seq, [seq])
     with pytest.raises(ValueError, match="behind"):
@@ -53,7 +54,7 @@ def test_what_fails_after_that_is_nobodys_keys() -> None:
 def test_what_is_for_a_worker_that_has_died_waits_for_its_successor() -> None:
     """More may be planned between a death and what is decided about it."""
     pool = Sends()
-    outbox = Outbox(pool)  # type: ignore[arg-type]
+    outbox = Outbox(pool, Workforce(1))  # type: ignore[arg-type]
     pool.processes[0].is_alive = False
     for seq in range(2):
         outbox.put(0, seq, [seq])
@@ -62,3 +63,16 @@ def test_what_is_for_a_worker_that_has_died_waits_for_its_successor() -> None:
     pool.processes[0] = SimpleNamespace(is_alive=True)
     outbox.flush(lambda worker, seq, error: None)
     assert pool.sent == [0, 1]
+
+
+def test_a_worker_that_is_to_be_renewed_gets_its_tickets_when_it_was() -> None:
+    """Until then they are counted."""
+    pool, workforce = Sends(), Workforce(1)
+    outbox = Outbox(pool, workforce)  # type: ignore[arg-type]
+    workforce.renewing = 0
+    outbox.put(0, 0, [0])
+    outbox.flush(lambda worker, seq, error: None)
+    assert (outbox.count(0), outbox.count(1), pool.sent) == (1, 0, [])
+    workforce.reset(0)
+    outbox.flush(lambda worker, seq, error: None)
+    assert (outbox.count(0), pool.sent) == (0, [0])

@@ -13,6 +13,7 @@ from asyncloader.engine.actions import Lose, Replace
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
+from asyncloader.engine.workforce import Workforce
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
@@ -61,7 +62,7 @@ class Session:
 
 def supervise(loop: GuardedLoop, pool: Any, session: Any) -> Supervisor:
     """Return what looks after two workers."""
-    supervisor = Supervisor(loop, pool, Policy(replaceable=True), 2)
+    supervisor = Supervisor(loop, pool, Policy(replaceable=True), Workforce(2))
     supervisor.attach(session)
     return supervisor
 
@@ -83,7 +84,7 @@ async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
 
 @pytest.mark.parametrize("hung", [False, True])
 async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end(hung: bool) -> None:
-    """It has waited for the successor."""
+    """It has waited for the next process."""
     pool, session = Pool(), Session(unsent=[1])
     supervisor = supervise(GuardedLoop(asyncio.get_running_loop()), pool, session)
     scheduler = session.run.scheduler

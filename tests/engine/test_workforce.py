@@ -1,10 +1,12 @@
-"""Who comes and who goes, decided without any workers."""
+"""Which workers come, go and are renewed, decided without any workers."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,11 +25,13 @@ class Place:
 class World:
     """Scheduler and pool, as far as a workforce sees of them: `carry_out` does what it decides."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.workforce = Workforce(num_workers)
+    def __init__(self, num_workers: int, max_tasks: int | None = None) -> None:
+        self.workforce = Workforce(num_workers, max_tasks)
+        self.now = 0.0
         self.roster = Roster(num_workers, 0)
         self.places: dict[int, Any] = {worker: Place() for worker in range(num_workers)}
         self.to_start: set[int] = set()
+        self.made: dict[int, int] = {}  # batches, by each worker's process
         self.is_idle = False  # nobody has tickets: who leaves is gone
 
     def settle(self) -> list[Any]:
@@ -53,6 +57,35 @@ class World:
                         self.places.pop(worker, None)
                 case Dismiss(worker):
                     self.places.pop(worker, None)
+
+    def make(self) -> None:
+        """Have each worker make a batch, unless it is sent nothing."""
+        for worker in tuple(self.roster.active & self.places.keys()):
+            if worker != self.workforce.renewing and self.places[worker].is_ready:
+                self.made[worker] = self.made.get(worker, 0) + 1
+                if self.workforce.made(worker, 0):
+                    self.workforce.choose(self.now, self.roster, self.places)
+
+    def renew(self) -> None:
+        """Have a worker that is to be renewed answer its tickets: another process takes its place."""
+        if (worker := self.workforce.renewing) is not None:
+            assert self.roster.takes(worker)
+            assert all(place.is_ready for place in self.places.values()), "another one is being started"
+            self.places[worker] = Place(False)
+            self.made[worker] = 0
+            self.workforce.reset(worker)
+
+    def refuse(self) -> None:
+        """Have no process be had for a worker that is to be renewed."""
+        if self.workforce.renewing is not None:
+            self.workforce.not_renewed(self.now)
+
+    def lose(self) -> None:
+        """Have the last worker be lost."""
+        if len(self.roster.active) > 1 and (worker := max(self.roster.active)):
+            self.workforce.gone(worker)
+            self.roster.retire(worker)
+            self.places.pop(worker, None)
 
     def start(self) -> None:
         """Start who is to be started, and is wanted still."""
@@ -143,14 +176,15 @@ def test_a_run_that_was_made_for_others_gets_those_that_are_there() -> None:
     assert world.roster.active == {0}
 
 
-EVENTS = st.sampled_from(["start", "get_ready", "finish", "settle"])
+EVENTS = st.sampled_from(["start", "get_ready", "finish", "settle", "make", "renew", "refuse", "lose"])
 
 
 @given(st.lists(st.integers(1, 5) | EVENTS | st.integers(1, 5).map(lambda count: ("begin", count)), max_size=40))
 def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> None:
-    """Whatever happens in between."""
-    world = World(2)
+    """Whatever happens in between; and each that has made enough is renewed, one at a time."""
+    world = World(2, max_tasks=2)
     for event in events:
+        world.now += 1.0
         match event:
             case int():
                 world.workforce.want(event)
@@ -159,10 +193,19 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
                 world.begin(count)
             case name:
                 getattr(world, name)()
+        world.workforce.validate(world.roster)
     world.start()
     world.get_ready()
     world.finish()
-    assert {worker for worker in world.roster.active if world.roster.takes(worker)} == world.workforce.members
+    takers = {worker for worker in world.roster.active if world.roster.takes(worker)}
+    assert takers == world.workforce.members
+    world.now += 1000.0
+    world.made.clear()
+    for _ in range(3 * len(takers) + 3):
+        world.make()
+        world.renew()
+        world.get_ready()
+    assert all(world.made.get(worker, 0) <= 2 + len(takers) for worker in takers), "some get old"
 
 
 def test_those_of_other_machines_come_and_go_by_themselves() -> None:
@@ -184,3 +227,117 @@ def test_those_of_other_machines_come_and_go_by_themselves() -> None:
     workforce = Workforce(3)  # the first ones are being started
     workforce.want(1)
     assert workforce.ready(2, Roster(1, 0)) == [Dismiss(2)]
+
+
+# ------------------------------------------------------------------------------------------------------------ renewal
+
+MB = 1 << 20
+
+
+def make(workforce: Workforce, worker: int, batches: int, private_bytes: int = 0) -> bool:
+    """Have a worker make so many; return whether any is to be renewed after the last."""
+    return [workforce.made(worker, private_bytes) for _ in range(batches)][-1]
+
+
+def choose(workforce: Workforce, now: float = 0.0, **places: bool) -> int | None:
+    """Have it choose a worker to be renewed, of three that are there; some may not be ready."""
+    known: Any = {worker: Place(places.get(f"is_{worker}_ready", True)) for worker in range(3)}
+    workforce.choose(now, Roster(3, 0), known)
+    return workforce.renewing
+
+
+def test_a_worker_that_has_made_enough_is_renewed() -> None:
+    """The one that takes its place has made nothing."""
+    workforce = Workforce(3, max_tasks=3)
+    assert not make(workforce, 0, 2)
+    assert choose(workforce) is None
+    assert make(workforce, 0, 1)
+    assert choose(workforce) == 0
+    assert workforce.has_made(0) == "it has made 3 batches"
+    workforce.reset(0)
+    assert workforce.renewing is None
+    assert not make(workforce, 0, 2)
+    assert make(workforce, 0, 1)
+
+
+def test_without_an_option_nothing_is_counted() -> None:
+    """However many a worker makes."""
+    workforce = Workforce(3)
+    assert not make(workforce, 0, 100, 1 << 40)
+    assert not workforce._lives
+
+
+def test_workers_are_renewed_one_after_the_other() -> None:
+    """In the order in which they became due, each when all others are there."""
+    workforce = Workforce(3, max_tasks=2)
+    for worker in (2, 0, 1):
+        make(workforce, worker, 5)
+    renewed = []
+    for _ in range(3):
+        renewed.append(choose(workforce))
+        assert choose(workforce) == renewed[-1]
+        workforce.reset(renewed[-1] or 0)
+    assert renewed == [2, 0, 1]
+    assert choose(workforce) is None
+
+
+def test_a_worker_that_cannot_be_renewed_now_is_due_again_with_its_next_batch() -> None:
+    """Another one is just being started, or no process could be had; and it holds up nobody."""
+    workforce = Workforce(3, max_tasks=1)
+    make(workforce, 0, 1)
+    assert choose(workforce, is_2_ready=False) is None
+    assert choose(workforce) is None
+    make(workforce, 0, 1)
+    assert choose(workforce) == 0
+    workforce.not_renewed(0.0)
+    make(workforce, 0, 1)
+    assert choose(workforce, now=9.9) is None
+    assert choose(workforce, now=10.0) == 0
+
+
+def test_a_worker_that_has_grown_is_renewed() -> None:
+    """As soon as it tells of more than it may have."""
+    workforce = Workforce(3, max_bytes=100 * MB)
+    assert not make(workforce, 0, 1)  # nothing is known yet
+    assert not make(workforce, 0, 50, 60 * MB)
+    assert not make(workforce, 0, 50, 100 * MB)
+    assert make(workforce, 0, 1, 101 * MB)
+    assert choose(workforce) == 0
+    assert workforce.has_made(0) == "it has made 102 batches, and has 106 MB to itself"
+
+
+def test_what_a_worker_needs_from_its_start_is_no_reason(caplog: Any) -> None:
+    """Another one would need it too: the bound is twice that, which is told once."""
+    workforce = Workforce(3, max_bytes=100 * MB)
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        for worker in range(3):
+            assert not make(workforce, worker, 5, 150 * MB)
+            assert not make(workforce, worker, 5, 300 * MB)
+    assert caplog.text.count("max_worker_memory is 105 MB, and a worker takes 157 MB when it has made 1 batches") == 1
+    assert make(workforce, 1, 1, 301 * MB)
+
+
+@pytest.mark.parametrize("end", ["reset", "gone", "leaves", "settle"])
+def test_a_worker_that_dies_or_leaves_is_not_renewed(end: str) -> None:
+    """What comes in its place has made nothing; one that stays after all is due again."""
+    workforce, roster, places = Workforce(3, max_tasks=1), Roster(3, 0), {worker: Place() for worker in range(3)}
+    make(workforce, 2, 1)
+    assert choose(workforce) == 2
+    match end:
+        case "leaves":
+            assert workforce.leaves(2, roster) == [Leave(2)]
+        case "settle":
+            workforce.want(2)
+            assert workforce.settle(roster, places) == [Leave(2)]  # type: ignore[arg-type]
+        case name:
+            getattr(workforce, name)(2)
+    assert workforce.renewing is None
+
+
+def test_representation() -> None:
+    """What a debugger shows."""
+    workforce = Workforce(3, max_tasks=1)
+    make(workforce, 2, 1)
+    assert repr(workforce) == "<Workforce [0, 1, 2] coming=[] due=[2]>"
+    choose(workforce)
+    assert repr(workforce) == "<Workforce [0, 1, 2] coming=[] renewing=2 due=[]>"

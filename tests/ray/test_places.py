@@ -117,9 +117,6 @@ class Heard:
     def on_lost(self, worker: int) -> None:
         self.told.append(("lost", worker))
 
-    def on_successor(self, worker: int, successor: Any) -> None:
-        self.told.append(("successor", worker, successor.is_alive))
-
     def on_failed(self, error: Exception) -> None:
         self.told.append(("failed", str(error)))
 
@@ -407,48 +404,21 @@ async def test_an_agent_whose_node_is_drained_leaves(pool: RemotePool) -> None:
     pool.fleet.on_draining(99)
 
 
-async def test_a_worker_has_a_successor_beside_it(pool: RemotePool) -> None:
-    """Which has a place when it is put there; what the one before it sends then counts for nothing."""
+async def test_a_worker_is_renewed_by_its_agent(pool: RemotePool) -> None:
+    """Another process takes its place, and the worker finishes."""
     line = come(pool, 1)
     (life,) = line.added()
-    pool.send(2, [(0, [1]), (1, [2])])
-    pool.renew(2, 3)
-    pool.renew(2, 3)
-    (successor,) = (life for kind, life, _ in line.sent if kind == Word.RENEW)
-    line.ready(successor)
-    assert pool.processes[2].life == life
+    pool.send(2, [(0, [1])])
     line.answer(life, 0)
-    assert not pool.is_idle(2)
-    line.answer(life, 1)
-    assert pool.is_idle(2)
-    assert told(pool) == [("ready", 2), ("successor", 2, True), (2, 0), (2, 1), ("successor", 2, True)]
-    pool.succeed(2, 3.0)
-    assert pool.processes[2].life == successor
-    line.answer(life, 2)
-    line.answer(successor, 3)
-    assert told(pool) == [(2, 3)]
-    assert line.kinds()[-1] == Word.SUCCEED
-
-
-async def test_a_successor_takes_the_place_of_one_that_dies(pool: RemotePool) -> None:
-    """Ready or not; one that dies itself is told of, and no loss."""
-    line = come(pool, 1)
-    (life,) = line.added()
-    pool.renew(2, 3)
-    line.say(Word.DIED, life, pickle.dumps(Death(-9, b"", was_set_up=True)))
     pool.add(2, 3)
-    (successor,) = (life for kind, life, _ in line.sent if kind == Word.RENEW)
-    assert pool.processes[2].life == successor
-    line.ready(successor)
-    pool.renew(2, 3)
-    line.say(Word.DIED, max(life for kind, life, _ in line.sent), pickle.dumps(Death(-9, b"", was_set_up=True)))
-    assert told(pool) == [("ready", 2), ("died", 2, -9), ("ready", 2), ("successor", 2, False)]
-    pool.renew(2, 3)
-    pool.abandon(2, 3.0)
-    pool.abandon(2, 3.0)
-    assert line.kinds()[-2:] == [Word.RENEW, Word.DISMISS]
-    pool.renew(2, 3)
-    pool.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
+    assert line.kinds()[-2:] == [Word.DISMISS, Word.ADD]
+    other = max(line.added())
+    assert pool.processes[2].life == other
+    line.answer(life, 1)  # what the one before sends counts for nothing
+    line.ready(other)
+    line.answer(other, 2)
+    assert told(pool) == [("ready", 2), (2, 0), ("ready", 2), (2, 2)]
+    line.say(Word.DIED, other, pickle.dumps(Death(None, b"no room", was_set_up=False)))
     assert told(pool) == [("lost", 2)]
 
 

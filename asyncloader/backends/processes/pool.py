@@ -1,7 +1,6 @@
 """The workers of one iterator: start them, give them tickets, replace the dead, end them.
 
     session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
-            ── renew, succeed, abandon ─────────>     └─ beside it a successor, while it is renewed
             <── on_ready, on_outcome, on_died, on_closed
 
 A worker id keeps its place when its process is replaced, or renewed. With persistent workers a pool outlives its
@@ -21,7 +20,7 @@ from multiprocessing.context import BaseContext
 from time import perf_counter
 from typing import Any
 
-from asyncloader.backends.backend import Launch, Listener
+from asyncloader.backends.backend import END_GRACE_S, Launch, Listener
 from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.process import WorkerProcess
@@ -74,7 +73,6 @@ class Pool:
         self._slabs.live_on(loop.loop)
         self._loans: dict[WorkerProcess, WorkerLoans] = {}
         self._outstanding: dict[int, int] = {}
-        self._successors: dict[int, WorkerProcess] = {}  # that wait for the place of this worker
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
         self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
@@ -187,7 +185,6 @@ class Pool:
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
-        self.abandon(worker, grace_s)
         self._let_go(self.processes.pop(worker, None), grace_s)
 
     def _let_go(self, process: WorkerProcess | None, grace_s: float) -> None:
@@ -197,17 +194,16 @@ class Pool:
             process.end(grace_s)
 
     def add(self, worker: int, num_workers: int) -> None:
-        """Start a process under this worker id: one more, or in the place of one that has died or was discarded.
-
-        A successor that is there already takes the place.
-        """
+        """Start a process under this worker id: one more, or in the place of another, which is gone, or finishes."""
+        before = self.processes.get(worker)
+        if before is not None and (before in self._leaving or not before.is_alive):
+            del self.processes[worker]  # whether or not another one can be started
+            before = None
+        self.processes[worker] = self._start_other(worker, num_workers)
         self._outstanding[worker] = 0
-        self.processes.pop(worker, None)
-        if (successor := self._successors.pop(worker, None)) is None:
-            successor = self._start_beside(worker, num_workers)
-        self.processes[worker] = successor
+        self._let_go(before, END_GRACE_S)
 
-    def _start_beside(self, worker: int, num_workers: int) -> WorkerProcess:
+    def _start_other(self, worker: int, num_workers: int) -> WorkerProcess:
         epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
         process = carry_out(self._start_one(worker, epoch._replace(num_workers=num_workers)))
         try:
@@ -231,24 +227,6 @@ class Pool:
         except OSError as error:
             raise could_not_start(error) from error
 
-    def renew(self, worker: int, num_workers: int) -> None:
-        """Start a process that is to take the place of this worker id's."""
-        if worker not in self._successors:
-            self._successors[worker] = self._start_beside(worker, num_workers)
-
-    def is_idle(self, worker: int) -> bool:
-        """Whether this worker has answered all its tickets."""
-        return not self._outstanding[worker]
-
-    def succeed(self, worker: int, grace_s: float) -> None:
-        """Put its successor in the place of this worker, which has no tickets, and finishes."""
-        before, self.processes[worker] = self.processes[worker], self._successors.pop(worker)
-        self._let_go(before, grace_s)
-
-    def abandon(self, worker: int, grace_s: float) -> None:
-        """Let the successor of this worker finish, if there is one."""
-        self._let_go(self._successors.pop(worker, None), grace_s)
-
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
         self._epoch = epoch
@@ -256,13 +234,11 @@ class Pool:
         for worker, process in self.processes.items():
             self._outstanding[worker] = 0
             process.channel.send(Kind.EPOCH, body, more=True)
-        for process in self._successors.values():
-            process.channel.send(Kind.EPOCH, body)
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
         self._closing = True
-        for process in (*self.processes.values(), *self._successors.values(), *self._dismissed):
+        for process in (*self.processes.values(), *self._dismissed):
             process.end(grace_s)
         self._maybe_closed()
 
@@ -317,10 +293,7 @@ class Pool:
         elif kind == Kind.READY:
             process.is_ready = True
             if self.listener is not None:
-                if self._successors.get(worker) is process:
-                    self.listener.on_successor(worker, process)
-                else:
-                    self.listener.on_ready(worker)
+                self.listener.on_ready(worker)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
@@ -341,8 +314,6 @@ class Pool:
         if self.listener is not None and outcome.record.epoch == self._epoch.number:
             self._outstanding[worker] -= 1
             self.listener.on_outcome(worker, outcome, arrived_at)
-            if worker in self._successors and self.is_idle(worker):
-                self.listener.on_successor(worker, self._successors[worker])
 
     def on_exit(self, process: WorkerProcess, expected: bool) -> None:
         """A process is gone."""
@@ -351,10 +322,6 @@ class Pool:
         if process in self._leaving:
             self._leaving.discard(process)
             self._dismissed.discard(process)
-        elif self._successors.get(process.worker_id) is process:
-            del self._successors[process.worker_id]
-            if not self._closing and self.listener is not None:
-                self.listener.on_successor(process.worker_id, process)
         elif not (expected or self._closing) and self.listener is not None:
             self.listener.on_died(process.worker_id, process)
         self._maybe_closed()
@@ -370,7 +337,7 @@ class Pool:
                 self.listener = None
 
     def _everyone(self) -> Iterable[WorkerProcess]:
-        return (*self.processes.values(), *self._successors.values(), *self._leaving)
+        return (*self.processes.values(), *self._leaving)
 
 
 class WorkerHandle:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.backends.backend import Worker
+from asyncloader.backends.backend import END_GRACE_S, Worker
 from asyncloader.backends.processes import pool as module
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.pool import Pool, WorkerHandle
@@ -131,9 +131,6 @@ class Heard:
 
     def on_lost(self, worker: int) -> None:
         self.told.append(("lost", worker))
-
-    def on_successor(self, worker: int, successor: Worker) -> None:
-        self.told.append(("successor", worker, successor.is_ready, successor.is_alive))
 
     def on_closed(self) -> None:
         self.told.append("closed")
@@ -315,7 +312,7 @@ def test_nothing_is_told_of_a_worker_that_was_discarded(make: Make) -> None:
     assert not pool.wait_dead(0.0)  # it is waited for as well
     first.exit()
     assert heard.told[2:] == []
-    pool.discard(0)  # its successor, which is gone before it could be killed
+    pool.discard(0)  # the next one, which is gone before it could be killed
     Played.made[2].exit()
     pool.discard(0)
     assert heard.told[2:] == []
@@ -419,94 +416,32 @@ def test_a_handle_is_like_a_process_of_multiprocessing(make: Make) -> None:
 
 
 def test_a_worker_is_renewed(make: Make) -> None:
-    """Its successor waits until it has answered everything, takes its place and its number, and it finishes."""
+    """Another process takes the place of one that has answered everything, and this one finishes."""
     pool, heard, (first, second) = make()
     first.say(Kind.READY)
-    pool.send(0, [(0, [1]), (1, [2])])
-    pool.renew(0, 2)
-    pool.renew(0, 2)  # it is there already
-    successor = Played.made[2]
-    assert (len(Played.made), successor.epoch) == (3, EPOCHS[0]._replace(num_workers=2))
-    assert pool.processes == {0: first, 1: second}
-    successor.say(Kind.READY)
-    assert heard.told[2:] == [("ready", 0), ("successor", 0, True, True)]
+    pool.send(0, [(0, [1])])
     first.outcome(left_out(0), 0)
-    assert not pool.is_idle(0)
-    first.outcome(left_out(1), 0)
-    assert pool.is_idle(0)
-    pool.succeed(0, 3.0)
-    assert (pool.processes, first.heard[1:]) == ({0: successor, 1: second}, [("end", 3.0)])
+    pool.add(0, 2)
+    other = Played.made[2]
+    assert (pool.processes, first.heard[1:]) == ({0: other, 1: second}, [("end", END_GRACE_S)])
+    assert other.epoch == EPOCHS[0]._replace(num_workers=2)
     pool.send(0, [(2, [3])])
-    assert tickets_of(successor) == [([2], [[3]])]
-    successor.outcome(left_out(2), 0)
+    assert tickets_of(other) == [([2], [[3]])]
+    other.say(Kind.READY)
+    other.outcome(left_out(2), 0)
     first.exit(expected=True)
-    idle = ("successor", 0, True, True)
-    assert heard.told[4:] == [(0, 0, LeftOut), (0, 1, LeftOut), idle, (0, 2, LeftOut)]
-    assert pool._loans.keys() == {second, successor}
+    assert heard.told[2:] == [("ready", 0), (0, 0, LeftOut), ("ready", 0), (0, 2, LeftOut)]
+    assert pool._loans.keys() == {second, other}
 
 
-def test_a_worker_that_dies_has_its_successor_in_its_place(make: Make) -> None:
-    """Ready or not: no other one is started; it is told of as any worker from then on."""
-    pool, heard, (first, _) = make()
-    pool.renew(0, 2)
-    successor = Played.made[2]
+def test_a_worker_stays_where_no_other_can_be_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as it was; the place of one that has died is free."""
+    pool, heard, (first, second) = make()
+    monkeypatch.setattr(Played, "refused", 0)
+    with pytest.raises(OSError, match="no room"):
+        pool.add(0, 2)
+    assert (pool.processes, first.heard, heard.told[2:]) == ({0: first, 1: second}, ["launched"], [])
     first.exit()
-    pool.add(0, 2)
-    assert (pool.processes[0], len(Played.made)) == (successor, 3)
-    successor.say(Kind.READY)
-    successor.exit()
-    assert heard.told[2:] == [("died", 0, first.pid), ("ready", 0), ("died", 0, successor.pid)]
-
-
-def test_a_worker_that_goes_takes_its_successor_along(make: Make) -> None:
-    """It may have died while that was waiting, and be wanted no more when another would have taken its place."""
-    pool, heard, (first, _) = make()
-    pool.renew(0, 2)
-    successor = Played.made[2]
-    first.exit()
-    pool.dismiss(0, 3.0)
-    assert successor.heard[-1:] == [("end", 3.0)]
-    successor.exit(expected=True)
-    assert heard.told[2:] == [("died", 0, first.pid)]
-    pool.add(0, 2)
-    assert pool.processes[0] is Played.made[3]
-
-
-def test_a_successor_that_ends_is_told_as_that(make: Make) -> None:
-    """Its worker keeps its place, and can have another one."""
-    pool, heard, (first, _) = make()
-    pool.renew(0, 2)
-    Played.made[2].exit()
-    assert heard.told[2:] == [("successor", 0, False, False)]
-    assert pool.processes[0] is first
-    pool.renew(0, 2)
-    assert len(Played.made) == 4
-
-
-def test_a_successor_that_is_not_wanted_any_more(make: Make) -> None:
-    """It finishes, and nothing is told of it."""
-    pool, heard, _ = make()
-    pool.renew(0, 2)
-    pool.abandon(0, 3.0)
-    pool.abandon(0, 3.0)
-    successor = Played.made[2]
-    successor.say(Kind.READY)
-    successor.exit(expected=True)
-    assert (heard.told[2:], successor.heard[1:]) == ([], [("end", 3.0)])
-
-
-def test_a_successor_hears_of_runs_and_ends_with_the_others(make: Make) -> None:
-    """Nothing is closed before it is gone."""
-    pool, _, (first, second) = make()
-    pool.renew(1, 2)
-    successor = Played.made[2]
-    pool.begin_epoch(EPOCHS[1])
-    assert pickle.loads(successor.channel.sent[0][1]) == EPOCHS[1]
-    pool.end(2.5)
-    assert successor.heard[1:] == [("end", 2.5)]
-    for process in (first, second):
-        process.exit(expected=True)
-    assert pool.listener is not None
-    assert not pool.wait_dead(0.0)
-    successor.exit(expected=True)
-    assert pool.listener is None
+    with pytest.raises(OSError, match="no room"):
+        pool.add(0, 2)
+    assert pool.processes == {1: second}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncloader.engine.supervisor import END_GRACE_S
+from asyncloader.backends.backend import END_GRACE_S
 from tests.leftovers import Holdings
 
 PATIENCE_S = 3 * END_GRACE_S  # a worker that was stopped for good is killed after that grace
