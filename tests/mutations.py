@@ -117,15 +117,15 @@ MUTATIONS = (
     Mutation(
         "a batch that a worker keeps is written over",
         "transport/loans.py",
-        "            self._sent[number] = taken.ref\n",
+        "            _, self._sent[number] = self._taken.pop(number)\n",
         "            pass\n",
         "transport/test_slab.py",
     ),
     Mutation(
         "every tensor of a slab is read at its beginning",
         "transport/loans.py",
-        "return taken.loan.number, offset",
-        "return taken.loan.number, 0",
+        "return loan.number, offset",
+        "return loan.number, 0",
         "transport/test_slab.py",
     ),
     Mutation(

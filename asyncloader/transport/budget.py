@@ -26,14 +26,3 @@ class Budget:
         if now - self._read_at >= _FRESH_S:
             self._available, self._read_at = machine.available_bytes() + reserved, now
         return self._available // 2
-
-
-class FixedBudget:
-    """So many bytes, whatever the machine has."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-
-    def limit(self, reserved: int) -> int:
-        """Return the bytes that slabs may take, those `reserved` included."""
-        return self._nbytes

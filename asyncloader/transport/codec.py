@@ -62,37 +62,18 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._table
 
 
-class _Allocating:
-    """While entered, `Encoder.allocate` gives memory in slabs, in this thread.
-
-    Not a generator's context manager, which takes 2 us more, for each batch.
-    """
-
-    __slots__ = ("thread",)
-
-    def __init__(self) -> None:
-        self.thread = 0
-
-    def __enter__(self) -> None:
-        self.thread = threading.get_ident()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.thread = 0
-
-
 class Encoder:
     """Turns batches into payloads, in one worker process. Not for several threads at once.
 
+    It is entered around the call of collate_fn: then `allocate` gives memory in slabs, in this thread.
+
     Args:
         slabs: shared memory on loan, or None to send everything through the channel.
-
-    Attributes:
-        allocating: to be entered around the call of collate_fn: then `allocate` gives memory in slabs, in this thread.
     """
 
     def __init__(self, slabs: WorkerSlabs | None = None) -> None:
         self._slabs = slabs
-        self.allocating = _Allocating()
+        self._thread = 0  # that has entered it
         self._rows: list[Rows] = []  # that the ticket names, and that nothing was allocated in
         self._filled: dict[int, Rows] = {}  # by address, the others
         self._reducers = Reducers(self._place, self._filled)
@@ -100,6 +81,12 @@ class Encoder:
         self._raw: list[Array] = []
         self._borrowed: list[Loan] = []
         self._head = bytearray()
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._thread = 0
 
     def encode(self, batch: Any) -> list[Any]:
         """Return the payload of `batch`, as bytes-like parts to be sent one after the other before the next call.
@@ -145,7 +132,7 @@ class Encoder:
     def allocate(self, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> memoryview | None:
         """Return memory in a slab for a tensor of the batch; None if it has to be allocated as ever."""
         # Threads that fetch samples of a later batch at the same time may well collate parts of them.
-        if self._slabs is None or self.allocating.thread != threading.get_ident():
+        if self._slabs is None or self._thread != threading.get_ident():
             return None
         for index, rows in enumerate(self._rows):
             if rows.dtype is dtype and rows.shape == shape and self._slabs.reserve(rows.at, rows.to_reserve):
@@ -313,43 +300,23 @@ class Opened(NamedTuple):
 
 def open_payload(payload: Any, opener: Opener | None) -> Opened:
     """Find the parts of a payload, without unpickling anything. For what is raised see `decode`."""
-    is_placed, entries, given_up, stream, raw = parse(payload)
-    if opener is not None:
-        for number in given_up:
-            opener.given_up(number)
-    buffers = _buffers(entries, raw, opener)
-    if is_placed:
-        stream = buffers.pop()
-    nbytes = len(payload) + sum(e.nbytes for e in entries if e.region != RAW)
-    return Opened(stream, buffers, bool(is_placed), nbytes)
-
-
-class Parts(NamedTuple):
-    """What a payload consists of: whether the pickle is in the last entry; entries, regions given up, pickle, rest."""
-
-    is_placed: int
-    entries: list[_Entry]
-    given_up: list[int]
-    stream: memoryview
-    raw: memoryview
-
-
-def parse(payload: Any) -> Parts:
-    """Take a payload apart; nothing in it is opened.
-
-    Raises:
-        ValueError: the payload is shorter than it says.
-    """
     view = memoryview(payload)
     if view[0] != _FRAMED:
-        return Parts(0, [], [], view, view[:0])
+        if opener is not None:
+            opener.learn(())
+        return Opened(view, [], False, len(view))
     _, is_placed, num_entries, num_given_up, stream_bytes = _HEAD.unpack_from(view)
     at = _HEAD.size + num_entries * _ENTRY.size
     check_inside(at, num_given_up * _KEPT.size + stream_bytes, len(view))
     entries = [_Entry(*fields) for fields in _ENTRY.iter_unpack(view[_HEAD.size : at])]
-    given_up = [number for (number,) in _KEPT.iter_unpack(view[at : at + num_given_up * _KEPT.size])]
-    at += num_given_up * _KEPT.size
-    return Parts(is_placed, entries, given_up, view[at : at + stream_bytes], view[at + stream_bytes :])
+    given_up, at = view[at : at + num_given_up * _KEPT.size], at + num_given_up * _KEPT.size
+    if opener is not None:
+        for (number,) in _KEPT.iter_unpack(given_up):
+            opener.given_up(number)
+    buffers = _buffers(entries, view[at + stream_bytes :], opener)
+    stream = buffers.pop() if is_placed else view[at : at + stream_bytes]
+    nbytes = len(view) + sum(e.nbytes for e in entries if e.region != RAW)
+    return Opened(stream, buffers, bool(is_placed), nbytes)
 
 
 def _buffers(entries: list[_Entry], raw: memoryview, opener: Opener | None) -> list[memoryview]:

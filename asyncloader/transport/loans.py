@@ -77,6 +77,17 @@ def capacity_for(nbytes: int) -> int:
 _exporter_types: dict[int, Any] = {}
 
 
+class LeaseRef(weakref.ref[Any]):
+    """Stands guard over the object that all tensors, arrays and views of one buffer refer to.
+
+    Attributes:
+        lease: What ends with that object.
+    """
+
+    __slots__ = ("lease",)
+    lease: Any
+
+
 def exporter_at(address: int, nbytes: int) -> Any:
     """Return an object that exports the memory there, as the buffer protocol has it, and can be weakly referred to.
 
@@ -87,16 +98,6 @@ def exporter_at(address: int, nbytes: int) -> Any:
     if kind is None:
         kind = _exporter_types[bits] = ctypes.c_ubyte * (1 << bits)
     return kind.from_address(address)
-
-
-class _Idle(NamedTuple):
-    loan: Loan
-    since: int  # number of the request
-
-
-class _Taken(NamedTuple):
-    loan: Loan
-    ref: weakref.ref[Any]
 
 
 class WorkerSlabs:
@@ -110,8 +111,8 @@ class WorkerSlabs:
     def __init__(self, arena: Arena) -> None:
         self.ask: Ask | None = None
         self._arena = arena
-        self._idle: dict[int, _Idle] = {}
-        self._taken: dict[int, _Taken] = {}
+        self._idle: dict[int, tuple[Loan, int]] = {}  # since which request
+        self._taken: dict[int, tuple[Loan, weakref.ref[Any]]] = {}
         self._sent: dict[int, weakref.ref[Any]] = {}  # sent, and still referred to when last looked at
         self._unusable: list[int] = []  # no memory for them
         self._requests = 0
@@ -123,7 +124,7 @@ class WorkerSlabs:
     def add(self, loans: Iterable[tuple[Any, ...]]) -> None:
         """Take loans that the parent sent."""
         for loan in loans:
-            self._idle[loan[0]] = _Idle(Loan(*loan), self._requests)
+            self.put_back(Loan(*loan))
 
     # -------------------------------------------------------------------------------------------------- getting slabs
     def allocate(self, nbytes: int) -> memoryview | None:
@@ -132,7 +133,7 @@ class WorkerSlabs:
         if loan is None:
             return None
         exporter = self._exporter(loan)
-        self._taken[loan.number] = _Taken(loan, weakref.ref(exporter))
+        self._taken[loan.number] = loan, weakref.ref(exporter)
         return memoryview(exporter).cast("B")[:nbytes]
 
     def borrow(self, nbytes: int) -> Loan | None:
@@ -157,7 +158,7 @@ class WorkerSlabs:
 
     def put_back(self, loan: Loan) -> None:
         """Make a region idle again that was borrowed and not sent."""
-        self._idle[loan.number] = _Idle(loan, self._requests)
+        self._idle[loan.number] = loan, self._requests
 
     def _find(self, nbytes: int) -> Loan | None:
         self._requests += 1
@@ -175,8 +176,7 @@ class WorkerSlabs:
     def _best_fit(self, nbytes: int) -> Loan | None:
         best: Loan | None = None
         least = capacity_for(nbytes)
-        for idle in self._idle.values():
-            loan = idle.loan
+        for loan, _ in self._idle.values():
             if loan.capacity == least:  # none fits better
                 best = loan
                 break
@@ -188,10 +188,10 @@ class WorkerSlabs:
 
     def _recover(self) -> None:
         """Find regions that were taken for what never became part of a batch."""
-        for number, taken in list(self._taken.items()):
-            if taken.ref() is None:
-                del self._taken[number]
-                self.put_back(taken.loan)
+        for loan, ref in list(self._taken.values()):
+            if ref() is None:
+                del self._taken[loan.number]
+                self.put_back(loan)
 
     def _ask_for(self, nbytes: int) -> None:
         if self.ask is None or time.monotonic() < self._quiet_until:
@@ -204,7 +204,7 @@ class WorkerSlabs:
     def _returned(self) -> list[int]:
         """Part with loans that are of no use."""
         oldest = self._requests - _STALE - 2 * len(self._idle)  # those of one size are used in turn
-        stale = [number for number, idle in self._idle.items() if idle.since < oldest]
+        stale = [number for number, (_, since) in self._idle.items() if since < oldest]
         for number in stale:
             del self._idle[number]
         unusable, self._unusable = self._unusable, []
@@ -224,17 +224,16 @@ class WorkerSlabs:
         at = address - self._arena.base
         if not 0 <= at < self._arena.size:
             return None
-        for taken in self._taken.values():
-            offset = at - taken.loan.offset
-            if 0 <= offset <= taken.loan.capacity - nbytes:
-                return taken.loan.number, offset
+        for loan, _ in self._taken.values():
+            offset = at - loan.offset
+            if 0 <= offset <= loan.capacity - nbytes:
+                return loan.number, offset
         return None
 
     def pass_on(self, number: int) -> None:
         """Note that a region is the parent's now."""
-        taken = self._taken.pop(number, None)
-        if taken is not None:
-            self._sent[number] = taken.ref
+        if number in self._taken:
+            _, self._sent[number] = self._taken.pop(number)
 
     def is_referred_to(self, number: int) -> bool:
         """Whether something here still refers to a region that was sent. When it does not, this is asked once."""
@@ -255,25 +254,3 @@ class WorkerSlabs:
         for number in dropped:
             del self._sent[number]
         return dropped + self._returned()
-
-
-class ArenaHandle:
-    """An arena on its way to a worker: inherited by a fork, pickled while a process is launched otherwise."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena: Arena | None = arena
-        self._ticket: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        ticket = self._ticket if self._arena is None else self._arena.ticket()
-        return {"_arena": None, "_ticket": ticket}
-
-    def attach(self) -> WorkerSlabs | None:
-        """Map the arena (a forked child has it mapped already, at the same addresses); None if that cannot be done."""
-        if self._arena is None:
-            kind, arguments = self._ticket
-            try:
-                self._arena = kind.attach(*arguments)
-            except OSError:
-                return None
-        return WorkerSlabs(self._arena)

@@ -15,7 +15,7 @@ import mmap
 import weakref
 from typing import Any
 
-from asyncloader.transport.loans import capacity_for, exporter_at, fits
+from asyncloader.transport.loans import LeaseRef, capacity_for, exporter_at, fits
 
 # malloc keeps what is smaller, and uses it again. Huge pages were tried: as fast later, up to ten times slower before.
 RECYCLED_MIN = 1 << 20
@@ -34,12 +34,6 @@ class _Block:
         self.last_batch = 0
 
 
-class _LeaseRef(weakref.ref[Any]):
-    __slots__ = ("block", "number")
-    block: _Block
-    number: int
-
-
 class Recycler:
     """Blocks of one loader. Any thread may call it, leases end in any thread and inside gc, a fork may come any time.
 
@@ -49,7 +43,7 @@ class Recycler:
 
     def __init__(self) -> None:
         self._free: dict[int, list[_Block]] = {}  # by capacity, the last used last
-        self._leases: dict[int, _LeaseRef] = {}
+        self._leases: dict[int, LeaseRef] = {}
         self._numbers = itertools.count()
         self._batches = 0
         self._on_end = _end_of_lease(weakref.ref(self))
@@ -73,15 +67,16 @@ class Recycler:
         block.last_batch = self._batches
         exporter = exporter_at(block.address, block.capacity)
         exporter.block = block  # tensors may outlive the recycler
-        ref = _LeaseRef(exporter, self._on_end)
-        ref.block, ref.number = block, next(self._numbers)
-        self._leases[ref.number] = ref
+        ref, number = LeaseRef(exporter, self._on_end), next(self._numbers)
+        ref.lease = number, block
+        self._leases[number] = ref
         return memoryview(exporter).cast("B")[:nbytes]
 
-    def ended(self, ref: _LeaseRef) -> None:
+    def ended(self, ref: LeaseRef) -> None:
         """Take a block back. Called in any thread, inside gc."""
-        if self._leases.pop(ref.number, None) is not None:
-            self._free.setdefault(ref.block.capacity, []).append(ref.block)
+        number, block = ref.lease
+        if self._leases.pop(number, None) is not None:
+            self._free.setdefault(block.capacity, []).append(block)
 
     def free_bytes(self) -> int:
         """Return the bytes of blocks that wait to be used again."""
@@ -96,7 +91,7 @@ class Recycler:
 
 
 def _end_of_lease(recycler_ref: weakref.ref[Recycler]) -> Any:
-    def on_end(ref: _LeaseRef) -> None:
+    def on_end(ref: LeaseRef) -> None:
         recycler = recycler_ref()
         if recycler is not None:
             recycler.ended(ref)

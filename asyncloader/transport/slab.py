@@ -18,32 +18,24 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncloader.machine import total_bytes
 from asyncloader.transport import arena as arenas
 from asyncloader.transport.arena import Arena, Extents
 from asyncloader.transport.budget import Budget
 from asyncloader.transport.free_list import FreeList, Region
-from asyncloader.transport.loans import ArenaHandle, capacity_for, exporter_at
+from asyncloader.transport.loans import LeaseRef, capacity_for, exporter_at
 
 PERIOD_S = 5.0  # use is looked at in periods: what neither this one nor the last one needed is given back
 LOSS_BYTES = 32 << 20  # with more than that unused in regions on lease, they have to fit better
 SWEEP_BYTES = 4 << 20  # given back at a time: 1 ms
 _LARGEST_ARENA = 1 << 40
-
-
-class LimitsMemory(Protocol):
-    """What decides how much may be reserved."""
-
-    def limit(self, reserved: int) -> int:
-        """Return the bytes that may be reserved, those `reserved` already included."""
 
 
 _LEASE = "lease"  # users of a region that are no worker
@@ -61,13 +53,6 @@ class _Fork:
         self.reading, self.writing = os.pipe()
 
 
-class _LeaseRef(weakref.ref[Any]):
-    """Stands guard over the object that all tensors, arrays and views of one buffer refer to."""
-
-    __slots__ = ("number",)
-    number: int
-
-
 class Statistics(NamedTuple):
     """Bytes of slabs."""
 
@@ -80,14 +65,15 @@ class SlabPool:
     """All slabs of a process. Everything runs on the loop thread, except that leases end in any thread.
 
     Args:
-        budget: limits what may be reserved; by default from the memory of machine and cgroups.
+        limit: Returns the bytes that may be reserved, those included that are, which it is given; by default from the
+            memory of machine and cgroups.
         create_arena: makes the shared memory, at the first use.
     """
 
     def __init__(
-        self, budget: LimitsMemory | None = None, create_arena: Callable[[int], Arena | None] = arenas.create
+        self, limit: Callable[[int], int] | None = None, create_arena: Callable[[int], Arena | None] = arenas.create
     ) -> None:
-        self._budget = budget or Budget()
+        self._limit = limit or Budget().limit
         self._create_arena = create_arena
         self._arena: Arena | None = None
         self._cold = Extents(0)
@@ -98,7 +84,7 @@ class SlabPool:
         self._unused = 0  # of what is leased
         self._numbers = 0
         self._regions: dict[int, Region] = {}
-        self._leases: dict[int, _LeaseRef] = {}
+        self._leases: dict[int, LeaseRef] = {}
         self._ended: deque[int] = deque()
         self._on_end = self._make_on_end()
         self._workers: set[object] = set()  # records of those that may have loans
@@ -116,13 +102,13 @@ class SlabPool:
         reserved, free, leased = self.statistics()
         return f"<SlabPool reserved={reserved} free={free} leased={leased} workers={len(self._workers)}>"
 
-    def handle(self) -> ArenaHandle | None:
-        """Return what a worker needs to use slabs, or None if there can be none."""
+    def handle(self) -> Arena | None:
+        """Return what a worker is launched with to use slabs, or None if there can be none."""
         if self._arena is None:
             self._arena = self._create_arena(min(2 * total_bytes(), _LARGEST_ARENA))
             if self._arena is not None:
                 self._cold = Extents(self._arena.size)
-        return None if self._arena is None else ArenaHandle(self._arena)
+        return self._arena
 
     def live_on(self, loop: AbstractEventLoop) -> None:
         """From now on have this loop give back what comes free, and watch processes that were forked. In any thread."""
@@ -214,7 +200,7 @@ class SlabPool:
             return None
         self._peaks[1] = max(self._peaks[1], self._in_use() + capacity)
         self._shed(max(0, self._allowed() - capacity))
-        limit = self._budget.limit(self._reserved)
+        limit = self._limit(self._reserved)
         if self._reserved + capacity > limit:
             # Pressed for memory: what is free goes first, at about the price that the new region costs the worker.
             self._shed(max(0, limit - capacity))
@@ -275,8 +261,8 @@ class SlabPool:
         self._unused += region.unused
         exporter = exporter_at(self._arena.base + region.offset, region.capacity)
         region.users.add(_LEASE)
-        ref = self._leases[region.number] = _LeaseRef(exporter, self._on_end)
-        ref.number = region.number
+        ref = self._leases[region.number] = LeaseRef(exporter, self._on_end)
+        ref.lease = region.number
         return memoryview(exporter).cast("B")[: region.capacity]
 
     def _make_on_end(self) -> Callable[[Any], None]:
@@ -285,7 +271,7 @@ class SlabPool:
 
         def on_end(ref: Any) -> None:
             if getpid() == owner:
-                append(ref.number)
+                append(ref.lease)
                 if self.is_idle and self._loop is not None:
                     with suppress(RuntimeError):  # at interpreter exit the loop is closed
                         self._loop.call_soon_threadsafe(self.plan_trim)

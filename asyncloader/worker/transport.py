@@ -27,8 +27,9 @@ from asyncloader.observe.record import Record
 from asyncloader.seeding.seeder import seed_worker
 from asyncloader.seeding.turns import own_generators
 from asyncloader.transport import collate
+from asyncloader.transport.arena import Arena
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.loans import Rows
+from asyncloader.transport.loans import Rows, WorkerSlabs
 from asyncloader.transport.tensors import INLINE_MAX
 from asyncloader.transport.whole import Whole
 from asyncloader.worker.batch_maker import Host
@@ -84,16 +85,16 @@ class ProcessTransport:
     Args:
         worker_id: From 0.
         channel: To the parent.
-        arena: Handle of the shared memory, or None.
+        arena: The shared memory, or None.
     """
 
     is_remote = True
     cpu_clock = staticmethod(process_time)
 
-    def __init__(self, worker_id: int, channel: WorkerChannel, arena: Any) -> None:
+    def __init__(self, worker_id: int, channel: WorkerChannel, arena: Arena | None) -> None:
         self.where = f"in DataLoader worker process {worker_id}"
         self._channel = channel
-        self._slabs = arena.attach() if arena is not None else None
+        self._slabs = WorkerSlabs(arena) if arena is not None else None
         if self._slabs is not None:
             self._slabs.ask = self._ask
         self._encoder = Encoder(self._slabs)
@@ -190,7 +191,7 @@ class ProcessTransport:
         """Make a batch, straight into slabs where torch's default does it; of a slice, into these rows of its batch."""
         self._encoder.name_rows(rows)
         self._stacker.min_bytes = 0 if rows else INLINE_MAX
-        with self._encoder.allocating:
+        with self._encoder:
             return samples.batch(self._stacker) if isinstance(samples, Whole) else collate_fn(samples)
 
     def send(self, kind: int, body: Any = None) -> None:

@@ -135,8 +135,7 @@ def test_a_batch_passes_through_an_agent(number: int, with_slabs: bool) -> None:
     if with_slabs:
         handle = pool.handle()
         assert handle is not None
-        slabs = handle.attach()
-        assert slabs is not None
+        slabs = WorkerSlabs(handle)
         slabs.ask = loans.grant
     encoder = Encoder(slabs)
     payload = b"".join(map(bytes, encoder.encode(batch)))

@@ -15,14 +15,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.transport import arena
-from asyncloader.transport.arena import PAGE, Arena, Extents, MemfdArena, NamedArena
-from asyncloader.transport.loans import ArenaHandle
+from asyncloader.transport.arena import PAGE, Arena, Extents
 from tests.nursery import Program
 
 pytestmark = pytest.mark.interpreter
 
 SIZE = 1 << 28
-KINDS = [MemfdArena, NamedArena]
+
+
+def made(size: int = SIZE, *, is_memfd: bool = True) -> Arena:
+    """Return an arena in a memfd, or in POSIX shared memory as where a sandbox forbids memfds."""
+
+    def forbidden(*args: object) -> int:
+        raise OSError(errno.ENOSYS, "no")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if not is_memfd:
+            patched.setattr(os, "memfd_create", forbidden)
+        memory = arena.create(size)
+    assert memory is not None
+    return memory
 
 
 def write(memory: Arena, offset: int, content: bytes) -> None:
@@ -33,14 +45,10 @@ def read(memory: Arena, offset: int, length: int) -> bytes:
     return ctypes.string_at(memory.base + offset, length)
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> type[MemfdArena] | type[NamedArena]:
-    return request.param
-
-
-def test_memory_is_reserved_written_and_given_back(kind: type[MemfdArena]) -> None:
+@pytest.mark.parametrize("is_memfd", [True, False])
+def test_memory_is_reserved_written_and_given_back(is_memfd: bool) -> None:
     """What was punched reads as zeros and can be reserved again."""
-    memory = kind.create(SIZE)
+    memory = made(is_memfd=is_memfd)
     assert memory.reserve(4 * PAGE, 8 * PAGE)
     write(memory, 4 * PAGE, b"here")
     assert read(memory, 4 * PAGE, 4) == b"here"
@@ -50,19 +58,17 @@ def test_memory_is_reserved_written_and_given_back(kind: type[MemfdArena]) -> No
     memory.close()
 
 
-def _write_from_a_worker(*handles: ArenaHandle) -> None:
-    for number, handle in enumerate(handles):
-        slabs = handle.attach()
-        assert slabs is not None
-        slabs._arena.reserve(0, PAGE)
-        write(slabs._arena, 0, b"from a worker %d" % number)
+def _write_from_a_worker(*arenas: Arena) -> None:
+    for number, memory in enumerate(arenas):
+        memory.reserve(0, PAGE)
+        write(memory, 0, b"from a worker %d" % number)
 
 
 def test_another_process_writes_to_it(start_method: str) -> None:
-    """Handles, of either kind, go to a worker whichever way that is started."""
-    arenas = [kind.create(SIZE) for kind in KINDS]
+    """Arenas, of either kind, go to a worker whichever way that is started."""
+    arenas = [made(), made(is_memfd=False)]
     context = multiprocessing.get_context(start_method)
-    process = context.Process(target=_write_from_a_worker, args=[ArenaHandle(memory) for memory in arenas])
+    process = context.Process(target=_write_from_a_worker, args=arenas)
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -75,7 +81,7 @@ def test_another_process_writes_to_it(start_method: str) -> None:
 def test_it_has_one_descriptor() -> None:
     """And it is not inherited by programs that the trainer starts."""
     before = set(os.listdir("/proc/self/fd"))
-    memory = MemfdArena.create(SIZE)
+    memory = made()
     assert len(set(os.listdir("/proc/self/fd")) - before) == 1
     assert not os.get_inheritable(memory._fd)
     memory.close()
@@ -103,18 +109,6 @@ def test_there_is_none_without_descriptors() -> None:
     memory.close()
 
 
-def test_where_a_sandbox_forbids_memfds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named memory takes their place."""
-
-    def forbidden(*args: object) -> int:
-        raise OSError(errno.ENOSYS, "no")
-
-    monkeypatch.setattr(os, "memfd_create", forbidden)
-    memory = arena.create(SIZE)
-    assert isinstance(memory, NamedArena)
-    memory.close()
-
-
 def test_it_is_smaller_where_addresses_are_limited(run: Callable[..., Program]) -> None:
     """`ulimit -v` makes it smaller, down to none."""
     program = f"""
@@ -133,33 +127,23 @@ def test_it_is_smaller_where_addresses_are_limited(run: Callable[..., Program]) 
 
 def test_reserving_more_than_there_is_fails_and_takes_nothing() -> None:
     """It is an answer, not an error or a signal: beyond the end of /dev/shm there is nothing."""
-    memory = NamedArena.create(SIZE)
     blocks = os.statvfs("/dev/shm")
     free = blocks.f_bavail * blocks.f_frsize
-    memory.close()
     if free > 1 << 36:
         pytest.skip("/dev/shm has no end here")
-    memory = NamedArena.create(2 * free)
+    memory = made(2 * free, is_memfd=False)
     assert not memory.reserve(0, 2 * free)
-    assert os.fstat(memory._memory._fd).st_blocks == 0  # type: ignore[attr-defined]
+    assert os.fstat(memory._fd).st_blocks == 0
     memory.close()
 
 
-def test_the_name_goes_with_its_owner(run: Callable[..., Program]) -> None:
-    """At the exit of the interpreter, and not when a child of it ends."""
-    program = """
-        import os
-        from asyncloader.transport.arena import NamedArena
-        memory = NamedArena.create(1 << 28)
-        pid = os.fork()
-        if pid:
-            os.waitpid(pid, 0)
-            assert os.path.exists("/dev/shm/" + memory._memory.name)
-        print(memory._memory.name)
-    """
-    done = run(program)
-    assert (done.returncode, done.err) == (0, "")
-    assert not os.path.exists(f"/dev/shm/{done.out.split()[-1]}")
+def test_shared_memory_without_memfds_has_no_name() -> None:
+    """So that nothing is left of it after kill -9; and programs that the trainer starts do not inherit it."""
+    names = os.listdir("/dev/shm")
+    memory = made(is_memfd=False)
+    assert os.listdir("/dev/shm") == names
+    assert not os.get_inheritable(memory._fd)
+    memory.close()
 
 
 def test_page_is_that_of_the_machine() -> None:

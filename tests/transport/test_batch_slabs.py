@@ -20,6 +20,7 @@ from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.batch_slabs import BatchSlabs
 from asyncloader.transport.codec import Encoder
 from asyncloader.transport.join import CannotJoin, CollatedSlice, collated, columns_of, join
+from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests.effort import examples
@@ -33,8 +34,7 @@ class Worker:
     def __init__(self, pool: SlabPool) -> None:
         handle = pool.handle()
         assert handle is not None
-        slabs = handle.attach()
-        assert slabs is not None
+        slabs = WorkerSlabs(handle)
         self.loans = WorkerLoans(pool)
         slabs.ask = self.loans.grant
         self.encoder = Encoder(slabs)
@@ -45,7 +45,7 @@ class Worker:
         rows = () if slabs is None else pickle.loads(pickle.dumps(slabs.rows(begin, begin + len(samples))))
         self.encoder.name_rows(rows)
         self.stacker.min_bytes = 0 if rows else 1 << 16
-        with self.encoder.allocating:
+        with self.encoder:
             data = default_collate(samples)
         parts = self.encoder.encode(collated(samples, data, default_collate))
         del data

@@ -46,8 +46,7 @@ class RoundTrip:
         if pool is not None:
             handle = pool.handle()
             assert handle is not None
-            self.slabs = handle.attach()
-            assert self.slabs is not None
+            self.slabs = WorkerSlabs(handle)
             self.loans = WorkerLoans(pool)
             self.slabs.ask = self.loans.grant
         self.encoder = Encoder(self.slabs)

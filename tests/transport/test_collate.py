@@ -33,8 +33,7 @@ def installed(pool: SlabPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     monkeypatch.setattr(torch_worker, "_worker_info", object())
     handle = pool.handle()
     assert handle is not None
-    slabs = handle.attach()
-    assert slabs is not None
+    slabs = WorkerSlabs(handle)
     loans = WorkerLoans(pool)
     slabs.ask = loans.grant
     encoder = Encoder(slabs)
@@ -184,7 +183,7 @@ WORSE_IN_TORCHS_WORKERS = (
 def test_like_torch_in_a_worker(installed: tuple[Encoder, WorkerSlabs], kind: str) -> None:
     """Values, dtypes, strides and errors."""
     batch = BATCHES[kind]()
-    with installed[0].allocating:
+    with installed[0]:
         ours = outcome(default_collate, batch)
     torchs = outcome(in_a_worker_of_torch, batch)
     if kind in WORSE_IN_TORCHS_WORKERS:
@@ -226,7 +225,7 @@ def test_large_results_lie_in_slabs(installed: tuple[Encoder, WorkerSlabs]) -> N
         return slabs.locate(tensor.data_ptr(), tensor.nbytes) is not None
 
     tensors, arrays = [torch.ones(INLINE_MAX)] * 2, [np.ones(INLINE_MAX)] * 2
-    with encoder.allocating:
+    with encoder:
         assert is_in_slab(tensors)
         assert is_in_slab(arrays)
         assert not is_in_slab([torch.ones(3)] * 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
 import subprocess
 import threading
 import time
@@ -21,11 +20,9 @@ from torch.utils.data import default_collate
 
 from asyncloader import DataLoader
 from asyncloader.transport import arena, slab
-from asyncloader.transport.arena import NamedArena
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests.forks import forked
-from tests.nursery import Program
 from tests.transport.wire import Worker, make_pool, worker
 
 FLOATS = 1 << 18  # 1 MiB
@@ -590,10 +587,13 @@ def test_a_child_has_a_pool_of_its_own() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- fall-backs
-def test_named_shared_memory_does_the_same(start_method: str) -> None:
-    """Where there is no memfd; nothing is left in /dev/shm."""
-    memory = NamedArena.create(1 << 28)
-    name = memory._memory.name
+def test_posix_shared_memory_does_the_same(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no memfd. It has no name in /dev/shm."""
+    before = os.listdir("/dev/shm")
+    with monkeypatch.context() as patched:
+        patched.delattr(os, "memfd_create")
+        memory = arena.create(1 << 28)
+    assert memory is not None
     pool = make_pool(create_arena=lambda size: memory)
     with worker(pool, collated, start_method) as made:
         for number in range(10):
@@ -601,11 +601,10 @@ def test_named_shared_memory_does_the_same(start_method: str) -> None:
             assert is_in_arena(pool, batch)
             assert torch.equal(batch.view(-1), large(number))
         del batch
-    assert os.path.exists(f"/dev/shm/{name}")
+    assert os.listdir("/dev/shm") == before
     pool.trim()
     assert pool.statistics().reserved == 0
     pool.close()
-    assert not os.path.exists(f"/dev/shm/{name}")
 
 
 def test_without_any_arena_everything_comes_inline() -> None:
@@ -621,7 +620,7 @@ def test_without_any_arena_everything_comes_inline() -> None:
 
 def test_a_region_without_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that cannot reserve goes inline, and leaves the parent alone for a while."""
-    monkeypatch.setattr(arena.MemfdArena, "reserve", lambda self, offset, length: False)
+    monkeypatch.setattr(arena.Arena, "reserve", lambda self, offset, length: False)
     pool = make_pool()
     with worker(pool, large) as made:
         for number in range(20):
@@ -690,16 +689,3 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
     current.clear()
     assert all(right)
     assert leased(pool) == 0
-
-
-def test_nothing_is_left_of_named_memory_after_kill_9(run: Callable[..., Program]) -> None:
-    """multiprocessing's resource tracker outlives its process, and removes the name."""
-    program = """
-        import os, signal
-        from asyncloader.transport.arena import NamedArena
-        print(NamedArena.create(1 << 28)._memory.name, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = run(program)  # to the end of the tracker
-    assert done.returncode == -signal.SIGKILL
-    assert not os.path.exists(f"/dev/shm/{done.out.strip()}")

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from asyncloader.transport import collate
-from asyncloader.transport.budget import FixedBudget
+from asyncloader.transport.arena import Arena
 from asyncloader.transport.codec import Encoder
-from asyncloader.transport.loans import ArenaHandle
+from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
 
 Make = Callable[[int], Any]
 
 
-def serve(connection: Connection, handle: ArenaHandle | None, make: Make) -> None:
+def serve(connection: Connection, handle: Arena | None, make: Make) -> None:
     """Be the worker: make the batch of each number that comes, until None comes."""
     torch.set_num_threads(1)
-    slabs = handle.attach() if handle is not None else None
+    slabs = WorkerSlabs(handle) if handle is not None else None
     encoder = Encoder(slabs)
     collate.install(encoder)
     waiting: list[Any] = []
@@ -49,7 +49,7 @@ def serve(connection: Connection, handle: ArenaHandle | None, make: Make) -> Non
         if slabs is not None:
             slabs.add(loans)
         try:
-            with encoder.allocating:
+            with encoder:
                 batch = make(number)
             parts = encoder.encode(batch)
         except Exception as error:
@@ -126,4 +126,4 @@ def worker(pool: SlabPool, make: Make, method: str = "fork") -> Iterator[Worker]
 
 
 def make_pool(nbytes: int = 1 << 30, **options: Any) -> SlabPool:
-    return SlabPool(FixedBudget(nbytes), **options)
+    return SlabPool(lambda reserved: nbytes, **options)
