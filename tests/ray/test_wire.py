@@ -15,6 +15,7 @@ from asyncloader.messages.frames import BadFrame
 from asyncloader.ray import wire
 from asyncloader.ray.wire import FrameReader, decode, frame
 from asyncloader.transport.codec import Encoder, open_payload
+from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests.transport.wire import make_pool
 
