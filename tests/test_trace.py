@@ -15,7 +15,7 @@ import pytest
 
 from asyncloader import DataLoader, tracing
 from asyncloader.engine.finisher import Finisher
-from asyncloader.observe.trace import Trace, to_html
+from asyncloader.observe.trace import Trace, batch, taken, to_html
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.loads import Load
@@ -147,8 +147,8 @@ def test_workers_of_another_machine_have_a_process_of_their_own(tmp_path: Path) 
     """By the name of the node; the same id may be another worker's there. The rest is the trainer's."""
     trace = Trace(tmp_path / "run.json")
     for seq, node in enumerate(("", "n1", "n2", "n1")):
-        trace.batch(seq, 0, 1.0, 2.0 + seq, (("fetch", 0.5),), 3.0 + seq, node)
-        trace.taken(seq, 0.0, 0.0, 9.0, 0)
+        trace.note(batch, node, seq, 0, 1.0, 2.0 + seq, (("fetch", 0.5),), 3.0 + seq, 3.1 + seq)
+        trace.note(taken, seq, 0.0, 0.0, 9.0, 0)
     trace.close()
     _, events = read(trace.path)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -36,3 +36,7 @@ class Faults:
         """Note the bad samples of a batch, with which there are so many of the run."""
         self.bad_count = count
         self.bad_samples.extend(keys)
+
+    def figures(self) -> dict[str, Any]:
+        """Return them as they are now, under the names that statistics have for them."""
+        return {name: tuple(each) if isinstance(each, deque) else each for name, each in vars(self).items()}

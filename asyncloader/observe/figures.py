@@ -10,9 +10,9 @@ from asyncloader.observe.tally import Timing
 from asyncloader.observe.traffic import Received
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerStats:
-    """What one worker did.
+    """What one worker did. Statistics have copies, which do not change.
 
     Attributes:
         worker_id: From 0.
@@ -26,9 +26,9 @@ class WorkerStats:
     """
 
     worker_id: int
-    batches: int
-    busy_s: float
-    idle_s: float
+    batches: int = 0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
     private_bytes: int = 0
     grown_bytes: int = 0
     node: str = ""

@@ -12,13 +12,15 @@ compared with what is noted here.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from time import perf_counter, process_time
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncloader.machine import usable_cores
+from asyncloader.observe import trace as timeline
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.figures import Change, Load, Stages, WorkerStats
 from asyncloader.observe.record import Record
@@ -57,24 +59,6 @@ class BatchTimes:
         self.ready_at = made_at
 
 
-class _Own:
-    """What one worker did."""
-
-    __slots__ = ("batches", "busy_s", "first_bytes", "idle_s", "node", "private_bytes")
-
-    def __init__(self, node: str = "") -> None:
-        self.node = node
-        self.batches = 0
-        self.busy_s = 0.0
-        self.idle_s = 0.0
-        self.private_bytes = 0
-        self.first_bytes = 0
-
-    def figures(self, worker: int) -> WorkerStats:
-        grown = max(0, self.private_bytes - self.first_bytes) if self.first_bytes else 0
-        return WorkerStats(worker, self.batches, self.busy_s, self.idle_s, self.private_bytes, grown, self.node)
-
-
 class Meter:
     """The figures of one run.
 
@@ -101,7 +85,7 @@ class Meter:
         traffic: Traffic | None = None,
         **options: Any,
     ) -> None:
-        self.faults = faults
+        self.faults = faults or Faults()
         self._epoch = epoch
         self._num_workers = num_workers
         self._is_here = num_workers == 0
@@ -110,16 +94,17 @@ class Meter:
         self._trace = trace
         self._traffic = traffic or Traffic()
         self._received_before = self._traffic.received
-        if trace is not None:
-            trace.epoch(epoch)
+        self._note: Callable[..., None] = _not_noted if trace is None else trace.note
         self._began = perf_counter()
+        self._note(timeline.epoch, self._began, epoch)
         self._is_logged = False
         # Written by the loop thread.
         self._made = Tally(len(_MADE))
         self._here = Tally(len(_HERE), late=2)  # in place of the tallies around, and written by consumers
         self._pinned = Tally(1)
-        self._own = {worker: _Own() for worker in range(num_workers)}
-        self._left: list[tuple[int, _Own]] = []  # whose ids are others' by now
+        self._own = {worker: WorkerStats(worker) for worker in range(num_workers)}
+        self._first_bytes: dict[int, int] = {}  # by worker, the memory that it had to itself at the first look
+        self._left: list[WorkerStats] = []  # whose ids are others' by now
         self._changes: list[Change] = []
         self._renewals = 0
         self._cpu_s = self._remote_cpu_s = 0.0
@@ -200,31 +185,29 @@ class Meter:
         work = fetch + collate + encode
         transfer = max(0.0, now - began - work)
         if (own := self._own.get(worker)) is None:
-            own = self._own[worker] = _Own()
+            own = self._own[worker] = WorkerStats(worker)
         if own.batches:  # its first wait was for the start
             own.idle_s += record.wait_s
         own.batches += 1
         own.busy_s += work
         if (private := record.private_bytes) != own.private_bytes:
             own.private_bytes = private
-            own.first_bytes = own.first_bytes or private
-            if self._trace is not None:
-                self._trace.memory(now, worker, private)
+            own.grown_bytes = max(0, private - self._first_bytes.setdefault(worker, private))
+            self._note(timeline.memory, now, worker, private)
         self._cpu_s += record.cpu_s
         self._stalled_s += record.stalled_s
         if own.node:
             self._remote_cpu_s += record.cpu_s + record.stalled_s
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
-            self._trace.batch(number, worker, sent_at, began, stages, arrived_at, own.node)
+            self._note(timeline.batch, own.node, number, worker, sent_at, began, stages, arrived_at, now)
         return (max(0.0, began - sent_at), fetch, collate, encode, transfer, now - arrived_at, work), now
 
     def pinned(self, times: BatchTimes, seconds: float) -> None:
         """Count a copy into page-locked memory, which has just been made."""
         self._pinned.add([seconds])
         times.made_at = times.ready_at = perf_counter()
-        if self._trace is not None:
-            self._trace.pinned(times.seq, seconds)
+        self._note(timeline.pinned, times.seq, times.ready_at, seconds)
 
     def resized(self, num_workers: int, window: int) -> None:
         """Note that a worker has come or gone: so many take batches now."""
@@ -233,17 +216,16 @@ class Meter:
         if num_workers == before:
             return
         self._changes.append(Change(now - self._began, num_workers))
-        if self._trace is not None:
-            self._trace.workers(now, num_workers)
+        self._note(timeline.workers, now, num_workers)
         log.info("epoch %d: %d workers, after %d", self._epoch, num_workers, before)
 
     def renewed(self, worker: int) -> None:
         """Note that another process has taken the place of a worker."""
         self._renewals += 1
+        self._first_bytes.pop(worker, None)
         if (own := self._own.get(worker)) is not None:
-            own.first_bytes = own.private_bytes = 0
-        if self._trace is not None:
-            self._trace.renewed(perf_counter(), worker)
+            own.private_bytes = own.grown_bytes = 0
+        self._note(timeline.renewed, perf_counter(), worker)
 
     def private_bytes(self) -> dict[int, int]:
         """Return, by worker, what it has to itself, as far as that is known and on this machine."""
@@ -251,12 +233,12 @@ class Meter:
 
     def joined(self, worker: int, node: str) -> None:
         """Note on which machine a worker is that has come: "" for this one. Its id may have been another's."""
-        if (own := self._own.get(worker)) is not None and own.node != node:
+        own = self._own.get(worker) or WorkerStats(worker)
+        if own.node != node:
             if own.batches:
-                self._left.append((worker, own))
-            self._own[worker] = _Own(node)
-        elif own is None and node:
-            self._own[worker] = _Own(node)
+                self._left.append(own)
+            self._first_bytes.pop(worker, None)
+            self._own[worker] = WorkerStats(worker, node=node)
 
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
@@ -302,7 +284,8 @@ class Meter:
         self._samples += record.samples
         self._stalled_s += record.stalled_s
         if self._trace is not None:
-            self._trace.batch(record.seq, -1, 0.0, began, (("fetch", work - collate_s), ("collate", collate_s)), 0.0)
+            stages = (("fetch", work - collate_s), ("collate", collate_s))
+            self._note(timeline.batch, "", record.seq, -1, 0.0, began, stages, 0.0, now)
         self._count_taken(record.seq, now, waited, ready)
 
     def _count_taken(self, seq: int, now: float, waited: float, ready: int) -> None:
@@ -317,7 +300,7 @@ class Meter:
             self._first_at, self._first_cpu_s = now, self._last_cpu_s
         if self._trace is not None:
             last_at = self._last_at if self._taken_count else 0.0
-            self._trace.taken(seq, last_at, now - waited if waited else 0.0, now, ready)
+            self._note(timeline.taken, seq, last_at, now - waited if waited else 0.0, now, ready)
             if self._trace.is_due:
                 self._trace.write()
         self._last_at, self._ranks_until = now, self._ranks_s
@@ -367,8 +350,8 @@ class Meter:
         for tally, names in (*tallies, *here):
             snapshot = tally.take()
             timing.update((name, Timing(snapshot, column)) for column, name in enumerate(names))
-        workers = sorted((*self._own.copy().items(), *self._left), key=itemgetter(0))
-        faults, count = self.faults, self._taken_count
+        workers = sorted((*self._own.copy().values(), *self._left), key=attrgetter("worker_id"))
+        count = self._taken_count
         return LoaderStats(
             epoch=self._epoch,
             num_workers=self._num_workers,
@@ -383,7 +366,7 @@ class Meter:
             ready=timing.pop("ready"),
             work=timing.pop("work"),
             stages=Stages(**timing),
-            workers=tuple(own.figures(worker) for worker, own in workers),
+            workers=tuple(map(copy.copy, workers)),
             worker_cpu_s=self._cpu_s,
             worker_stalled_s=self._stalled_s,
             remote_cpu_s=self._remote_cpu_s,
@@ -393,14 +376,13 @@ class Meter:
             window_used=self._used_sum / count if count else 0.0,
             window_ready=self._ready_sum / count if count else 0.0,
             errors=self._errors,
-            retries=faults.retries if faults else 0,
-            replacements=faults.replacements if faults else 0,
-            timeouts=faults.timeouts if faults else 0,
-            bad_count=faults.bad_count if faults else 0,
-            bad_samples=tuple(faults.bad_samples) if faults else (),
-            left_out=tuple(faults.left_out) if faults else (),
+            **self.faults.figures(),
             changes=tuple(self._changes),
             renewals=self._renewals,
             options=self._options,
             ranks_s=self._ranks_until,
         )
+
+
+def _not_noted(*values: Any) -> None:
+    """Note nothing: there is no timeline."""

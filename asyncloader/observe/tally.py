@@ -81,28 +81,21 @@ class Tally:
             self._state = (self._state[0].with_rows(rows, self._late), array("d"))
             self._rows = self._state[1]
 
-    def take(self) -> Snapshot:
-        """Return what there is so far."""
+    def take(self) -> Tally:
+        """Return a tally of what there is so far, to be looked at."""
         folded, rows = self._state
-        return Snapshot(folded, rows[:], self._late)
-
-
-class Snapshot:
-    """A tally as it was at one moment. Rows that were in hand are folded when somebody looks."""
-
-    __slots__ = ("_folded", "_late", "_rows")
-
-    def __init__(self, folded: Folded, rows: array[float], late: int) -> None:
-        self._folded = folded
-        self._rows = rows
-        self._late = late
+        taken = Tally(len(folded.sums), self._late)
+        taken._state = folded, rows[:]
+        return taken
 
     @property
     def all(self) -> Folded:
-        """Everything, added up."""
-        if self._rows:
-            self._folded, self._rows = self._folded.with_rows(self._rows, self._late), array("d")
-        return self._folded
+        """Everything, added up. Of a tally that is still added to, a snapshot (`take`) is looked at."""
+        folded, rows = self._state
+        if rows:
+            folded = folded.with_rows(rows, self._late)
+            self._state = folded, array("d")
+        return folded
 
 
 class Timing:
@@ -113,7 +106,7 @@ class Timing:
 
     __slots__ = ("_column", "_snapshot")
 
-    def __init__(self, snapshot: Snapshot, column: int) -> None:
+    def __init__(self, snapshot: Tally, column: int) -> None:
         self._snapshot = snapshot
         self._column = column
 

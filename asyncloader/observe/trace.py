@@ -19,11 +19,11 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 log = logging.getLogger("asyncloader")
 
@@ -34,6 +34,9 @@ _INSTANT_S = 1e-6
 _TRAINER = 1  # the number of this process; those of nodes count on
 _CONSUMER, _CHANNEL, _PIN, _WORKER = 1, 2, 3, 100  # the numbers of the tracks; workers count on
 _LANES = 64  # tracks of a worker at most: one for each of the batches that it fetches at once
+
+Event: TypeAlias = "Callable[..., Iterator[dict[str, Any]]]"
+"""Makes what viewers are shown of an event: `epoch`, `batch`, `taken` and so on."""
 
 
 class Trace:
@@ -59,47 +62,12 @@ class Trace:
         self._end_at = 1
         self.path.write_bytes(b"[" + _END)
 
-    # ------------------------------------------------------------------------------------------------ noting
+    def note(self, event: Event, *values: Any) -> None:
+        """Note an event with the values that it takes: its events for viewers are made when the file is written.
 
-    def epoch(self, number: int) -> None:
-        """Note that a run begins."""
-        self._events.append((_epoch, perf_counter(), number))
-
-    def batch(
-        self, seq: int, worker: int, sent_at: float, began: float, stages: Any, arrived_at: float, node: str = ""
-    ) -> None:
-        """Note a batch that has come, from a worker or from this process (-1).
-
-        Args:
-            seq: Of its ticket.
-            worker: Who made it.
-            sent_at: When its ticket was sent, 0.0 for never.
-            began: When the work began.
-            stages: Names and seconds of what the worker did, one after the other.
-            arrived_at: When it arrived, 0.0 for never; it has been read by now.
-            node: The machine that the worker is on; "" for this one. Times are on this one's clock.
+        Of a `batch`, the machine that its worker is on comes first, "" for this one.
         """
-        self._events.append((_batch, node, seq, worker, sent_at, began, stages, arrived_at, perf_counter()))
-
-    def workers(self, at: float, number: int) -> None:
-        """Note that there are so many workers from now on."""
-        self._events.append((_workers, at, number))
-
-    def renewed(self, at: float, worker: int) -> None:
-        """Note that another process has taken the place of a worker."""
-        self._events.append((_renewed, at, worker))
-
-    def memory(self, at: float, worker: int, private_bytes: int) -> None:
-        """Note how much memory a worker has to itself."""
-        self._events.append((_memory, at, worker, private_bytes))
-
-    def pinned(self, seq: int, seconds: float) -> None:
-        """Note that a copy into page-locked memory has just been made."""
-        self._events.append((_pinned, seq, perf_counter(), seconds))
-
-    def taken(self, seq: int, last_at: float, asked_at: float, now: float, ready: int) -> None:
-        """Note that a consumer took a batch, for which it waited if ``asked_at`` is not 0, after its last one."""
-        self._events.append((_taken, seq, last_at, asked_at, now, ready))
+        self._events.append((event, *values))
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -159,7 +127,7 @@ class Trace:
     def _expand(self, noted: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
         make, *values = noted
         place = _TRAINER
-        if make is _batch:
+        if make is batch:
             node, _, worker, _, began, stages, *_ = values
             if node not in self._nodes:
                 yield from self._add_node(node)
@@ -215,27 +183,42 @@ def _flow(phase: str, track: int, seq: int, at: float) -> dict[str, Any]:
     return {**event, "bp": "e"} if phase == "f" else event
 
 
-def _epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
+def epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
+    """A run begins."""
     yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"epoch {number}", "ts": at}
 
 
-def _workers(at: float, number: int) -> Iterator[dict[str, Any]]:
+def workers(at: float, number: int) -> Iterator[dict[str, Any]]:
+    """There are so many workers from now on."""
     yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"{number} workers", "ts": at}
     yield {"ph": "C", "tid": _CONSUMER, "name": "workers", "ts": at, "args": {"workers": number}}
 
 
-def _renewed(at: float, worker: int) -> Iterator[dict[str, Any]]:
+def renewed(at: float, worker: int) -> Iterator[dict[str, Any]]:
+    """Another process has taken the place of a worker."""
     yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"worker {worker} renewed", "ts": at}
 
 
-def _memory(at: float, worker: int, private_bytes: int) -> Iterator[dict[str, Any]]:
+def memory(at: float, worker: int, private_bytes: int) -> Iterator[dict[str, Any]]:
+    """A worker has so much memory to itself."""
     args = {"MB": round(private_bytes / 1e6, 1)}
     yield {"ph": "C", "tid": _CONSUMER, "name": f"memory of worker {worker}", "ts": at, "args": args}
 
 
-def _batch(
+def batch(
     seq: int, track: int, sent_at: float, began: float, stages: Any, arrived_at: float, now: float
 ) -> Iterator[dict[str, Any]]:
+    """A batch has come, from a worker or from this process (noted as worker -1).
+
+    Args:
+        seq: Of its ticket.
+        track: Where it is shown; noted is the worker.
+        sent_at: When its ticket was sent, 0.0 for never.
+        began: When the work began.
+        stages: Names and seconds of what the worker did, one after the other.
+        arrived_at: When it arrived, 0.0 for never.
+        now: When it has been read. All times are on this machine's clock.
+    """
     if sent_at:
         yield _slice(_CHANNEL, "send", sent_at, 0.0, batch=seq)
         yield _flow("s", _CHANNEL, seq, sent_at)
@@ -250,12 +233,14 @@ def _batch(
         yield _flow("t", _CHANNEL, seq, arrived_at)
 
 
-def _pinned(seq: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
+def pinned(seq: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
+    """A copy into page-locked memory has just been made."""
     yield _slice(_PIN, "pin", now - seconds, seconds, batch=seq)
     yield _flow("t", _PIN, seq, now - seconds)
 
 
-def _taken(seq: int, last_at: float, asked_at: float, now: float, ready: int) -> Iterator[dict[str, Any]]:
+def taken(seq: int, last_at: float, asked_at: float, now: float, ready: int) -> Iterator[dict[str, Any]]:
+    """A consumer took a batch, for which it waited if ``asked_at`` is not 0, after its last one."""
     if last_at:
         began = last_at + _INSTANT_S  # after the slice in which the last one was taken
         yield _slice(_CONSUMER, "train", began, (asked_at or now) - began)

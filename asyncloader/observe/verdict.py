@@ -17,7 +17,7 @@ that was not seen yet will limit.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from asyncloader.observe.figures import Figures
@@ -169,17 +169,11 @@ def judge(stats: Figures) -> Verdict:
     if start_s > _STARTS * stats.elapsed_s:
         return _starting(stats, start_s)
     verdict = _judge(stats, costs)
-    if costs.elsewhere:  # num_workers is that of this machine alone
+    is_auto = bool(stats.options.get("auto"))
+    if "num_workers" in verdict.advice and (is_auto or costs.elsewhere):  # elsewhere: it is that of this machine alone
         advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
-        verdict = Verdict(verdict.limit, verdict.text, advice, verdict.gain)
-    if stats.options.get("auto"):
-        advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
-        text = (
-            f'{verdict.text} (num_workers="auto" looks after that)'
-            if len(advice) < len(verdict.advice)
-            else verdict.text
-        )
-        verdict = Verdict(verdict.limit, text, advice, verdict.gain)
+        text = verdict.text + ' (num_workers="auto" looks after that)' * (is_auto and not costs.elsewhere)
+        verdict = replace(verdict, text=text, advice=advice)
     late = stats.first_batch_s / stats.elapsed_s
     verdict = _with_split(stats, costs, verdict, is_late=late > _LATE)
     if start_s > _LATE * stats.elapsed_s and not stats.options.get("persistent_workers"):
@@ -187,7 +181,7 @@ def judge(stats: Figures) -> Verdict:
             f"{verdict.text}; {late:.0%} of the time passed before the first batch: persistent_workers=True spares "
             "later epochs that"
         )
-        verdict = Verdict(verdict.limit, text, verdict.advice, verdict.gain)
+        verdict = replace(verdict, text=text)
     return _with_memory(stats, verdict)
 
 
@@ -208,17 +202,17 @@ def _starting(stats: Figures, start_s: float) -> Verdict:
 
 def _with_memory(stats: Figures, verdict: Verdict) -> Verdict:
     """Add what is to be said of workers that grow, or are renewed too often."""
-    limit, text, advice, gain = verdict.limit, verdict.text, verdict.advice, verdict.gain
     grown = sum(worker.grown_bytes for worker in stats.workers)
     if grown > _MUCH_GROWN and stats.options.get("can_renew") and not stats.options.get("renews"):
         fresh = max(worker.private_bytes - worker.grown_bytes for worker in stats.workers)
         bound = max(_LEAST_BOUND, 2 * fresh) >> 20 << 20
-        text += f"; workers have grown by {show_bytes(grown)} meanwhile: max_worker_memory={bound} would renew them"
-        return Verdict(limit, text, {**advice, "max_worker_memory": bound}, gain)
+        more = f"; workers have grown by {show_bytes(grown)} meanwhile: max_worker_memory={bound} would renew them"
+        return replace(verdict, text=verdict.text + more, advice={**verdict.advice, "max_worker_memory": bound})
     lived = stats.work.count / max(1, stats.renewals)
     if stats.renewals > stats.num_workers and lived < _SHORT_LIFE and stats.waited_share >= _HARDLY:
-        text += f"; a worker is renewed after every {lived:.0f} batches, and each time another one has to start"
-    return Verdict(limit, text, advice, gain)
+        more = f"; a worker is renewed after every {lived:.0f} batches, and each time another one has to start"
+        return replace(verdict, text=verdict.text + more)
+    return verdict
 
 
 def _with_split(stats: Figures, costs: _Costs, verdict: Verdict, *, is_late: bool) -> Verdict:
@@ -235,7 +229,7 @@ def _with_split(stats: Figures, costs: _Costs, verdict: Verdict, *, is_late: boo
     if not found:
         return verdict
     text = f'{verdict.text}; with scheduling="split" (and seeding="sample") {" and ".join(found)}'
-    return Verdict(verdict.limit, text, {**verdict.advice, **_SPLIT}, verdict.gain)
+    return replace(verdict, text=text, advice={**verdict.advice, **_SPLIT})
 
 
 def _could_split(stats: Figures, costs: _Costs) -> bool:

@@ -14,17 +14,10 @@ from asyncloader.transport.worker_loans import WorkerLoans
 KiB, MiB = 1 << 10, 1 << 20
 
 
-class Roomy:
-    """A budget without an end."""
-
-    def limit(self, reserved: int) -> int:
-        return 1 << 40
-
-
 @pytest.fixture
 def loans() -> Iterator[WorkerLoans]:
     """Those of a worker that has made no batch yet."""
-    pool = SlabPool(Roomy())
+    pool = SlabPool(lambda reserved: 1 << 40)
     pool.handle()
     made = WorkerLoans(pool)
     yield made
