@@ -1,4 +1,4 @@
-"""Checks of single options, with errors that say what is allowed.
+"""Checks of single options, with errors that say what is allowed, and of their names.
 
 scheduling: Literal["static", "dynamic"]          one of these words
 max_retries: Annotated[int, Least(0)]             an integer, 0 or more
@@ -7,11 +7,28 @@ concurrency: Annotated[int | None, Least(1)]      the same, or None
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
 
 from asyncloader.errors import ConfigurationError
+
+_ADVICE = {
+    "seed": "the seed of the order and of augmentation is the generator's: generator=torch.Generator().manual_seed(3); "
+    "or call torch.manual_seed(3) before the run",
+    "rank": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
+    "world_size": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
+    "num_replicas": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
+    "device": "batches are made on the CPU: pin_memory=True, and batch.to(device, non_blocking=True) in the loop",
+    "transform": "transforms are the dataset's",
+}
+"""Of arguments that other loaders have, and for which no name here is close."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Least(NamedTuple):
@@ -97,3 +114,24 @@ def at_least(name: str, value: object, *, least: int, unit: str = "") -> None:
     """Raise a ConfigurationError if a value is no integer, or a smaller one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} should be an integer of at least {least}{unit}, but got {value!r}")
+
+
+def checked(init: Callable[P, R]) -> Callable[P, R]:
+    """Have a function say what a keyword that it does not know was meant to be.
+
+    The signature stays that of the function: Lightning, `help()` and type checkers read it.
+    """
+    signature = inspect.signature(init)
+    _, *names = signature.parameters
+
+    @functools.wraps(init)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in sorted(kwargs.keys() - signature.parameters.keys()):
+            close = get_close_matches(name, names, 1)
+            meant = f". Did you mean {close[0]!r}?" if close else ""
+            meant = f": {_ADVICE[name]}" if name in _ADVICE else meant
+            raise TypeError(f"DataLoader.__init__() got an unexpected keyword argument {name!r}{meant}")
+        return init(*args, **kwargs)
+
+    call.__dict__["__signature__"] = signature
+    return call

@@ -14,11 +14,11 @@ import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
 from asyncloader import elsewhere
-from asyncloader.checks import as_bytes, no_word
+from asyncloader.checks import as_bytes, checked, no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import as_number, hears, listeners
 from asyncloader.errors import ConfigurationError
-from asyncloader.keywords import checked, name_options
+from asyncloader.frameworks import AskedByAccelerate, ReadByRay, name_options
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import (
@@ -37,7 +37,6 @@ from asyncloader.options import (
     implied_by,
 )
 from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, RemoteWorkers, accept_iterable
-from asyncloader.rebuilding import AskedByAccelerate, ReadByRay
 from asyncloader.run.checkpoint import check
 from asyncloader.run.in_step import enrol, in_step
 from asyncloader.run.plan import samplers_within

@@ -52,6 +52,19 @@ _KEPT = "kept"
 """In the type of an option: workers that are there keep what they were started with."""
 
 
+OF_WORKERS = frozenset(
+    {
+        "persistent_workers",
+        "prefetch_factor",
+        "multiprocessing_context",
+        "timeout",
+        "max_tasks_per_child",
+        "max_worker_memory",
+    }
+)
+"""Options about workers, which a loader that is made anew without any is not given: torch refuses some of them."""
+
+
 class AutoWorkers(int):
     """A number of workers that looks after itself, as it is now: an int, for libraries that read `loader.num_workers`.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from asyncloader.comparison import difference
+from asyncloader.testing.comparison import difference
 
 
 def same(one: Any, other: Any) -> bool:

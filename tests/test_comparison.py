@@ -30,8 +30,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.comparison import CannotCompareError, Difference, difference, told_apart
 from asyncloader.testing import assert_reproducible, assert_resumable
+from asyncloader.testing.comparison import CannotCompareError, Difference, difference, told_apart
 from tests.sameness import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(prototype|beta|quantiz|deprecated|invariant).*:UserWarning")

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch.utils.data
 
-from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import OPTIONS, DataLoader
-from asyncloader.options import AutoWorkers
+from asyncloader.options import OF_WORKERS, AutoWorkers
 
 _TORCH = (
     "num_workers",

@@ -15,9 +15,9 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from asyncloader.holdings import closed_over
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.pickled_spec import count_copied_bytes, is_picklable
+from asyncloader.seeding.holdings import closed_over
 
 MANY_BYTES = 100 << 20
 """From here on, what a dataset makes workers copy is told of."""

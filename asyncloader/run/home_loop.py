@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.holdings import attributes_of, held
+from asyncloader.seeding.holdings import attributes_of, held
 
 log = logging.getLogger("asyncloader")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncloader.hashing import mix
+from asyncloader.seeding.hashing import mix
 
 _ROUNDS = 8
 _SHORT = 4096

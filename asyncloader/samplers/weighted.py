@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from asyncloader.checks import at_least
 from asyncloader.errors import ConfigurationError
-from asyncloader.hashing import mix
 from asyncloader.identity import checksum
 from asyncloader.samplers.ordered import Order, OrderedSampler
 from asyncloader.samplers.shuffle import scramble
+from asyncloader.seeding.hashing import mix
 
 
 class WeightedSampler(OrderedSampler):

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader.hashing import mix
-from asyncloader.holdings import held
+from asyncloader.seeding.hashing import mix
+from asyncloader.seeding.holdings import held
 
 log = logging.getLogger("asyncloader")
 

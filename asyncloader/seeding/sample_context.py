@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncloader.hashing import mix
+from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.seeder import COLLATE, WHOLE, Seeder
 
 BATCH = -1

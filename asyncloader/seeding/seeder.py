@@ -23,7 +23,7 @@ import numpy.random  # otherwise every forked worker would import it by itself: 
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-from asyncloader.hashing import mix, mix_on
+from asyncloader.seeding.hashing import mix, mix_on
 from asyncloader.seeding.own_generators import OwnGenerators
 
 WHOLE = 1

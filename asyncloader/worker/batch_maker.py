@@ -24,7 +24,6 @@ from zlib import crc32
 import torch
 
 from asyncloader.epochs import tell
-from asyncloader.hashing import mix
 from asyncloader.messages.failure import (
     BadSample,
     Blame,
@@ -40,6 +39,7 @@ from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
 from asyncloader.seeding import sample_context
+from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.own_generators import OwnGenerators
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
 from asyncloader.seeding.seeder import Seeder

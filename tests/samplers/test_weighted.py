@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, StateMismatchError
-from asyncloader.hashing import mix
 from asyncloader.samplers import WeightedSampler, weighted
+from asyncloader.seeding.hashing import mix
 from tests.samplers.legs import draw
 
 

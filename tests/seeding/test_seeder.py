@@ -16,8 +16,8 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.hashing import mix
 from asyncloader.run.rng_snapshot import GlobalGenerators
+from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.seeder import Seeder, left_alone, seed_worker
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
 

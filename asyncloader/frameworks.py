@@ -1,10 +1,25 @@
-"""Warn before a library builds a loader in place of the one that it was given, and what asyncloader adds is lost."""
+"""Frameworks that make a loader anew of the one that they were given: what they find of our options, or a warning."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
+from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
+
+
+def name_options(init: Any, options: Mapping[str, inspect.Parameter]) -> None:
+    """Add options to the signature of an ``__init__`` that takes any keywords, before those."""
+    if not isinstance(init, FunctionType):
+        return
+    signature = inspect.signature(init)
+    *named, last = signature.parameters.values() or [None]
+    if last is None or last.kind is not inspect.Parameter.VAR_KEYWORD:
+        return
+    added = [parameter for name, parameter in options.items() if name not in signature.parameters]
+    init.__dict__["__signature__"] = signature.replace(parameters=[*named, *added, last])
 
 
 class AskedByAccelerate:

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncloader.comparison import CannotCompareError, difference, told_apart
-from asyncloader.keywords import OF_WORKERS
 from asyncloader.loader import DataLoader
-from asyncloader.options import Scheduling, WorkerBackend
+from asyncloader.options import OF_WORKERS, Scheduling, WorkerBackend
 from asyncloader.protocols import is_async
+from asyncloader.testing.comparison import CannotCompareError, difference, told_apart
 
 __all__ = ["assert_reproducible", "assert_resumable", "assert_resumable_async"]
 
