@@ -48,8 +48,10 @@ def as_declared(name: str, value: object, kind: Any) -> None:
     kinds = (kind,) if get_origin(kind) is Literal else get_args(kind)
     if value is None and type(None) in kinds:
         return
+    kinds = tuple(each for each in kinds if each is not type(None))
     for words in (each for each in kinds if get_origin(each) is Literal):
-        one_of(name, value, words)
+        if len(kinds) == 1 or isinstance(value, str):  # otherwise objects are allowed as well
+            one_of(name, value, words)
     for bound in (mark for mark in marks if isinstance(mark, Least)):
         at_least(name, value, least=bound.least, unit=bound.unit)
 

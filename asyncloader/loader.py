@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from asyncloader import elsewhere
 from asyncloader.checks import as_bytes, checked, no_word
 from asyncloader.engine import exits  # here, for its hook has to be there before the main thread returns
 from asyncloader.epochs import as_number, hears, listeners
@@ -36,7 +35,7 @@ from asyncloader.options import (
     first_workers,
     implied_by,
 )
-from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, RemoteWorkers, accept_iterable
+from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, WorkerProvider, accept_iterable
 from asyncloader.run.checkpoint import check
 from asyncloader.run.in_step import enrol, in_step
 from asyncloader.run.plan import samplers_within
@@ -171,7 +170,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_timeout: OnTimeout = "raise",
         on_crash: OnCrash = "retry",
         max_retries: int = 2,
-        worker_backend: WorkerBackend | RemoteWorkers = "process",
+        worker_backend: WorkerBackend | WorkerProvider = "process",
         trace: str | PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
         equal_steps: EqualSteps | None = None,
@@ -182,16 +181,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
-        # Of these torch knows nothing: to it there are no workers.
-        all_elsewhere = num_workers == 0 and elsewhere.places(worker_backend)[1] is not None
+        # Torch does not know of workers that a provider brings. It refuses these two options where it sees no workers.
+        are_all_brought = num_workers == 0 and not isinstance(_backend(worker_backend), str)
         super().__init__(
             cast(Dataset[T_co], dataset), batch_size, shuffle, sampler, batch_sampler,
             first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
-            multiprocessing_context, generator, prefetch_factor=None if all_elsewhere else prefetch_factor,
-            persistent_workers=persistent_workers and not all_elsewhere, pin_memory_device=pin_memory_device,
+            multiprocessing_context, generator, prefetch_factor=None if are_all_brought else prefetch_factor,
+            persistent_workers=persistent_workers and not are_all_brought, pin_memory_device=pin_memory_device,
             in_order=in_order,
         )  # fmt: skip
-        if all_elsewhere:
+        if are_all_brought:
             vars(self).update(prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
@@ -214,14 +213,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _options(self, last: Options | None = None) -> Options:
         """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
-        options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED if name != "remote"}
-        options["worker_backend"], options["remote"] = elsewhere.places(self.worker_backend)
+        options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED}
+        options["worker_backend"] = _backend(self.worker_backend)
         options["max_worker_memory"] = as_bytes("max_worker_memory", self.max_worker_memory)
         if self.seeding is None:
             options["seeding"] = implied_by(self.scheduling)
         if last is not None and all(getattr(last, name) is option for name, option in options.items()):
             return last
-        return elsewhere.checked(Options(**options))
+        return Options(**options)
 
     def _changed_options(self) -> str:
         """Write down our options that are not at their defaults."""
@@ -430,3 +429,20 @@ OPTIONS = {
 
 def _nothing() -> None:
     """Stand in for a weak reference to an iterator that is not there."""
+
+
+def _backend(worker_backend: Any) -> Any:
+    """Return what a user gives as `worker_backend`: "process", "thread", or an object that brings workers.
+
+    Raises:
+        ConfigurationError: for an object that brings none.
+    """
+    if worker_backend == "ray":
+        from asyncloader.ray import RayWorkers
+
+        return RayWorkers()
+    if not isinstance(worker_backend, str) and not hasattr(worker_backend, "make_backend"):
+        raise ConfigurationError(
+            f'worker_backend should be "process", "thread", "ray" or RayWorkers(...), but got {worker_backend!r}'
+        )
+    return worker_backend

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.context import BaseContext
@@ -22,7 +21,7 @@ from torch.utils.data import IterableDataset
 from asyncloader.checks import Least, as_declared, at_least, no_word, says_auto
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
-from asyncloader.protocols import RemoteWorkers, is_async, is_stateful, makes_processes, probe
+from asyncloader.protocols import WorkerProvider, is_async, is_stateful, makes_processes, probe
 
 Scheduling = Literal["static", "dynamic", "split"]
 Seeding = Literal["batch", "worker", "sample"]
@@ -108,8 +107,8 @@ class Options:
         index_sampler: What names the keys of each batch: the batch sampler, or without batching the sampler.
         auto_collation: A batch is made of several samples.
         multiprocessing_context: A context as torch has made it of a name, or None for the default one.
-        worker_backend: Of workers on this machine. "thread" also where what the context calls processes are threads.
-        remote: Workers on other machines, beside these or alone; None for none.
+        worker_backend: Where workers run, or the object that brings some. "thread" also where what the context calls
+            processes are threads.
         is_iterable: The dataset is iterable, and not read by key.
         is_async: The dataset is async.
         samples_at_once: Samples that one worker has in flight at most; 1 for a plain dataset without ``concurrency``.
@@ -143,7 +142,7 @@ class Options:
     on_timeout: Annotated[OnTimeout, _KEPT]
     on_crash: Annotated[OnCrash, _KEPT]
     max_retries: Annotated[int, Least(0)]
-    worker_backend: Annotated[WorkerBackend, _KEPT]
+    worker_backend: Annotated[WorkerBackend | WorkerProvider, _KEPT]
     trace: str | PathLike[str] | None
     snapshot_every_n_steps: Annotated[int | None, Least(0), _KEPT]
     equal_steps: EqualSteps | None
@@ -151,7 +150,6 @@ class Options:
     max_workers: Annotated[int | None, Least(1), _KEPT]
     max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
-    remote: Annotated[RemoteWorkers | None, _KEPT] = None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -163,7 +161,7 @@ class Options:
         awaits = is_async(self.dataset)
         samples = self.concurrency or (ASYNC_DEFAULT if awaits else 1)
         derive = object.__setattr__
-        if not makes_processes(self.multiprocessing_context):
+        if self.provider is None and not makes_processes(self.multiprocessing_context):
             derive(self, "worker_backend", "thread")
         derive(self, "is_iterable", isinstance(self.dataset, IterableDataset))
         derive(self, "is_async", awaits)
@@ -178,6 +176,8 @@ class Options:
                 f'num_workers="auto" cannot change the number of workers while they are at work: {why}'
             )
         self._check_renewal()
+        if self.provider is not None:
+            self.provider.check(self)
 
     @property
     def overlaps(self) -> bool:
@@ -192,7 +192,7 @@ class Options:
     @property
     def could_split(self) -> bool:
         """Whether they could, and do not, but for the seeding that it needs."""
-        return not (self.splits or self.is_iterable or self.remote is not None) and not self._why_not_divided()
+        return not (self.splits or self.is_iterable or self.provider is not None) and not self._why_not_divided()
 
     def _why_whole(self) -> str:
         """Say why no batch can be made by several workers; "" if it can be."""
@@ -243,41 +243,35 @@ class Options:
 
     @property
     def has_workers(self) -> bool:
-        """Whether batches are made by workers: on this machine, or on others."""
-        return self.num_workers > 0 or self.remote is not None
+        """Whether batches are made by workers."""
+        return self.num_workers > 0 or self.provider is not None
 
     @property
-    def first_elsewhere(self) -> int:
-        """From this id on workers are on other machines. Below it there is room for those who may come here."""
-        if self.remote is None:
-            return sys.maxsize
-        may_come = self.num_workers and not self.num_slots
-        return max(self.num_workers, self.most_waiting, 16) if may_come else self.num_workers
+    def provider(self) -> WorkerProvider | None:
+        """The object that brings workers of its own beside those of `num_workers`; None if there is none."""
+        return None if isinstance(self.worker_backend, str) else self.worker_backend
 
     @property
-    def num_places(self) -> int:
-        """Where batches are made at the beginning: in so many workers, or in one place on the portal's loop."""
-        return max(1, self.num_workers) if self.remote is None else self.num_workers + self.num_slots
+    def num_at_start(self) -> int:
+        """How many workers a run begins with. Without workers it is 1: the portal's loop makes the batches."""
+        if self.provider is None:
+            return max(1, self.num_workers)
+        return self.num_workers + self.provider.num_fixed(self)
 
     @property
     def num_expected(self) -> int:
-        """How many workers were asked for, those included that are yet to come from other machines."""
-        return self.num_workers + ((self.remote.num_workers or 0) if self.remote is not None else 0)
-
-    @property
-    def num_slots(self) -> int:
-        """Places on other machines that there are from the beginning on: where workers cannot come and go; or 0."""
-        return (self.remote.num_workers or 0) if self.remote is not None and self.why_workers_stay else 0
+        """How many workers were asked for, those that are yet to come included."""
+        return self.num_workers + ((self.provider.num_workers or 0) if self.provider is not None else 0)
 
     @property
     def prefetch(self) -> int:
         """Batches in flight or waiting for each place: torch's number, or what `concurrency` needs."""
-        return max(self.prefetch_factor or (1 if self.remote is None else 2), self.tickets_at_once)
+        return max(self.prefetch_factor or (2 if self.has_workers else 1), self.tickets_at_once)
 
     @property
     def window(self) -> int:
         """Batches in flight or waiting at the beginning; of one place, where all workers are yet to come."""
-        return self.prefetch * max(1, self.num_places)
+        return self.prefetch * max(1, self.num_at_start)
 
     @property
     def snapshot_every(self) -> int:
@@ -298,11 +292,10 @@ class Options:
         """Raise a ConfigurationError if there cannot be so many workers, in the middle of a run or between two."""
         at_least("num_workers", num_workers, least=1)
         if not self.num_workers:
-            here = " on this machine" * (self.remote is not None)
+            here = " on this machine" * (self.provider is not None)
             raise ConfigurationError(f"this loader has no workers{here}: make one with num_workers=1, or more")
-        if num_workers > self.first_elsewhere:
-            most = f"at most {self.first_elsewhere} workers here, not {num_workers}"
-            raise ConfigurationError(f"while there are some on other machines too there can be {most}")
+        if self.provider is not None:
+            self.provider.check_num_workers(self, num_workers)
         if why := self.why_workers_stay:
             hint = " (set loader.num_workers between runs)" * self.is_iterable
             raise ConfigurationError(f"the number of workers cannot change while they are at work: {why}{hint}")

@@ -8,18 +8,17 @@
 A dataset needs none of them as a base class. It is async if it has one of these methods, or if something inside torch's
 wrappers (Subset, ConcatDataset, ChainDataset, StackDataset) does.
 
-And what workers may be: threads in place of processes (`makes_processes`), on other machines (`RemoteWorkers`).
+Workers may be threads in place of processes (`makes_processes`), or be brought by an object (`WorkerProvider`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
@@ -231,34 +230,42 @@ def makes_processes(context: BaseContext | None) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseProcess)
 
 
-OnMismatch = Literal["raise", "warn"]
+class WorkerProvider(Protocol):
+    """An object that is given as ``worker_backend``: it brings workers, beside local ones or instead of them.
 
-MakeContext: TypeAlias = Callable[[ssl.Purpose], ssl.SSLContext]
-"""Makes TLS contexts: for `CLIENT_AUTH` that of the trainer, for `SERVER_AUTH` that of an agent, in the agent."""
-
-
-class RemoteWorkers(Protocol):
-    """Workers on other machines, and how they are to be had: :class:`asyncloader.ray.RayWorkers`."""
+    :class:`asyncloader.ray.RayWorkers` is one.
+    """
 
     @property
     def num_workers(self) -> int | None:
-        """How many there are to be; None for as many as there is room for."""
+        """How many workers it is to bring; None for as many as it can."""
 
     @property
     def max_workers(self) -> int | None:
-        """The most there may be, where `num_workers` does not say; None for any number."""
+        """The most workers that it may bring where `num_workers` is None; None for any number."""
 
-    @property
-    def port(self) -> int:
-        """Where the trainer listens; 0 for any that is free."""
+    def check(self, options: Any) -> None:
+        """Raise a ConfigurationError if its workers cannot do what a loader's options ask for."""
 
-    @property
-    def on_mismatch(self) -> OnMismatch:
-        """What to do about agents whose versions or processor would make other bits."""
+    def check_num_workers(self, options: Any, num_workers: int) -> None:
+        """Raise a ConfigurationError if it leaves no room for so many local workers."""
 
-    @property
-    def make_context(self) -> MakeContext | None:
-        """What makes TLS contexts, or None for no TLS."""
+    def num_fixed(self, options: Any) -> int:
+        """Return how many of its workers a run begins with, because workers cannot come and go; otherwise 0."""
 
-    def launcher(self) -> Any:
-        """Return what launches their agents, for one pool: a `Launcher` of :mod:`asyncloader.ray`."""
+    def make_backend(
+        self, options: Any, spec: Any, loop: Any, traffic: Any, num_wanted: int | None, make_local: Callable[[], Any]
+    ) -> Any:
+        """Make a `Backend`.
+
+        Args:
+            options: Of the loader.
+            spec: What the workers work with.
+            loop: The portal's, guarded.
+            traffic: Counts what comes over the network.
+            num_wanted: How many workers it is to bring at the beginning, where the number looks after itself.
+            make_local: Makes the backend of the local workers.
+
+        Raises:
+            Exception: as pickling the dataset raises it, or whatever finds room for workers.
+        """

@@ -206,7 +206,7 @@ def test_what_follows_from_a_plain_dataset() -> None:
     """One sample after the other, torch's window, and seeds for each batch."""
     options = DataLoader([1, 2, 3], 2, num_workers=2)._options()  # type: ignore[arg-type]
     assert (options.is_async, options.samples_at_once, options.tickets_at_once) == (False, 1, 0)
-    assert (options.num_places, options.window, options.num_samples()) == (2, 4, 3)
+    assert (options.num_at_start, options.window, options.num_samples()) == (2, 4, 3)
     assert options.seeds_each_batch
     assert not options.is_in_process
 

@@ -205,8 +205,8 @@ def copies(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
 
 def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = None) -> bool:
     """Look at everything, and at what a loader's dataset holds; print it; whether nothing is bad."""
-    remote = loader._options().remote if isinstance(loader, DataLoader) else None
-    findings = list(_look(report, remote if isinstance(remote, RayWorkers) else None))
+    provider = loader._options().provider if isinstance(loader, DataLoader) else None
+    findings = list(_look(report, provider if isinstance(provider, RayWorkers) else None))
     if loader is not None:
         findings += crew(loader)
         findings += list(copies(loader)) or [Finding("dataset", "holds no large list or dict")]
@@ -221,10 +221,10 @@ def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = No
     return not any(one.is_bad for one in findings)
 
 
-def _look(report: Report, elsewhere: RayWorkers | None) -> Iterator[Finding]:
+def _look(report: Report, workers: RayWorkers | None) -> Iterator[Finding]:
     with report.progress("looking", len(CHECKS) + 1) as advance:
         for check in CHECKS:
             advance(check.__name__.replace("_", " "))
             yield check()
         advance("Ray")
-        yield from cluster.look(elsewhere)
+        yield from cluster.look(workers)

@@ -1,6 +1,6 @@
 """What all workers of a loader need, pickled once: the dataset and the user's functions, under spawn and forkserver.
 
-    parent:   pickle 5 ──> pickle | buffer | buffer ...   in one memfd (a temporary file elsewhere)
+    parent:   pickle 5 ──> pickle | buffer | buffer ...   in one memfd (a temporary file where there is none)
     workers:  map it privately, unpickle around the mapping: arrays stay where they are, shared until written to
 
 So start-up does not grow with the number of workers times the size of the dataset.
@@ -233,7 +233,7 @@ def _main_is_importable() -> bool:
     return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
 
 
-def pickle_for_elsewhere(content: Any) -> list[Any]:
+def pickle_by_value(content: Any) -> list[Any]:
     """Pickle an object for other machines, by value where those cannot import it: what is in the main module.
 
     Returns:

@@ -23,8 +23,8 @@ from typing import Any
 
 from asyncloader.errors import WorkerStartError
 from asyncloader.observe.traffic import Traffic
-from asyncloader.protocols import MakeContext
 from asyncloader.ray.handshake import Send, Steps, new_secret, trainer_side
+from asyncloader.ray.launcher import MakeContext
 from asyncloader.ray.link import Link, Owner
 from asyncloader.worker.guarded_loop import GuardedLoop
 

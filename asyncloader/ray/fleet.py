@@ -27,10 +27,9 @@ from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.observe.traffic import Traffic
-from asyncloader.protocols import RemoteWorkers
 from asyncloader.ray.door import Door
 from asyncloader.ray.facts import differences, facts
-from asyncloader.ray.launcher import Launcher, Order
+from asyncloader.ray.launcher import Asked, Launcher, Order
 from asyncloader.ray.link import Link
 from asyncloader.ray.wire import SECONDS, Frame, Word
 from asyncloader.ray.worker import AgentState, RemoteAgent
@@ -99,7 +98,7 @@ class Fleet:
         loop: GuardedLoop,
         owner: Owner,
         spec: WorkerSpec,
-        options: RemoteWorkers,
+        options: Asked,
         launcher: Launcher,
         first: int,
         slots: int,

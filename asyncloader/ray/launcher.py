@@ -9,13 +9,44 @@ gone. What the agent then does it does over its connection to the trainer.
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from asyncloader.worker.guarded_loop import GuardedLoop
 
+OnMismatch = Literal["raise", "warn"]
+
+MakeContext: TypeAlias = Callable[[ssl.Purpose], ssl.SSLContext]
+"""Makes TLS contexts: for `CLIENT_AUTH` that of the trainer, for `SERVER_AUTH` that of an agent, in the agent."""
+
 NODE_ID = "ASYNCLOADER_NODE_ID"
 """In the environment of an agent: what tells nodes apart that are on one host, by whoever has launched the agent."""
+
+
+class Asked(Protocol):
+    """What the user asks for: :class:`asyncloader.ray.RayWorkers` explains the fields."""
+
+    @property
+    def num_workers(self) -> int | None:
+        """How many workers; None for as many as there is room for."""
+
+    @property
+    def max_workers(self) -> int | None:
+        """The most there may be, where `num_workers` does not say; None for any number."""
+
+    @property
+    def port(self) -> int:
+        """Where the trainer listens; 0 for any that is free."""
+
+    @property
+    def on_mismatch(self) -> OnMismatch:
+        """What to do about agents whose versions or processor would make other bits."""
+
+    @property
+    def make_context(self) -> MakeContext | None:
+        """What makes TLS contexts, or None for no TLS."""
 
 
 @dataclass(frozen=True, slots=True)

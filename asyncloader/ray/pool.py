@@ -28,9 +28,8 @@ from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, pack_tickets, pickle_tickets
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.observe.traffic import Traffic
-from asyncloader.protocols import RemoteWorkers
 from asyncloader.ray.fleet import Fleet
-from asyncloader.ray.launcher import Launcher
+from asyncloader.ray.launcher import Asked, Launcher
 from asyncloader.ray.outcomes import outcome_of, pickled_keys
 from asyncloader.ray.wire import NUMBER, SECONDS, Death, Frame, Word
 from asyncloader.ray.worker import AgentState, RemoteAgent, RemoteWorker
@@ -69,7 +68,7 @@ class RemotePool:
         self,
         loop: GuardedLoop,
         spec: WorkerSpec,
-        options: RemoteWorkers,
+        options: Asked,
         launcher: Launcher,
         first: int,
         traffic: Traffic | None = None,
@@ -244,7 +243,7 @@ class RemotePool:
         self._num_lives += 1
         life = self._num_lives
         made = agent.lives[life] = RemoteWorker(worker, life, agent, self._loop)
-        starts, told = self.fleet.epoch.starts, self.fleet.epoch.num_workers or self.fleet.num_places
+        starts, told = self.fleet.epoch.starts, self.fleet.num_places
         agent.send(Word.ADD, life, pickle.dumps((worker, told, None if starts is None else starts[worker])))
         return made
 

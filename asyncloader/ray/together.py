@@ -24,12 +24,14 @@ class Together:
         local: Its workers have ids below `first`.
         remote: Its workers have the others.
         first: The least id of a remote worker.
+        num_fixed: Remote workers of which the datasets of all are told, because they cannot come and go.
     """
 
-    def __init__(self, local: Backend, remote: RemotePool, first: int) -> None:
+    def __init__(self, local: Backend, remote: RemotePool, first: int, num_fixed: int) -> None:
         self._local = local
         self._remote = remote
         self._first = first
+        self._num_told = first + num_fixed if num_fixed else 0
         self._listener: Listener | None = None
         self._open: list[Backend] = [local, remote]
         places: Any = (local.processes, remote.processes)
@@ -78,6 +80,7 @@ class Together:
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start the local workers, then have agents launched: no thread of that is at anything while one is forked."""
+        epoch = epoch._replace(num_workers=self._num_told)
         yield from self._local.start(epoch, started)
         yield from self._remote.start(epoch, started)
 
@@ -87,6 +90,7 @@ class Together:
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data."""
+        epoch = epoch._replace(num_workers=self._num_told)
         self._local.begin_epoch(epoch)
         self._remote.begin_epoch(epoch)
 

@@ -13,16 +13,22 @@ run begins. See docs/guides/many-machines.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.protocols import MakeContext, OnMismatch
+from asyncloader.protocols import makes_processes
+from asyncloader.ray.launcher import MakeContext, OnMismatch
 
 if TYPE_CHECKING:
+    from asyncloader.backends.backend import Backend
+    from asyncloader.messages.messages import WorkerSpec
+    from asyncloader.observe.traffic import Traffic
+    from asyncloader.options import Options
     from asyncloader.ray.launcher import Launcher
     from asyncloader.ray.rooms import Places
+    from asyncloader.worker.guarded_loop import GuardedLoop
 
 __all__ = ["RayWorkers"]
 
@@ -96,6 +102,65 @@ class RayWorkers:
         from asyncloader.ray.rooms import Bundles, Nodes
 
         return Nodes() if self.placement is None else Bundles(self.placement)
+
+    def check(self, options: Options) -> None:
+        """Raise a ConfigurationError if workers on other machines cannot do what a loader's options ask for."""
+        if not makes_processes(options.multiprocessing_context) and options.num_workers:
+            raise ConfigurationError("workers on other machines go together with local processes, not with threads")
+        if (factor := options.prefetch_factor) is not None and factor < 1:
+            raise ConfigurationError(f"prefetch_factor should be an integer of at least 1, but got {factor!r}")
+        if options.is_auto and self.num_workers is not None:
+            raise ConfigurationError(
+                'with num_workers="auto" the number of workers on other machines looks after itself too: give '
+                "RayWorkers(max_workers=...) for the most, or how many there are to be on this machine (0 for none)"
+            )
+        if options.scheduling == "split":
+            raise ConfigurationError(
+                'scheduling="split" is for workers of this machine alone, not beside those on others'
+            )
+        if (why := options.why_workers_stay) and self.num_workers is None:
+            raise ConfigurationError(
+                f"say how many workers there are to be on other machines, RayWorkers(num_workers=...): they cannot "
+                f"come and go as there is room for them, since {why}"
+            )
+
+    def num_fixed(self, options: Options) -> int:
+        """Return how many workers a run begins with here, because they cannot come and go; otherwise 0."""
+        return (self.num_workers or 0) if options.why_workers_stay else 0
+
+    def check_num_workers(self, options: Options, num_workers: int) -> None:
+        """Raise a ConfigurationError if there are not as many ids for local workers."""
+        if num_workers > (most := self._first_id(options)):
+            raise ConfigurationError(
+                f"while there are some on other machines too there can be at most {most} workers here, not "
+                f"{num_workers}"
+            )
+
+    def _first_id(self, options: Options) -> int:
+        """Return the least id of a worker on another machine. Ids below it are for local workers that may yet come."""
+        may_come = options.num_workers and not self.num_fixed(options)
+        return max(options.num_workers, options.most_waiting, 16) if may_come else options.num_workers
+
+    def make_backend(
+        self,
+        options: Options,
+        spec: WorkerSpec,
+        loop: GuardedLoop,
+        traffic: Traffic,
+        num_wanted: int | None,
+        make_local: Callable[[], Backend],
+    ) -> Backend:
+        """Make the backend of a loader's workers, local ones included; see `WorkerProvider`."""
+        from asyncloader.messages.pickled_spec import pickle_by_value
+        from asyncloader.ray.pool import RemotePool
+        from asyncloader.ray.together import Together
+
+        launcher = self.launcher()
+        launcher.open(pickle_by_value(replace(spec, origin=None)))
+        first, fixed = self._first_id(options), self.num_fixed(options)
+        local = make_local() if spec.num_workers else None
+        remote = RemotePool(loop, spec, self, launcher, first, traffic, wanted=num_wanted, slots=fixed)
+        return remote if local is None else Together(local, remote, first, fixed)
 
     def launcher(self) -> Launcher:
         """Return what launches agents, for one pool of workers."""

@@ -103,7 +103,7 @@ def check(state: dict[str, Any], options: Options) -> None:
     saved["generators"] = len(json.loads(state["draws"]))
     here["generators"] = len(RNGSnapshot(options.generator, samplers_within(options.index_sampler)))
     if state["workers"] is not None and not is_between:
-        saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), options.num_places
+        saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), options.num_at_start
     free = {"samplers", "datasets"}  # which are compared one by one
     free |= set() if state["ahead"] else {"division"}
     saved_ranks, ranks = saved.get("num_replicas"), here["num_replicas"]

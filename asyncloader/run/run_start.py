@@ -305,7 +305,7 @@ def _starts(options: Options, state: dict[str, Any] | None, news: tuple[Told, ..
     """Return where workers begin, if the dataset is one that they have a place or a state in."""
     if not options.is_iterable and not (options.snapshot_every and is_stateful(options.dataset)):
         return None
-    anew = {worker: Start() for worker in range(options.num_places)}
+    anew = {worker: Start() for worker in range(options.num_at_start)}
     _warn_of_other_numbers(options, state)
     if state is None or state["workers"] is None:
         return anew

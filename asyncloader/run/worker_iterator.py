@@ -193,8 +193,7 @@ class WorkerIterator(BaseIterator[T_co]):
     def _spec_of(self, start: RunStart) -> EpochSpec:
         """Return a run as workers are to know it."""
         number, shared_seed = next(self._run_numbers), start.checkpointer.shared_seed
-        spec = EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
-        return spec._replace(num_workers=self._options.num_places) if self._options.num_slots else spec
+        return EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
 
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         options = self._options
@@ -249,7 +248,7 @@ class WorkerIterator(BaseIterator[T_co]):
             resize = partial(self._session.post, self._session.supervisor.resize, num_workers)
             if self._started is None:
                 resize()
-            else:  # the workers of the beginning are being launched, elsewhere
+            else:  # the workers of the beginning are being launched, in another thread
                 self._started.add_done_callback(lambda _: resize())
 
     # -------------------------------------------------------------------------------------------------- taking

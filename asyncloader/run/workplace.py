@@ -6,7 +6,6 @@ import asyncio
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +25,6 @@ from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.original import Original
-from asyncloader.messages.pickled_spec import pickle_for_elsewhere
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.traffic import Traffic
@@ -61,23 +59,16 @@ def make_pool(
         home: The loop of the user's that the dataset has to run on, where there are no workers; None for the portal's.
 
     Raises:
-        Exception: as the pickling of the dataset or a function raises it, or who launches workers elsewhere.
+        Exception: as the pickling of the dataset or a function raises it, or as a provider's backend does.
     """
     if options.is_in_process:
         return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home, original=original)
-    if options.remote is None:
-        return _make_local(options, spec, loop, original)
-    # Imported where they are asked for: a loader without workers on other machines needs none of it.
-    from asyncloader.ray.pool import RemotePool
-    from asyncloader.ray.together import Together
-
-    launcher = options.remote.launcher()
-    launcher.open(pickle_for_elsewhere(replace(spec, origin=None)))
-    first = options.first_elsewhere
-    local = _make_local(options, spec, loop, original) if spec.num_workers else None
-    slots, wanted = options.num_slots, elsewhere if options.is_auto else None
-    remote = RemotePool(loop, spec, options.remote, launcher, first, traffic, wanted=wanted, slots=slots)
-    return remote if local is None else Together(local, remote, first)
+    make_local = partial(_make_local, options, spec, loop, original)
+    if options.provider is None:
+        return make_local()
+    wanted = elsewhere if options.is_auto else None
+    backend: Backend = options.provider.make_backend(options, spec, loop, traffic, wanted, make_local)
+    return backend
 
 
 def _make_local(options: Options, spec: WorkerSpec, loop: GuardedLoop, original: Original) -> Pool:
@@ -115,7 +106,7 @@ def make_scheduler(options: Options, progress: Progress) -> Scheduler:
         progress: Where it begins.
     """
     return Scheduler(
-        num_workers=options.num_places,
+        num_workers=options.num_at_start,
         num_expected=options.num_expected,
         prefetch_factor=options.prefetch,
         scheduling="static" if options.scheduling == "static" or options.is_iterable else "dynamic",
@@ -175,7 +166,7 @@ def make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Fa
     """
     return Meter(
         epoch,
-        options.num_places,
+        options.num_at_start,
         window,
         faults,
         runs.open_trace(options),
@@ -187,8 +178,8 @@ def make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Fa
         persistent_workers=options.persistent_workers,
         concurrency=options.samples_at_once,
         in_process=options.is_in_process,
-        elsewhere=options.remote is not None,
-        wanted_elsewhere=None if options.remote is None else options.remote.num_workers,
+        elsewhere=options.provider is not None,
+        wanted_elsewhere=None if options.provider is None else options.provider.num_workers,
         auto=options.is_auto,
         renews=options.renews,
         can_renew=not (options.is_in_process or options.why_workers_stay),
@@ -206,7 +197,7 @@ def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None],
     """
     if not options.is_auto:
         return None
-    remote, elastic = options.remote, cast(Elastic, pool)
+    provider, elastic = options.provider, cast(Elastic, pool)
     controller = Controller(
         options.num_workers,
         max_computing=options.most_computing,
@@ -214,14 +205,14 @@ def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None],
         cores=usable_cores(),
         overlaps=options.overlaps,
         elsewhere=elsewhere,
-        max_elsewhere=0 if remote is None else remote.max_workers or sys.maxsize,
+        max_elsewhere=0 if provider is None else provider.max_workers or sys.maxsize,
     )
-    return Auto(controller, tell, None if remote is None else elastic)
+    return Auto(controller, tell, None if provider is None else elastic)
 
 
 def make_workforce(options: Options) -> Workforce:
     """Return what decides which workers there are."""
-    return Workforce(options.num_places, options.max_tasks_per_child, options.max_worker_memory)
+    return Workforce(options.num_at_start, options.max_tasks_per_child, options.max_worker_memory)
 
 
 def policy_of(options: Options) -> Policy:

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from asyncloader.protocols import MakeContext
 from asyncloader.ray.door import Door
+from asyncloader.ray.launcher import MakeContext
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.ray.callers import Heard, allocate, gone
 

@@ -11,6 +11,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any, Literal
 
 from asyncloader.messages.parts import Opener, write_parts
+from asyncloader.ray import RayWorkers
 from asyncloader.ray.agent import Kept, run
 from asyncloader.ray.host import AgentHost
 from asyncloader.ray.launcher import Launcher, Order, Yard
@@ -18,7 +19,7 @@ from asyncloader.worker.bootstrap import die_with_parent
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
-class LocalAgents:
+class LocalAgents(RayWorkers):
     """Options of a loader: agents on this machine.
 
     Args:
@@ -31,8 +32,7 @@ class LocalAgents:
         nodes_die: An agent that ends has ended with its node.
     """
 
-    port = 0
-    make_context: Any = None
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __init__(
         self,
@@ -46,16 +46,13 @@ class LocalAgents:
         make_context: Any = None,
         nodes_die: bool = False,
     ) -> None:
-        self.sizes = sizes
-        self.grows = grows
-        self.num_workers = num_workers
-        self.max_workers = max_workers
-        self.by_host = by_host
-        self.corrupt = corrupt
-        self.on_mismatch = on_mismatch
-        self.make_context = make_context
-        self.nodes_die = nodes_die
-        self.launchers: list[LocalLauncher] = []
+        super().__init__(
+            num_workers=num_workers, max_workers=max_workers, on_mismatch=on_mismatch, make_context=make_context
+        )
+        self.sizes: tuple[int, ...]
+        self.launchers: list[LocalLauncher]
+        more = {"sizes": sizes, "grows": grows, "by_host": by_host, "corrupt": corrupt, "nodes_die": nodes_die}
+        vars(self).update(more, launchers=[])
 
     def launcher(self) -> Launcher:
         self.launchers.append(LocalLauncher(self))

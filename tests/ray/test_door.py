@@ -11,10 +11,10 @@ import uvloop
 
 from asyncloader import WorkerStartError
 from asyncloader.observe.traffic import Traffic
-from asyncloader.protocols import MakeContext
 from asyncloader.ray import door as module
 from asyncloader.ray.door import Door
 from asyncloader.ray.handshake import new_secret
+from asyncloader.ray.launcher import MakeContext
 from asyncloader.ray.wire import _HEAD, frame
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.patience import until

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader.protocols import MakeContext
 from asyncloader.ray import door as module
 from asyncloader.ray import link as link_module
 from asyncloader.ray.door import _MOST_STRANGERS, Door
 from asyncloader.ray.handshake import agent_side
+from asyncloader.ray.launcher import MakeContext
 from asyncloader.ray.link import Link
 from asyncloader.ray.wire import FrameReader
 from asyncloader.worker.guarded_loop import GuardedLoop
