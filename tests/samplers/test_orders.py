@@ -1,0 +1,103 @@
+"""The orders and states of all samplers are those that earlier versions gave: runs that were begun then go on."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncloader import ElasticSampler
+from asyncloader.samplers import (
+    BlockShuffleSampler,
+    LengthBatchSampler,
+    MixtureSampler,
+    PackingBatchSampler,
+    WeightedSampler,
+)
+
+_LENGTHS = np.random.default_rng(7).integers(1, 151, 700)
+_BLOCKS = [5, 0, 17, 40, 3, 9, 31, 8, 8, 60, 11, 2]
+_CURRICULUM = [(0, [3.0, 1.0, 0.0]), (1500, [1.0, 1.0, 2.0])]
+
+MAKES: dict[str, Callable[..., Any]] = {
+    "elastic": lambda **place: ElasticSampler(1009, **place),
+    "elastic, long": lambda **place: ElasticSampler(9001, **place),
+    "elastic, drop_last": lambda **place: ElasticSampler(1009, drop_last=True, **place),
+    "elastic, in order": lambda **place: ElasticSampler(1009, shuffle=False, **place),
+    "blocks": lambda **place: BlockShuffleSampler(_BLOCKS, **place),
+    "blocks for workers": lambda **place: BlockShuffleSampler(_BLOCKS, window=30, num_workers=2, batch_size=4, **place),
+    "weighted": lambda **place: WeightedSampler(_LENGTHS, 500, **place),
+    "weighted, each once": lambda **place: WeightedSampler(_LENGTHS, 500, replacement=False, **place),
+    "mixture": lambda **place: MixtureSampler([300, 70, 5000], [5, 2, 1], stop="first", **place),
+    "mixture, all": lambda **place: MixtureSampler([300, 70, 500], stop="all", **place),
+    "mixture, endless": lambda **place: MixtureSampler([300, 70, 5000], _CURRICULUM, **place),
+    "mixture, in order": lambda **place: MixtureSampler([300, 70], [1, 3], shuffle=False, **place),
+    "lengths": lambda **place: LengthBatchSampler(_LENGTHS, max_tokens=600, window=64, **place),
+    "lengths in buckets": lambda **place: LengthBatchSampler(_LENGTHS, max_tokens=600, buckets=4, max_batch=9, **place),
+    "lengths, drop_last": lambda **place: LengthBatchSampler(_LENGTHS, max_tokens=600, drop_last=True, **place),
+    "lengths, in order": lambda **place: LengthBatchSampler(_LENGTHS, max_tokens=600, shuffle=False, **place),
+    "lengths of a mixture": lambda **place: LengthBatchSampler(
+        _LENGTHS, max_tokens=600, window=100, sampler=MixtureSampler([300, 400], [1, 1], seed=3), **place
+    ),
+    "packing": lambda **place: PackingBatchSampler(_LENGTHS, block_size=150, batch_size=2, window=64, **place),
+    "packing, split": lambda **place: PackingBatchSampler(_LENGTHS, block_size=60, too_long="split", **place),
+    "packing, cut": lambda **place: PackingBatchSampler(
+        _LENGTHS, block_size=60, too_long="cut", drop_last=True, **place
+    ),
+    "packing, in order": lambda **place: PackingBatchSampler(_LENGTHS, block_size=150, shuffle=False, **place),
+    "packing of lengths": lambda **place: PackingBatchSampler(
+        _LENGTHS, block_size=200, sampler=LengthBatchSampler(_LENGTHS, max_tokens=400, window=90, seed=2), **place
+    ),
+}
+EXPECTED = {
+    "elastic": (1034012514, 169148695),
+    "elastic, long": (2617751412, 3548778362),
+    "elastic, drop_last": (1051274672, 627393635),
+    "elastic, in order": (2548141923, 846957076),
+    "blocks": (3689873545, 1856194923),
+    "blocks for workers": (466593669, 136743517),
+    "weighted": (587222904, 1092209820),
+    "weighted, each once": (3141955423, 3690258412),
+    "mixture": (2326532484, 3535244707),
+    "mixture, all": (3419425225, 3409878821),
+    "mixture, endless": (1762539048, 2396663621),
+    "mixture, in order": (156692552, 1112529188),
+    "lengths": (1781046758, 2722144290),
+    "lengths in buckets": (310044204, 509085918),
+    "lengths, drop_last": (3632391498, 3110596657),
+    "lengths, in order": (4048984086, 2440739625),
+    "lengths of a mixture": (2715897584, 2224443563),
+    "packing": (4035389240, 2138137845),
+    "packing, split": (2278985942, 578324535),
+    "packing, cut": (4209916331, 86182033),
+    "packing, in order": (1852914240, 1373137221),
+    "packing of lengths": (1272220820, 2469679607),
+}
+
+
+def checksums(make: Callable[..., Any]) -> tuple[int, int]:
+    """Return one checksum of orders, and one of states, over some seeds, epochs and ranks."""
+    orders, states = [], []
+    for seed, epoch, ranks in ((0, 0, 1), (0, 1, 1), (11, 2, 3), (12345678901, 0, 4)):
+        for rank in range(ranks):
+            sampler = make(num_replicas=ranks, rank=rank, seed=seed)
+            sampler.set_epoch(epoch)
+            states.append(sampler.state_dict())
+            taken = list(islice(sampler, 3000))
+            orders.append([list(map(repr, keys)) if isinstance(keys, list) else keys for keys in taken])
+            states += [sampler.state_after(7), sampler.state_dict()]
+            other = make(num_replicas=2, rank=1, seed=seed)
+            other.load_state_dict(states[-2])
+            orders.append(list(map(repr, islice(other, 100))))
+    return tuple(zlib.crc32(json.dumps(found, sort_keys=True).encode()) for found in (orders, states))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_orders_and_states_stay_as_they_were(name: str) -> None:
+    """Which samples come, in which order, on which rank; and what a state says."""
+    assert checksums(MAKES[name]) == EXPECTED[name]
