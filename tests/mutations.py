@@ -152,8 +152,8 @@ MUTATIONS = (
     Mutation(
         "the state after a resume counts from the beginning",
         "samplers/ordered.py",
-        "self._state_at(self._run.start + samples * self.num_replicas)",
-        "self._state_at(samples * self.num_replicas)",
+        "int(self._run.start + items * self.num_replicas)",
+        "int(items * self.num_replicas)",
         "samplers/test_elastic.py",
     ),
     Mutation(

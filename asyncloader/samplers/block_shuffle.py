@@ -11,7 +11,7 @@ A position of the order is looked up, not drawn: position -> worker's stretch ->
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +22,10 @@ from asyncloader.identity import checksum
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.ordered import Order
 from asyncloader.samplers.shuffle import Shuffle, by_group
+
+Lanes: TypeAlias = tuple[int, int, int]
+"""The readers of the blocks, each with a stretch of its own, a batch at a time: the number of ranks, which take
+positions in turn; of workers of each rank, which take its batches in turn; and of samples in a batch."""
 
 _WINDOWS_KEPT = 64
 _BLOCKS_IN_WINDOW = 4
@@ -73,7 +77,8 @@ class BlockShuffleSampler(ElasticSampler):
         at_least("num_workers", num_workers, least=0)
         at_least("batch_size", batch_size, least=1)
         super().__init__(int(sizes.sum()), num_replicas, rank, shuffle, seed, drop_last)
-        self._own_lanes = self._lanes = Lanes(self.num_replicas, max(1, num_workers), batch_size)
+        self._own_lanes: Lanes = (self.num_replicas, max(1, num_workers), batch_size)
+        self._lanes = self._own_lanes
 
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
@@ -90,7 +95,7 @@ class BlockShuffleSampler(ElasticSampler):
             return Shuffle(min(window, length - number * window), *key, number + 1)
 
         def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            numbers, places = np.divmod(lanes.places(positions, length), window)
+            numbers, places = np.divmod(places_of(positions, length, lanes), window)
             places = by_group(numbers, places, lambda number, own: mixed(number)(own) + number * window)
             places += shifts[np.searchsorted(ends, places, side="right")]
             return places
@@ -110,7 +115,7 @@ class BlockShuffleSampler(ElasticSampler):
             StateMismatchError: if the state is of another sampler, blocks or order, or a later version.
         """
         super().load_state_dict(state)
-        self._lanes = Lanes(*state["lanes"])
+        self._lanes = tuple(state["lanes"])
 
     def _state_identity(self) -> dict[str, Any]:
         return {**super()._state_identity(), "blocks": self._checksum, "window": self.window}
@@ -120,32 +125,19 @@ class BlockShuffleSampler(ElasticSampler):
         found = checksum(self.block_sizes)
         return f"{found['count']}:{found['checksum']:08x}"
 
-    def _state_at(self, cursor: int) -> dict[str, Any]:
-        return {**super()._state_at(cursor), "lanes": list(self._lanes)}
+    def _more_state(self) -> dict[str, Any]:
+        return {"lanes": list(self._lanes)}
 
 
-class Lanes(NamedTuple):
-    """Who reads which stretch of the blocks: each worker of each rank, a batch at a time.
+def places_of(positions: NDArray[np.int64], length: int, lanes: Lanes) -> NDArray[np.int64]:
+    """Return for positions in the order their places in the row of blocks, which is cut into equal stretches.
 
-    Attributes:
-        ranks: Which take positions in turn.
-        workers: Of each rank, which take its batches in turn.
-        batch_size: Samples of a batch.
+    What is left when all lanes have had the same number of whole batches is at the end, for all.
     """
-
-    ranks: int
-    workers: int
-    batch_size: int
-
-    def places(self, positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Return for positions in the order their places in the row of blocks, which is cut into equal stretches.
-
-        What is left when all have had the same number of whole batches is at the end, for all.
-        """
-        ranks, workers, batch_size = self
-        num_batches = length // (ranks * workers * batch_size)  # of each worker
-        number, rank = np.divmod(positions, ranks)  # of the sample on its rank
-        batch, sample = np.divmod(number, batch_size)
-        turn, worker = np.divmod(batch, workers)
-        places = ((rank * workers + worker) * num_batches + turn) * batch_size + sample
-        return np.where(positions < num_batches * ranks * workers * batch_size, places, positions)
+    ranks, workers, batch_size = lanes
+    num_batches = length // (ranks * workers * batch_size)  # of each worker
+    number, rank = np.divmod(positions, ranks)  # of the sample on its rank
+    batch, sample = np.divmod(number, batch_size)
+    turn, worker = np.divmod(batch, workers)
+    places = ((rank * workers + worker) * num_batches + turn) * batch_size + sample
+    return np.where(positions < num_batches * ranks * workers * batch_size, places, positions)

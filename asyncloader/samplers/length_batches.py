@@ -14,7 +14,7 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import HasOrder, Order
 from asyncloader.samplers.shuffle import Shuffle, by_group
-from asyncloader.samplers.windows import Units, WindowedBatchSampler, Windows, count_of
+from asyncloader.samplers.windows import WindowedBatchSampler, count_of
 
 TooLong = Literal["raise", "alone"]
 _WINDOW = 1 << 14
@@ -73,17 +73,7 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        super().__init__(
-            lengths,
-            sampler,
-            num_samples=num_samples,
-            window=window,
-            shuffle=shuffle,
-            num_replicas=num_replicas,
-            rank=rank,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        super().__init__(lengths, sampler, num_samples, window, shuffle, num_replicas, rank, seed, drop_last)
         self.max_tokens = count_of("max_tokens", max_tokens)
         self.max_batch = None if max_batch is None else count_of("max_batch", max_batch)
         one_of("too_long", too_long, TooLong)
@@ -98,23 +88,23 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
 
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
-        windows, key = Windows(self._order(), self.window), (self.seed, self.epoch)
+        windows, key = self._windows(), (self.seed, self.epoch)
 
         @lru_cache(1)
         def planned(number: int) -> NDArray[np.int64]:
-            return np.array(self._plan(windows.indices(number), *key, number).all_keys)
+            return np.concatenate(self._plan(windows.indices(number), *key, number))
 
         def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
             numbers = windows.number_of(positions)
             return by_group(numbers, positions, lambda number, own: planned(number)[own - windows.begin(number)])
 
-        return Order(windows.length, indices_at)
+        return Order(windows.order.length, indices_at)
 
     def num_indices(self) -> int:
         """Return below which number all of its indices are."""
         return self.lengths.count
 
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[int]]:
         lengths = self._lengths_of(indices)
         padded = self._padded_lengths(lengths)
         by_length = np.argsort(-padded, kind="stable")
@@ -122,11 +112,8 @@ class LengthBatchSampler(WindowedBatchSampler, HasOrder):
         sizes = self._cut(padded)
         self._tokens += int(lengths.sum())
         self._space += int((padded[np.cumsum(sizes) - sizes] * sizes).sum())
-        if self.shuffle:
-            order = Shuffle(len(sizes), *key)(np.arange(len(sizes)))
-            batches = np.split(by_length, np.cumsum(sizes)[:-1])
-            by_length, sizes = np.concatenate([batches[at] for at in order]), sizes[order]
-        return Units(indices[by_length].tolist(), sizes)
+        batches = [batch.tolist() for batch in np.split(indices[by_length], np.cumsum(sizes)[:-1])]
+        return [batches[at] for at in Shuffle(len(sizes), *key)(np.arange(len(sizes)))] if self.shuffle else batches
 
     def _cut(self, padded: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sizes of the batches that samples, the longest first, are cut into."""

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset
 from asyncloader.errors import ConfigurationError
 from asyncloader.samplers.ordered import Order, OrderedSampler
 from asyncloader.samplers.shares import CYCLE, Schedule
-from asyncloader.samplers.shuffle import Reshuffled, by_group
+from asyncloader.samplers.shuffle import by_group, reshuffled
 
 log = logging.getLogger("asyncloader")
 
@@ -106,7 +106,7 @@ class MixtureSampler(OrderedSampler):
                 "weights can be set on the way where stop=None; otherwise name them all at construction"
             )
         cycle = -(-at // CYCLE)
-        begun = max(self._schedule.stages[-1].start, -(-self._seen.position // CYCLE))
+        begun = max(self._schedule.stages[-1].start, -(-self._schedule.seen // CYCLE))
         if cycle < begun:
             raise ConfigurationError(
                 f"weights can be set from sample {begun * CYCLE} on, but not from {at}: the samples there were read "
@@ -118,16 +118,16 @@ class MixtureSampler(OrderedSampler):
     def order(self) -> Order:
         """Return the order of the epoch that is set, which does not change afterwards."""
         shuffles = [
-            Reshuffled(length, self.shuffle, self.seed, self.epoch, number)
+            reshuffled(length, self.shuffle, self.seed, self.epoch, number)
             for number, length in enumerate(self.lengths)
         ]
         starts = np.cumsum([0, *self.lengths[:-1]])
-        schedule, seen = self._schedule, self._seen
+        schedule = self._schedule
 
         def indices_at(positions: NDArray[np.int64]) -> NDArray[np.int64]:
             if not len(positions):
                 return positions
-            seen.position = max(seen.position, int(positions.max()) + 1)
+            schedule.seen = max(schedule.seen, int(positions.max()) + 1)
             cycles, row = np.unique(positions // CYCLE, return_inverse=True)
             sources, draws = schedule.slots(cycles)
             slots = positions % CYCLE
@@ -144,7 +144,7 @@ class MixtureSampler(OrderedSampler):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
         if epoch != self.epoch:
-            self._seen = _Seen()
+            self._schedule = Schedule(self._schedule.stages)
         super().set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,10 +163,9 @@ class MixtureSampler(OrderedSampler):
                 mine,
             )
             self._begin(state["weights"])
-        self._seen.position = state["cursor"]
+        self._schedule.seen = state["cursor"]
 
     def _begin(self, stages: list[Any]) -> None:
-        self._seen = _Seen()
         self._schedule = Schedule()
         for at, weights in stages:
             self._check(weights)
@@ -213,8 +212,8 @@ class MixtureSampler(OrderedSampler):
     def _state_identity(self) -> dict[str, Any]:
         return {**super()._state_identity(), "lengths": self.lengths, "stop": self.stop, "shuffle": self.shuffle}
 
-    def _state_at(self, cursor: int) -> dict[str, Any]:
-        return {**super()._state_at(cursor), "weights": [list(stage) for stage in self.weights]}
+    def _more_state(self) -> dict[str, Any]:
+        return {"weights": [list(stage) for stage in self.weights]}
 
 
 def _check_order(weights: Any) -> None:
@@ -235,9 +234,3 @@ def _stages(weights: Weights) -> list[tuple[int, Sequence[float]]]:
     if stages[0][0] != 0:
         raise ConfigurationError(f"the first weights should hold from sample 0 on, but hold from {stages[0][0]}")
     return stages
-
-
-class _Seen:
-    """Up to which position an order was looked at."""
-
-    position = 0

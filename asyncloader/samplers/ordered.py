@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -69,8 +69,26 @@ def place_in_group(num_replicas: int | None, rank: int | None) -> tuple[int, int
     return ranks, own
 
 
+class Run:
+    """One iterator of a sampler: where it began, and how much of it was read. Only the newest one tells states.
+
+    Attributes:
+        start: The cursor that it began at.
+        read: How many items were read of it.
+        ends: Of a run that plans windows: how many units it has up to the end of each; 0 before the first one.
+    """
+
+    def __init__(self, start: Any) -> None:
+        self.start = start
+        self.read = 0
+        self.ends = [0]
+
+
 class ResumableSampler(Sampler[T_co], ABC):
     """Deals an epoch out to ranks; its states are for any number of ranks.
+
+    Subclasses say how an epoch is dealt out, and what cursor is reached after so many items; a cursor is plain data
+    that means the same on all ranks. Called from the thread that reads the sampler.
 
     Args:
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
@@ -82,17 +100,40 @@ class ResumableSampler(Sampler[T_co], ABC):
         ConfigurationError: if the rank is not one of the ranks.
     """
 
+    _beginning: ClassVar[Any] = 0
+    """The cursor at which epochs begin."""
+    _next: Any
+    """The cursor at which the next iterator begins."""
+
     def __init__(self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool) -> None:
         self.num_replicas, self.rank = place_in_group(num_replicas, rank)
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self._begin_at(None)
+        self._begin_at(self._beginning)
+
+    def __iter__(self) -> Iterator[T_co]:
+        run = self._run = Run(self._next)
+        self._next = self._beginning
+        for item in self._deal(run):
+            run.read += 1
+            yield item
+
+    def __len__(self) -> int:
+        """Return the items of this rank in a whole epoch: the one that is set.
+
+        Raises:
+            TypeError: if it has no end.
+        """
+        count = self._left(self._beginning)
+        if count is None:
+            raise TypeError(f"this {type(self).__name__} has no end, and so no length")
+        return count
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
         if epoch != self.epoch:
-            self._begin_at(None)
+            self._begin_at(self._beginning)
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +142,18 @@ class ResumableSampler(Sampler[T_co], ABC):
         A loader with workers reads ahead of what it yields. :class:`asyncloader.DataLoader` takes that into account;
         for torch's use `state_after`.
         """
-        return self._state_at(self._cursor())
+        return self.state_after(self._run.read)
+
+    def state_after(self, items: int) -> dict[str, Any]:
+        """Return the state after so many samples, or batches, of the newest iterator, counted on this rank."""
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "cursor": self._cursor_after(items),
+            "world": self.num_replicas,
+            **identity.of(self),
+            **self._more_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
@@ -113,31 +165,35 @@ class ResumableSampler(Sampler[T_co], ABC):
         self.epoch = state["epoch"]
         self._begin_at(state["cursor"])
 
-    @abstractmethod
     def _begin_at(self, cursor: Any) -> None:
-        """Let the next iterator begin where a state's cursor is, or with None at the beginning of the epoch."""
+        """Let the next iterator begin at a cursor."""
+        self._next = cursor
+        self._run = Run(cursor)
 
     @abstractmethod
-    def _cursor(self) -> Any:
-        """Return how far the newest iterator is, if all ranks have taken as much as this one."""
+    def _deal(self, run: Run) -> Iterator[T_co]:
+        """Yield the items of this rank from the start of a run on."""
+
+    @abstractmethod
+    def _cursor_after(self, items: int) -> Any:
+        """Return where the newest run is if all ranks have taken so many items."""
+
+    @abstractmethod
+    def _left(self, cursor: Any) -> int | None:
+        """Return how many items of this rank are left of the epoch from a cursor on; None if it has no end."""
 
     @abstractmethod
     def _state_identity(self) -> dict[str, Any]:
         """Return what must be the same for a state to mean the same samples; what others return is added to this."""
         return {"seed": self.seed, "drop_last": self.drop_last}
 
-    def _state_at(self, cursor: Any) -> dict[str, Any]:
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "cursor": cursor,
-            "world": self.num_replicas,
-            **identity.of(self),
-        }
+    def _more_state(self) -> dict[str, Any]:
+        """Return what else belongs in a state, and need not be the same."""
+        return {}
 
 
 class OrderedSampler(ResumableSampler[int], HasOrder):
-    """Deals an order that can be looked at anywhere out to ranks, sample by sample.
+    """Deals an order that can be looked at anywhere out to ranks, sample by sample. A cursor is a position in it.
 
     Where the samples cannot be divided evenly, those from the beginning of the epoch's order are repeated at its end,
     unless they are to be dropped. Called from the thread that reads it.
@@ -147,37 +203,8 @@ class OrderedSampler(ResumableSampler[int], HasOrder):
         length = self._num_positions()
         return (
             f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, "
-            f"{self._cursor()} of {'endless' if length is None else length} samples>"
+            f"{self._cursor_after(self._run.read)} of {'endless' if length is None else length} samples>"
         )
-
-    def __len__(self) -> int:
-        """Return the samples of this rank in a whole epoch.
-
-        Raises:
-            TypeError: if it has no end.
-        """
-        length = self._num_positions()
-        if length is None:
-            raise TypeError(f"this {type(self).__name__} has no end, and so no length")
-        return len(self._positions(0, length))
-
-    def __iter__(self) -> Iterator[int]:
-        run = self._run = _Run(self._resume_at)
-        self._resume_at = 0
-        order = self.order()
-        length = ENDLESS if order.length is None else order.length
-        positions = self._positions(run.start, length)
-        at_once = max(64, min(_MOST_AT_ONCE, _SPAN // self.num_replicas))
-        for first in range(0, len(positions), at_once):
-            piece = positions[first : first + at_once]
-            # Positions beyond the end begin anew.
-            for index in order.indices_at(np.arange(piece.start, piece.stop, piece.step) % length).tolist():
-                run.read += 1
-                yield index
-
-    def state_after(self, samples: int) -> dict[str, Any]:
-        """Return the state after so many samples of the newest iterator, counted on this rank."""
-        return self._state_at(self._run.start + samples * self.num_replicas)
 
     def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
         """Return how many samples of this rank are left of an epoch after a state, of whichever number of ranks.
@@ -186,25 +213,32 @@ class OrderedSampler(ResumableSampler[int], HasOrder):
             state: Where the epoch is.
             next_epoch: The epoch of the state is over, and this one is meant.
         """
-        cursor = state["cursor"] if next_epoch is None else 0
-        return len(self._positions(cursor, self._num_positions() or ENDLESS))
+        return len(self._positions(state["cursor"] if next_epoch is None else 0))
 
     @abstractmethod
     def _num_positions(self) -> int | None:
-        """Return the length of the order, without making it."""
+        """Return the length of the order, without making it; None if it has no end."""
 
-    _resume_at: int
+    def _deal(self, run: Run) -> Iterator[int]:
+        order = self.order()
+        positions = self._positions(run.start)
+        at_once = max(64, min(_MOST_AT_ONCE, _SPAN // self.num_replicas))
+        for first in range(0, len(positions), at_once):
+            piece = positions[first : first + at_once]
+            # Positions beyond the end begin anew.
+            places = np.arange(piece.start, piece.stop, piece.step) % (order.length or ENDLESS)
+            yield from order.indices_at(places).tolist()
 
-    def _begin_at(self, cursor: int | None) -> None:
-        self._resume_at = cursor or 0
-        self._run = _Run(self._resume_at)
+    def _cursor_after(self, items: int) -> int:
+        return int(self._run.start + items * self.num_replicas)
 
-    def _cursor(self) -> int:
-        return self._run.start + self._run.read * self.num_replicas
+    def _left(self, cursor: int) -> int | None:
+        return None if self._num_positions() is None else len(self._positions(cursor))
 
-    def _positions(self, start: int, length: int) -> range:
+    def _positions(self, start: int) -> range:
         """Return the positions of this rank in the order of the epoch, from a global cursor on."""
-        left = max(0, length - start)
+        length = self._num_positions()
+        left = max(0, (ENDLESS if length is None else length) - start)
         each = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
         return range(start + self.rank, start + each * self.num_replicas, self.num_replicas)
 
@@ -222,11 +256,3 @@ def check_state(state: dict[str, Any], sampler: Any) -> None:
         if keys != others:
             raise StateMismatchError("kind", f"one with {sorted(others)}", f"{type(sampler).__name__} ({sorted(keys)})")
     identity.check(state, identity.of(sampler))
-
-
-class _Run:
-    """One iterator: where it began, and what was read of it."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.read = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from asyncloader.samplers.ordered import HasOrder
 from asyncloader.samplers.pack_collate import pack_collate
 from asyncloader.samplers.pieces import Piece, Pieces
 from asyncloader.samplers.shuffle import Shuffle
-from asyncloader.samplers.windows import Units, WindowedBatchSampler, count_of
+from asyncloader.samplers.windows import WindowedBatchSampler, count_of
 
 TooLong = Literal["raise", "split", "cut"]
 _WINDOW = 1 << 13
@@ -108,17 +109,7 @@ class PackingBatchSampler(WindowedBatchSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        super().__init__(
-            lengths,
-            sampler,
-            num_samples=num_samples,
-            window=window,
-            shuffle=shuffle,
-            num_replicas=num_replicas,
-            rank=rank,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        super().__init__(lengths, sampler, num_samples, window, shuffle, num_replicas, rank, seed, drop_last)
         self.block_size = count_of("block_size", block_size)
         self.batch_size = self._units_per_batch = count_of("batch_size", batch_size)
         one_of("too_long", too_long, TooLong)
@@ -151,7 +142,7 @@ class PackingBatchSampler(WindowedBatchSampler):
                     f"PackingBatchSampler has {name}={value!r}, and pack_collate {name}={given.get(name)!r}. {_PACKED}"
                 )
 
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[Any]]:
         lengths = self._lengths_of(indices)
         samples, starts = np.arange(len(lengths)), np.zeros_like(lengths)
         if self.too_long == "split":
@@ -175,7 +166,8 @@ class PackingBatchSampler(WindowedBatchSampler):
         if self.too_long == "split":
             for at in np.flatnonzero(sizes < lengths[samples]).tolist():
                 keys[at] = Piece(keys[at], int(starts[at]), int(starts[at] + sizes[at]))
-        return Units(keys, counts)
+        bounds = [0, *np.cumsum(counts).tolist()]
+        return [keys[first:last] for first, last in itertools.pairwise(bounds)]
 
     def _split(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return of each piece its sample, and where in it the piece begins; samples that fit are one piece."""

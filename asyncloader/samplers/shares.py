@@ -17,8 +17,7 @@ All of it is in integers, units of 2**-32 of a slot.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +33,17 @@ _POINTS = (np.arange(CYCLE) * _STEP % CYCLE) * _UNIT
 Array = NDArray[np.int64]
 
 
-class Shares:
-    """Weights that stay the same: what each cycle has of each source.
+class Stage:
+    """Weights that hold from a cycle on, until those of the next stage: what each cycle has of each source.
 
     Args:
+        start: The first cycle.
         weights: One for each source, at least one of them above 0.
+        base: How many draws of each source come before this stage.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, start: int, weights: Sequence[float], base: Array) -> None:
+        self.start, self.weights, self.base = start, tuple(map(float, weights)), base
         ends = np.cumsum(np.asarray(weights, dtype=np.float64))
         self._bounds = np.zeros(len(weights) + 1, dtype=np.int64)
         self._bounds[1:] = np.rint(ends / ends[-1] * (CYCLE * _UNIT))
@@ -49,73 +51,65 @@ class Shares:
 
     def sources(self, cycles: Array) -> Array:
         """Return the source of each slot: a row of 1,000 for each of these cycles."""
-        points = _POINTS + _van_der_corput(cycles)[:, None]
+        points = _POINTS + _van_der_corput(cycles - self.start)[:, None]
         return np.searchsorted(self._bounds[1:], points, side="right")
 
     def before(self, cycles: Array) -> Array:
         """Return how many draws of each source come before each of these cycles, one row for each."""
-        below = np.empty((len(cycles), len(self._bounds)), dtype=np.int64)
+        own = cycles - self.start
+        below = np.empty((len(own), len(self._bounds)), dtype=np.int64)
         for column, (bound, (bits, residues)) in enumerate(zip(self._bounds, self._intervals, strict=True)):
-            hits = (cycles[:, None] - residues + (1 << bits) - 1) >> bits
-            below[:, column] = cycles * (bound // _UNIT) + hits.sum(axis=1)
-        return np.diff(below, axis=1)
-
-
-class Stage(NamedTuple):
-    """Weights that hold from a cycle on, until those of the next stage."""
-
-    start: int
-    weights: tuple[float, ...]
-    shares: Shares
-    base: Array  # draws of each source before it
+            hits = (own[:, None] - residues + (1 << bits) - 1) >> bits
+            below[:, column] = own * (bound // _UNIT) + hits.sum(axis=1)
+        return self.base + np.diff(below, axis=1)
 
 
 class Schedule:
-    """The stages of a mixture, in their order; the first one begins at cycle 0."""
+    """The stages of a mixture, in their order; the first one begins at cycle 0.
 
-    def __init__(self) -> None:
-        self.stages: list[Stage] = []
+    Attributes:
+        stages: The stages.
+        seen: Up to which position the order was looked at.
+    """
+
+    def __init__(self, stages: Iterable[Stage] = ()) -> None:
+        self.stages = list(stages)
+        self.seen = 0
 
     def add(self, start: int, weights: Sequence[float]) -> None:
         """Let other weights hold from a cycle on, which is not before the last stage; there, they replace its own."""
-        base = self.before(start)[0] if self.stages else np.zeros(len(weights), dtype=np.int64)
-        if self.stages and self.stages[-1].start == start:
-            del self.stages[-1]
-        self.stages.append(Stage(start, tuple(map(float, weights)), Shares(weights), base))
-
-    def before(self, cycle: int, count: int = 1) -> Array:
-        """Return how many draws of each source come before a cycle; a row for each of so many cycles from it on."""
-        cycles = np.arange(cycle, cycle + count)
-        return np.concatenate([stage.base + stage.shares.before(own) for stage, own in self._divide(cycles)])
+        base = np.zeros(len(weights), dtype=np.int64)
+        if self.stages:
+            last = self.stages[-1]
+            base = last.before(np.array([start]))[0]
+            if last.start == start:
+                del self.stages[-1]
+        self.stages.append(Stage(start, weights, base))
 
     def slots(self, cycles: Array) -> tuple[Array, Array]:
         """Return of each slot its source, and which draw of it; a row for each of these cycles, which ascend."""
+        cuts = np.searchsorted(cycles, [stage.start for stage in self.stages[1:]])
         sources, draws = [], []
-        for stage, own in self._divide(cycles):
-            chosen = stage.shares.sources(own)
-            sources.append(chosen)
-            draws.append(_rank_within_rows(chosen, stage.base + stage.shares.before(own)))
+        for stage, own in zip(self.stages, np.split(cycles, cuts), strict=True):
+            if len(own):
+                sources.append(stage.sources(own))
+                draws.append(_rank_within_rows(sources[-1], stage.before(own)))
         return np.concatenate(sources), np.concatenate(draws)
 
     def find(self, source: int, draw: int) -> int | None:
         """Return the position of a draw of a source; None if it does not come."""
-        passed = sum(int(stage.base[source]) <= draw for stage in self.stages) - 1
-        stage = self.stages[passed]  # the last one that begins before the draw
+        # the last stage that begins before the draw
+        stage = self.stages[sum(int(stage.base[source]) <= draw for stage in self.stages) - 1]
         if not stage.weights[source]:
             return None
         left = draw - int(stage.base[source])
         each = CYCLE * stage.weights[source] / sum(stage.weights)
-        near = range(max(0, int((left - _DRIFT) / each)), int((left + _DRIFT) / each) + 2)
-        number = bisect.bisect_right(near, left, key=lambda own: stage.shares.before(np.array([own]))[0, source])
-        cycle = stage.start + near[number - 1]
+        first, last = (stage.start + int((left + drift) / each) for drift in (-_DRIFT, _DRIFT))
+        near = range(max(stage.start, first), last + 2)
+        number = bisect.bisect_right(near, draw, key=lambda cycle: stage.before(np.array([cycle]))[0, source])
+        cycle = near[number - 1]
         sources, draws = self.slots(np.array([cycle]))
         return cycle * CYCLE + int(np.flatnonzero((sources[0] == source) & (draws[0] == draw))[0])
-
-    def _divide(self, cycles: Array) -> list[tuple[Stage, Array]]:
-        """Return the stages that cycles are in, with the numbers of those cycles in the stage."""
-        cuts = np.searchsorted(cycles, [stage.start for stage in self.stages[1:]])
-        parts = np.split(cycles, cuts)
-        return [(stage, own - stage.start) for stage, own in zip(self.stages, parts, strict=True) if len(own)]
 
 
 def _rank_within_rows(sources: Array, before: Array) -> Array:

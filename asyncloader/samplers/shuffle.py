@@ -1,7 +1,7 @@
 """Orders that are computed where they are looked at, never stored.
 
 Shuffle      a permutation of ``range(length)``
-Reshuffled   the indices of a source over and over, each time in another order
+reshuffled   the indices of a source over and over, each time in another order
 """
 
 from __future__ import annotations
@@ -62,33 +62,29 @@ class Shuffle:
         return (left << np.uint64(right_bits)) | right
 
 
-class Reshuffled:
-    """The indices of one source over and over: each epoch of it has an order of its own.
+def reshuffled(length: int, shuffle: bool, *key: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    """Return a function of draws, counted from 0: the indices of one source over and over, each epoch in another order.
 
     Args:
         length: How many indices the source has.
         shuffle: Otherwise each epoch is in the source's own order.
         key: Whatever tells this source from others.
     """
+    order = lru_cache(1)(lambda epoch: Shuffle(length, *key, epoch))
 
-    def __init__(self, length: int, shuffle: bool, *key: int) -> None:
-        self._length = length
-        self._shuffle = shuffle
-        self._key = key
-        self._order = lru_cache(1)(lambda epoch: Shuffle(length, *key, epoch))
-
-    def __call__(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of these draws, which are counted from 0 over all epochs of the source."""
-        epochs, places = np.divmod(draws, self._length)
-        if not self._shuffle:
+    def indices_at(draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, places = np.divmod(draws, length)
+        if not shuffle:
             return places
-        if self._length <= _SHORT:
+        if length <= _SHORT:
             named, row = np.unique(epochs, return_inverse=True)
             # There may be many epochs: their orders are made at once, by sorting numbers that look random.
-            numbers = named[:, None] * self._length + np.arange(self._length)
-            orders = np.argsort(scramble(numbers.astype(np.uint64), np.uint64(mix(*self._key))), axis=1)
+            numbers = named[:, None] * length + np.arange(length)
+            orders = np.argsort(scramble(numbers.astype(np.uint64), np.uint64(mix(*key))), axis=1)
             return orders[row, places].astype(np.int64, copy=False)
-        return by_group(epochs, places, lambda epoch, own: self._order(epoch)(own))
+        return by_group(epochs, places, lambda epoch, own: order(epoch)(own))
+
+    return indices_at
 
 
 def by_group(

@@ -18,8 +18,8 @@ import copy
 import itertools
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,31 +27,11 @@ from numpy.typing import NDArray
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
-from asyncloader.samplers.ordered import HasOrder, Order, ResumableSampler, check_state
-
-
-class Units:
-    """The samples of a window, unit by unit.
-
-    Args:
-        keys: The keys of all samples, unit after unit.
-        sizes: How many samples each unit has.
-    """
-
-    def __init__(self, keys: list[Any], sizes: NDArray[np.int64]) -> None:
-        self.all_keys = keys
-        self._bounds = [0, *np.cumsum(sizes).tolist()]
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    def keys(self, unit: int) -> list[Any]:
-        """Return the keys of the samples in a unit."""
-        return self.all_keys[self._bounds[unit] : self._bounds[unit + 1]]
+from asyncloader.samplers.ordered import HasOrder, Order, ResumableSampler, Run, check_state
 
 
 class WindowedBatchSampler(ResumableSampler[list[Any]]):
-    """Plans units window by window, and deals them out to ranks.
+    """Plans units window by window, and deals them out to ranks. A cursor is a window, and a unit in it.
 
     Called from the thread that reads it.
 
@@ -66,11 +46,12 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         drop_last: Leave out the last units of an epoch where they are too few for one batch on each rank.
     """
 
+    _beginning: ClassVar[Mapping[str, int]] = {"window": 0, "unit": 0}
+
     def __init__(
         self,
         lengths: LengthsLike,
         sampler: HasOrder | None,
-        *,
         num_samples: int | None,
         window: int,
         shuffle: bool,
@@ -96,40 +77,11 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         self.sampler = sampler
         self._units_per_batch = 1
         self._tokens = self._space = 0  # in what was planned so far
-        self._num_units: tuple[int, int] | None = None  # the epoch, and how many it has
+        self._counted: tuple[Any, int] | None = None  # from which epoch and cursor on, and how many units there are
 
     def __repr__(self) -> str:
-        place = "{window}:{unit}".format(**self._cursor())
+        place = "{window}:{unit}".format(**self._cursor_after(self._run.read))
         return f"<{type(self).__name__} rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, {place}>"
-
-    def __len__(self) -> int:
-        """Return the batches of this rank in the whole epoch that is set. For that the whole epoch is planned, once.
-
-        Raises:
-            TypeError: if the epoch has no end.
-        """
-        if self._num_units is None or self._num_units[0] != self.epoch:
-            windows = Windows(self._order(), self.window)
-            if windows.count is None:
-                raise TypeError(f"this {type(self).__name__} has no end, and so no length")
-            self._num_units = (self.epoch, sum(len(self._plan_at(windows, n)) for n in range(windows.count)))
-        return self._batches_of(self._num_units[1])
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        run = self._run = _Run(self._resume_at)
-        self._resume_at = (0, 0)
-        units = self._units(run)
-        first = self.rank * self._units_per_batch
-        while step := list(itertools.islice(units, self._units_per_batch * self.num_replicas)):
-            if len(step) == self._units_per_batch * self.num_replicas:
-                mine = step[first : first + self._units_per_batch]
-                batch = [key for plan, unit in mine for key in plan.keys(unit)]
-            elif self.drop_last:
-                return
-            else:
-                batch = _share_out([plan.keys(unit) for plan, unit in step], self.num_replicas)[self.rank]
-            run.read += 1
-            yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iterator is of; to be called before each. A state of another epoch is dropped."""
@@ -137,17 +89,6 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         inner: Any = self.sampler
         if inner is not None:
             inner.set_epoch(epoch)
-
-    def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after so many batches of the newest iterator, counted on this rank."""
-        run = self._run
-        unit = batches * self._units_per_batch * self.num_replicas
-        if unit > run.num_units:
-            run = _Run(run.start, run.ends)
-            for _ in self._units(run):
-                if run.num_units >= unit:
-                    break
-        return self._state_at(run.cursor(unit))
 
     def left_after(self, state: dict[str, Any], next_epoch: int | None = None) -> int:
         """Return how many batches of this rank are left of an epoch after a state. For that these are planned.
@@ -161,10 +102,9 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         there.load_state_dict(state)
         if next_epoch is not None:
             there.set_epoch(next_epoch)
-            there._begin_at(None)
-        windows, (window, unit) = Windows(there._order(), self.window), there._resume_at
-        assert windows.count is not None
-        return self._batches_of(sum(len(there._plan_at(windows, n)) for n in range(window, windows.count)) - unit)
+        left = there._left(there._next if next_epoch is None else self._beginning)
+        assert left is not None
+        return left
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
@@ -172,8 +112,8 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         Raises:
             StateMismatchError: if the state is of another sampler, lengths or order, or a later version.
         """
-        check_state(state, self)
         inner: Any = self.sampler
+        check_state(state, self)
         if (inner is None) != (state["sampler"] is None):
             was = state["sampler"] and state["sampler"].get("kind", "one")
             raise StateMismatchError("sampler", was, inner and type(inner).__name__)
@@ -181,13 +121,13 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
             inner.load_state_dict(state["sampler"])
         super().load_state_dict(state)
         self.lengths.say_what_is_compared()
-        window, unit = self._resume_at
-        if window or unit:  # a mixture is told what is past: there, its weights cannot be changed any more
-            Windows(self._order(), self.window).look_before(window + (unit > 0))
+        windows, planned = self._windows(), self._next["window"] + (self._next["unit"] > 0)
+        if planned:  # a mixture is told what is past: there, its weights cannot be changed any more
+            windows.order.indices_at(np.array([windows.begin(planned) - 1]))
 
     @abstractmethod
-    def _plan(self, indices: NDArray[np.int64], *key: int) -> Units:
-        """Plan the units of a window.
+    def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[Any]]:
+        """Plan a window: return the keys of the samples of each unit.
 
         Args:
             indices: The indices of its samples, in their order.
@@ -211,7 +151,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     def _share_of_tokens(self) -> float:
         """Return which share of the space that was planned so far are tokens; at first, one window is planned."""
         if not self._space:
-            self._plan_at(Windows(self._order(), self.window), 0)
+            self._plan_at(self._windows(), 0)
         return self._tokens / self._space
 
     @abstractmethod
@@ -219,102 +159,83 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         planned = {"lengths": self.lengths.identity, "window": self.window, "shuffle": self.shuffle}
         return {**super()._state_identity(), **planned}
 
-    def _batches_of(self, units: int) -> int:
-        """Return how many batches of this rank so many units make."""
-        whole, left = divmod(units, self._units_per_batch * self.num_replicas)
+    def _more_state(self) -> dict[str, Any]:
+        inner: Any = self.sampler
+        return {"sampler": None if inner is None else inner.state_dict()}
+
+    def _deal(self, run: Run) -> Iterator[list[Any]]:
+        units, each = self._units(run), self._units_per_batch
+        while step := list(itertools.islice(units, each * self.num_replicas)):
+            if len(step) == each * self.num_replicas:
+                yield [*itertools.chain.from_iterable(step[self.rank * each : (self.rank + 1) * each])]
+            elif not self.drop_last:
+                yield _share_out(step, self.num_replicas)[self.rank]
+
+    def _cursor_after(self, items: int) -> dict[str, int]:
+        run, unit = self._run, items * self._units_per_batch * self.num_replicas
+        if unit > run.ends[-1]:  # more than was planned: plan on, and leave the run itself as it is
+            run = copy.deepcopy(run)
+            for _ in self._units(run):
+                if unit <= run.ends[-1]:
+                    break
+        passed = bisect_right(run.ends, unit) - 1  # windows
+        within = unit - run.ends[passed] if passed < len(run.ends) - 1 else 0
+        return {"window": run.start["window"] + passed, "unit": within + (0 if passed else run.start["unit"])}
+
+    def _left(self, cursor: Mapping[str, int]) -> int | None:
+        asked = self.epoch, dict(cursor)
+        if self._counted is None or self._counted[0] != asked:
+            windows = self._windows()
+            if windows.count is None:
+                return None
+            planned = (self._plan_at(windows, number) for number in range(cursor["window"], windows.count))
+            self._counted = asked, sum(map(len, planned)) - cursor["unit"]
+        whole, left = divmod(self._counted[1], self._units_per_batch * self.num_replicas)
         return whole + (left > 0 and not self.drop_last)
 
-    def _order(self) -> Order:
+    def _windows(self) -> Windows:
+        """Return the windows of the epoch that is set."""
         if self.sampler is not None:
-            return self.sampler.order()
+            return Windows(self.sampler.order(), self.window)
         own = ElasticSampler(self.lengths.count, 1, 0, self.shuffle, self.seed)
         own.set_epoch(self.epoch)
-        return own.order()
+        return Windows(own.order(), self.window)
 
-    def _plan_at(self, windows: Windows, number: int) -> Units:
+    def _plan_at(self, windows: Windows, number: int) -> list[list[Any]]:
         return self._plan(windows.indices(number), self.seed, self.epoch, number)
 
-    def _units(self, run: _Run) -> Iterator[tuple[Units, int]]:
-        """Plan the next windows of a run, and yield each unit, as its window's plan and its number in that."""
-        windows = Windows(self._order(), self.window)
-        while windows.count is None or run.start[0] + len(run.ends) < windows.count:
-            plan = self._plan_at(windows, run.start[0] + len(run.ends))
-            begin = 0 if run.ends else run.start[1]
-            run.add(len(plan))
-            yield from ((plan, number) for number in range(begin, len(plan)))
-
-    _resume_at: tuple[int, int]
-
-    def _begin_at(self, cursor: dict[str, int] | None) -> None:
-        self._resume_at = (0, 0) if cursor is None else (cursor["window"], cursor["unit"])
-        self._run = _Run(self._resume_at)
-
-    def _cursor(self) -> dict[str, int]:
-        return self._run.cursor(self._run.read * self._units_per_batch * self.num_replicas)
-
-    def _state_at(self, cursor: dict[str, int]) -> dict[str, Any]:
-        inner: Any = self.sampler
-        return {**super()._state_at(cursor), "sampler": None if inner is None else inner.state_dict()}
+    def _units(self, run: Run) -> Iterator[list[Any]]:
+        """Plan the next windows of a run, and yield the keys of each unit."""
+        windows, first = self._windows(), run.start["window"] - 1
+        while windows.count is None or first + len(run.ends) < windows.count:
+            plan = self._plan_at(windows, first + len(run.ends))
+            if len(run.ends) == 1:
+                plan = plan[run.start["unit"] :]
+            run.ends.append(run.ends[-1] + len(plan))
+            yield from plan
 
 
 class Windows:
     """An order in windows: as many as it takes, all alike in size, or of the size that is given if there is no end."""
 
     def __init__(self, order: Order, size: int) -> None:
-        self._order = order
-        self._size = size
-        self.length = order.length
+        self.order = order
         self.count = None if order.length is None else -(-order.length // size)
+        self._shape = (size, 1) if order.length is None or self.count is None else (order.length, self.count)
 
     def indices(self, number: int) -> NDArray[np.int64]:
         """Return the indices in a window."""
-        return self._order.indices_at(np.arange(self.begin(number), self.begin(number + 1)))
-
-    def look_before(self, number: int) -> None:
-        """Look at the last position before a window."""
-        self._order.indices_at(np.array([self.begin(number) - 1]))
-
-    def number_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the windows that positions are in."""
-        if self.count is None or self._order.length is None:
-            return positions // self._size
-        return ((positions + 1) * self.count - 1) // self._order.length
+        return self.order.indices_at(np.arange(self.begin(number), self.begin(number + 1)))
 
     def begin(self, number: int) -> int:
         """Return the position at which a window begins."""
-        if self.count is None or self._order.length is None:
-            return number * self._size
-        return number * self._order.length // self.count
+        samples, windows = self._shape
+        return number * samples // windows
 
-
-class _Run:
-    """One iterator: the window and unit where it began, how many units its windows have, and what was read of it.
-
-    Attributes:
-        ends: For each window that was planned, up to which unit the run is at its end.
-        read: Batches.
-    """
-
-    def __init__(self, start: tuple[int, int], ends: Sequence[int] = ()) -> None:
-        self.start = start
-        self.ends = list(ends)
-        self.read = 0
-
-    @property
-    def num_units(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def add(self, units: int) -> None:
-        """Note how many units the next window has."""
-        self.ends.append(self.num_units + units if self.ends else units - self.start[1])
-
-    def cursor(self, unit: int) -> dict[str, int]:
-        """Return window and unit where the run is after so many units, or at its end."""
-        window = bisect_right(self.ends, unit)
-        first, begin = self.start
-        if window == len(self.ends):
-            return {"window": first + window, "unit": 0 if window else begin}
-        return {"window": first + window, "unit": unit - (self.ends[window - 1] if window else -begin)}
+    def number_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the windows that positions are in."""
+        samples, windows = self._shape
+        return ((positions + 1) * windows - 1) // samples
 
 
 def _share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
