@@ -18,7 +18,7 @@ class BlockCache(Generic[V]):
         size_of: How many bytes a block takes.
     """
 
-    def __init__(self, max_bytes: int, size_of: Callable[[V], int]) -> None:
+    def __init__(self, max_bytes: int, size_of: Callable[[V], int] = len) -> None:  # type: ignore[assignment]
         self.bytes = 0
         self._max_bytes = max_bytes
         self._size_of = size_of

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -136,9 +136,8 @@ class CachedDataset(Dataset[T_co]):
         """Return a sample, from the cache or else of the dataset."""
         sample = self._store.get(key)
         if sample is MISSING:
-            before = self._watch.begin()
-            sample = self.dataset[key]
-            self._warn_if_random(self._watch.end(before))
+            with self._watched():
+                sample = self.dataset[key]
             if hasattr(type(sample), "__await__"):  # a dataset that turns out to be async
                 return self._awaited(key, sample)  # type: ignore[return-value]
             self._keep(key, sample)
@@ -147,11 +146,9 @@ class CachedDataset(Dataset[T_co]):
     def __getitems__(self, keys: Sequence[Any]) -> list[T_co]:
         """Return the samples of a batch, those that are missing asked for together."""
         samples = [self._store.get(key) for key in keys]
-        missing = [at for at, sample in enumerate(samples) if sample is MISSING]
-        if missing:
-            before = self._watch.begin()
-            made = self.dataset.__getitems__([keys[at] for at in missing])
-            self._warn_if_random(self._watch.end(before))
+        if missing := [at for at, sample in enumerate(samples) if sample is MISSING]:
+            with self._watched():
+                made = self.dataset.__getitems__([keys[at] for at in missing])
             for at, sample in zip(missing, made, strict=True):
                 self._keep(keys[at], sample)
                 samples[at] = sample
@@ -167,9 +164,13 @@ class CachedDataset(Dataset[T_co]):
         self._watch.muddle()  # it may draw, while other samples are being made
         return decoded(self.transform, sample)
 
-    def _warn_if_random(self, drawn: list[str]) -> None:
-        """Say once on this machine that samples draw random numbers before they are kept."""
-        other = bytes(255 - byte for byte in self._run)  # than who is told that there is no room
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Say once on this machine if samples that are made here draw random numbers before they are kept."""
+        before = self._watch.begin()
+        yield
+        drawn = self._watch.end(before)
+        other = bytes(255 - byte for byte in self._run)  # than is told that there is no room
         if drawn and self._store.first_to_tell(other):
             log.warning(
                 "The samples of %s draw random numbers (from %s) before they are kept: CachedDataset returns the same "
@@ -216,24 +217,23 @@ class _AsyncCachedDataset(OpensDataset, CachedDataset[T_co]):
 
     async def __getitem__(self, key: Any) -> Any:  # type: ignore[override]
         """Return a sample, from the cache or else of the dataset."""
-        sample = await self._kept(key)
-        if sample is MISSING:
-            before = self._watch.begin()
-            sample = await self._made(key)
-            self._warn_if_random(self._watch.end(before))
-            await self._kept_now(key, sample)
-        return await _value(self._transformed(sample))
+        (sample,) = await self._fetched([key], hasattr(type(self.dataset), "__getitem__"))
+        return sample
 
     async def __getitems__(self, keys: Sequence[Any]) -> list[Any]:  # type: ignore[override]
         """Return the samples of a batch, those that are missing asked for together."""
+        return await self._fetched(keys, False)
+
+    async def _fetched(self, keys: Sequence[Any], singly: bool) -> list[Any]:
         samples = [await self._kept(key) for key in keys]
-        missing = [at for at, sample in enumerate(samples) if sample is MISSING]
-        if missing:
-            before = self._watch.begin()
-            made = await _value(self.dataset.__getitems__([keys[at] for at in missing]))
-            self._warn_if_random(self._watch.end(before))
+        if missing := [at for at, sample in enumerate(samples) if sample is MISSING]:
+            with self._watched():
+                if singly:
+                    made = [await _value(self.dataset[keys[at]]) for at in missing]
+                else:
+                    made = await _value(self.dataset.__getitems__([keys[at] for at in missing]))
             for at, sample in zip(missing, made, strict=True):
-                await self._kept_now(keys[at], sample)
+                await self._threads.run(self._keep, keys[at], sample)
                 samples[at] = sample
         return [await _value(self._transformed(sample)) for sample in samples]
 
@@ -246,30 +246,16 @@ class _AsyncCachedDataset(OpensDataset, CachedDataset[T_co]):
         except BlockingIOError:
             return await self._threads.run(self._store.get, key)
 
-    async def _made(self, key: Any) -> Any:
-        if hasattr(type(self.dataset), "__getitem__"):
-            return await _value(self.dataset[key])
-        (sample,) = await _value(self.dataset.__getitems__([key]))
-        return sample
-
-    async def _kept_now(self, key: Any, sample: Any) -> None:
-        if self._store.is_on_disk:
-            await self._threads.run(self._keep, key, sample)
-        else:
-            self._keep(key, sample)
-
 
 class _Threads(Openable[Threads]):
     """A thread for what may have to wait for a disk, while the dataset is open; otherwise there is nobody who minds."""
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        opened = self._opened.get(asyncio.get_running_loop())
-        return function(*args) if opened is None or opened.client is None else await opened.client.run(function, *args)
+        is_open = asyncio.get_running_loop() in self._opened
+        return await self._client.run(function, *args) if is_open else function(*args)
 
-    @contextlib.asynccontextmanager
-    async def _opens(self) -> AsyncGenerator[Threads, None]:
-        with contextlib.closing(Threads(1, "cache")) as threads:
-            yield threads
+    def _connect(self) -> Threads:
+        return Threads(1)
 
 
 async def _value(sample: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -108,10 +107,8 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
                 samples.append(self.load(index))
         return samples
 
-    @contextlib.asynccontextmanager
-    async def _opens(self) -> AsyncGenerator[Threads, None]:
-        with contextlib.closing(Threads(self.threads, "files")) as threads:
-            yield threads
+    def _connect(self) -> Threads:
+        return Threads(self.threads)
 
 
 class ImageFolder(FileDataset[tuple[Any, int]]):

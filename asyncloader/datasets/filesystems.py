@@ -6,16 +6,16 @@ import contextlib
 import errno
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.http_source import PASSING
-from asyncloader.datasets.limits import MAX_BYTES, too_large
+from asyncloader.datasets.http import PASSING
+from asyncloader.datasets.limits import MAX_BYTES
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
-from asyncloader.datasets.source import Version
+from asyncloader.datasets.source import NOTHING, Known, Source, Version
 from asyncloader.errors import ConfigurationError, as_cause, chain_of, redacted
 
 T_co = TypeVar("T_co", covariant=True)
@@ -41,17 +41,67 @@ _PASSING_ERRORS = {
 }
 
 
-class _System(NamedTuple):
-    """A file system, and the threads that call it."""
+class FsspecSource(Source):
+    """A file system of fsspec, called on threads. Belongs to one loop.
 
-    system: Any
-    threads: Threads
+    Args:
+        url: Where it is.
+        options: Arguments of the file system.
+        threads: How many files are read at once.
+        max_bytes: How many bytes are read of a file; one more tells that it is larger.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], threads: int, max_bytes: int) -> None:
+        from fsspec.archive import AbstractArchiveFileSystem
+
+        self._system, self._most = open_system(url, options)[0], max_bytes + 1
+        if isinstance(self._system, AbstractArchiveFileSystem):
+            # All reads of an archive move one file position. tarfile does not guard it, nor does zipfile where it seeks
+            # (3.12, 3.13): what another thread reads meanwhile would come in place of what was asked for.
+            own = {**self._system.storage_options, "skip_instance_cache": True}  # others may read theirs meanwhile
+            self._system, threads = type(self._system)(*self._system.storage_args, **own), 1
+        self._threads = Threads(threads)
+
+    async def version(self, url: str) -> Version:
+        """Return which version of a file is there."""
+        return await self._threads.run(version_in, self._system, url)
+
+    async def stream(
+        self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING
+    ) -> AsyncGenerator[tuple[bytes, Known], None]:
+        """Yield the bytes from one up to another, or the end, in one chunk."""
+        try:
+            data = await self._threads.run(self._read, url, start, stop)
+        except Exception as error:
+            if any(map(_passes, _causes(error))):
+                raise TransientError(f"{type(error).__name__}: {error}") from as_cause(error)
+            with secrets_kept():
+                raise
+        yield data, known
+
+    def _read(self, path: str, start: int, stop: int | None) -> bytes:
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.spec import AbstractFileSystem
+
+        system = self._system
+        opens = type(system).cat_file is AbstractFileSystem.cat_file and not isinstance(system, AsyncFileSystem)
+        if not opens or start or stop is not None:
+            return bytes(system.cat_file(path, start or None, stop))
+        parts, left = [], self._most
+        with system.open(path, "rb") as file:
+            size = getattr(file, "size", None)  # where that is known a read may be a request: one is enough
+            most = size if isinstance(size, int) and size > 0 else _PIECE_BYTES
+            while left and (part := file.read(min(left, most))):
+                parts.append(part)
+                left -= len(part)
+        return b"".join(parts)
 
     async def aclose(self) -> None:
-        self.threads.close()
+        """Let the threads end."""
+        await self._threads.aclose()
 
 
-class FsspecDataset(RemoteDataset[_System, T_co]):
+class FsspecDataset(RemoteDataset[T_co]):
     """Serve what lies in a file system of fsspec: for what :class:`ObjectStoreDataset` does not reach.
 
     Each fetch is a call on a thread: that works with every file system, and is slower than what the other datasets do
@@ -106,51 +156,11 @@ class FsspecDataset(RemoteDataset[_System, T_co]):
             keys = [path[beyond:] for path in sorted(found) if path.endswith(suffix)]
             if not keys:
                 raise FileNotFoundError(errno.ENOENT, f"no file that ends with {suffix!r} is there", redacted(url))
-        super().__init__(keys, decode, retries or Retries(), decode_threads, max_bytes)
+        prefix = f"{self.root.rstrip('/')}/" if self.root else ""
+        super().__init__(keys, decode, retries, decode_threads, max_bytes, prefix)
 
-    async def _fetch(self, client: _System, key: Key) -> bytes:
-        system, threads = client
-        name, start, stop = (key, None, None) if isinstance(key, str) else (key.key, key.start, key.stop)
-        path = f"{self.root.rstrip('/')}/{name}" if self.root else name
-        try:
-            data = await threads.run(self._read, system, path, start, stop)
-        except FetchError:
-            raise
-        except Exception as error:
-            if any(map(_passes, _causes(error))):
-                raise TransientError(f"{type(error).__name__}: {error}") from as_cause(error)
-            with secrets_kept():
-                raise
-        if start is None and len(data) > self.max_bytes:
-            raise too_large(f"{self.url}, {name}", self.max_bytes)
-        return data
-
-    def _read(self, system: Any, path: str, start: int | None, stop: int | None) -> bytes:
-        from fsspec.asyn import AsyncFileSystem
-        from fsspec.spec import AbstractFileSystem
-
-        opens = type(system).cat_file is AbstractFileSystem.cat_file and not isinstance(system, AsyncFileSystem)
-        if start is not None or not opens:
-            return bytes(system.cat_file(path, start, stop))
-        parts, left = [], self.max_bytes + 1
-        with system.open(path, "rb") as file:
-            size = getattr(file, "size", None)  # where that is known a read may be a request: one is enough
-            most = size if isinstance(size, int) and size > 0 else _PIECE_BYTES
-            while left and (part := file.read(min(left, most))):
-                parts.append(part)
-                left -= len(part)
-        return b"".join(parts)
-
-    async def _connect(self) -> _System:
-        from fsspec.archive import AbstractArchiveFileSystem
-
-        system, threads = open_system(self.url, self.storage_options)[0], self.threads
-        if isinstance(system, AbstractArchiveFileSystem):
-            # All reads of an archive move one file position. tarfile does not guard it, nor does zipfile where it seeks
-            # (3.12, 3.13): what another thread reads meanwhile would come in place of what was asked for.
-            options = {**system.storage_options, "skip_instance_cache": True}  # others may read theirs at the same time
-            system, threads = type(system)(*system.storage_args, **options), 1
-        return _System(system, Threads(threads, "fsspec"))
+    def _source(self) -> FsspecSource:
+        return FsspecSource(self.url, self.storage_options, self.threads, self.max_bytes)
 
 
 def open_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

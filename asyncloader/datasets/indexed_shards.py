@@ -6,26 +6,23 @@ numbers ──> Spans: which shard, which bytes ──> ranges, or whole blocks 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
 from asyncloader.datasets.apart import versions_of
 from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.datasets.limits import MAX_BYTES, too_large
 from asyncloader.datasets.numbers import counted
-from asyncloader.datasets.opened import Openable, Threads, all_decoded
-from asyncloader.datasets.ranges import Place, read_places
+from asyncloader.datasets.opened import BatchDataset, Opened, all_decoded
 from asyncloader.datasets.retry import FetchError, Retries
 from asyncloader.datasets.source import path_of
-from asyncloader.datasets.sources import Access, Sources
+from asyncloader.datasets.sources import Access, Place, Sources
 from asyncloader.datasets.tar import RawSample, read_samples
 from asyncloader.datasets.tar_index import spans_of
 from asyncloader.errors import ConfigurationError
@@ -35,13 +32,7 @@ T_co = TypeVar("T_co", covariant=True)
 _END = bytes(1024)  # of an archive
 
 
-class _Open(NamedTuple):
-    sources: Sources
-    threads: Threads
-    cache: BlockCache[memoryview]
-
-
-class IndexedTarShards(Openable[_Open], Dataset[T_co]):
+class IndexedTarShards(BatchDataset[Opened[Sources], T_co]):
     """Serve the samples of tar files in WebDataset's layout by number, in any order.
 
     In place of :class:`TarShards`, which is a stream, where a run must go on with another number of workers or ranks,
@@ -84,8 +75,6 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
             dataset = IndexedTarShards(["train-000.tar", "train-001.tar"], decode)
             loader = DataLoader(dataset, batch_size=32, sampler=ElasticSampler(dataset), num_workers=4)
     """
-
-    seeds_samples = True
 
     def __init__(
         self,
@@ -148,11 +137,6 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
         """How many samples there are in each block."""
         return np.diff(self._blocks)
 
-    async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
-        """Read and decode one sample."""
-        (sample,) = await self.__getitems__([index])
-        return sample
-
     async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read and decode the samples of a batch."""
         numbers = counted(indices, len(self), "sample")
@@ -161,7 +145,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
         if self.cache_bytes:
             contents = await self._out_of_blocks(opened.cache, numbers, places)
         else:
-            contents = await read_places(opened.sources, self.shards, self._versions, places)
+            contents = await opened.source.read_places(self.shards, self._versions, places)
         samples = [
             await self._taken_apart(data, place, number)
             for data, place, number in zip(contents, places, numbers.tolist(), strict=True)
@@ -190,7 +174,7 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
 
     async def _read(self, block: int) -> memoryview:
         (place,) = self._places(self._blocks[block : block + 1], self._blocks[block + 1 : block + 2] - 1)
-        (data,) = await read_places(self._client.sources, self.shards, self._versions, [place])
+        (data,) = await self._client.source.read_places(self.shards, self._versions, [place])
         return data
 
     async def _taken_apart(self, data: memoryview, place: Place, number: int) -> RawSample:
@@ -206,14 +190,9 @@ class IndexedTarShards(Openable[_Open], Dataset[T_co]):
             raise FetchError(f"{url}: {len(found)} samples where its index has one, number {number}, at byte {start}")
         return found[0]
 
-    @contextlib.asynccontextmanager
-    async def _opens(self) -> AsyncGenerator[_Open, None]:
-        async with (
-            contextlib.aclosing(Sources(self.access)) as sources,
-            contextlib.aclosing(BlockCache[memoryview](self.cache_bytes, len)) as cache,
-        ):
-            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "decode")) as threads:
-                yield _Open(sources, threads, cache)
+    def _connect(self) -> Opened[Sources]:
+        cache = BlockCache[memoryview](self.cache_bytes, len)
+        return Opened(Sources(self.access), self.decode_threads if self.decode else 0, cache)
 
 
 def _check(dataset: IndexedTarShards[Any]) -> None:

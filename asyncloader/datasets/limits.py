@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import zlib
-from collections.abc import AsyncIterable
 from io import FileIO
 
 from asyncloader.datasets.retry import FetchError, TransientError
@@ -21,36 +20,6 @@ def too_large(what: str, max_bytes: int) -> FetchError:
         f"{what}: larger than {max_bytes:,} bytes, which is the most that a sample may have. If that is right, give "
         "the dataset a larger max_bytes"
     )
-
-
-async def collect(chunks: AsyncIterable[bytes], most: int, error: FetchError) -> bytes:
-    """Return all that comes.
-
-    Args:
-        chunks: The body of an answer.
-        most: How many bytes it may have.
-        error: Raised as soon as it has more.
-    """
-    parts, size = [], 0
-    async for chunk in chunks:
-        size += len(chunk)
-        if size > most:
-            raise error
-        parts.append(chunk)
-    return b"".join(parts)
-
-
-async def collect_range(chunks: AsyncIterable[bytes], size: int, url: str) -> bytes:
-    """Return the bytes of a range of so many.
-
-    Raises:
-        FetchError: More came.
-        TransientError: Fewer came.
-    """
-    data = await collect(chunks, size, FetchError(f"{url}: more than the {size:,} bytes came that were asked for"))
-    if len(data) != size:
-        raise TransientError(f"{len(data)} bytes came of {size}")
-    return data
 
 
 def decompress(data: bytes, max_bytes: int, url: str) -> bytes:

@@ -8,49 +8,54 @@ from collections.abc import AsyncGenerator, Sequence
 from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.opened import Threads
 from asyncloader.datasets.retry import FetchError
-from asyncloader.datasets.source import Known, Version, path_of, raise_changed
+from asyncloader.datasets.source import NOTHING, Known, Source, Version, path_of, raise_changed
 
 CHUNK_BYTES = 1 << 20
 
 
-class LocalSource:
+class LocalSource(Source):
     """The machine's own files. Belongs to one loop."""
 
     def __init__(self) -> None:
-        self._threads = Threads(1, "shards")
+        self._threads = Threads(1)
 
     async def version(self, url: str) -> Version:
         """Return which version of a file is there."""
         return await self._threads.run(Version.of_file, path_of(url))
 
-    async def read(self, url: str, start: int, stop: int, version: Version) -> bytes:
-        """Return some bytes of this version of a file."""
+    async def read(self, url: str, start: int, stop: int, version: Version | None = None) -> bytes:
+        """Return some bytes of a file, of this version if one is given."""
         return await self._threads.run(read_range, path_of(url), start, stop, version)
 
     async def read_all(self, ranges: Sequence[tuple[str, int, int, Version]]) -> list[bytes]:
         """Return the bytes of several ranges, in one job of the thread."""
-        return await self._threads.run(_read_ranges, ranges)
+        return await self._threads.run(
+            lambda: [read_range(path_of(url), start, stop, version) for url, start, stop, version in ranges]
+        )
 
-    async def stream(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
+    async def stream(
+        self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING
+    ) -> AsyncGenerator[tuple[bytes, Known], None]:
         """Read from an offset on."""
-        while True:
-            chunk, tag = await self._threads.run(_read_part, path_of(url), offset)
-            known = known.confirmed(Known(tag), url)
+        while stop is None or start < stop:
+            count = CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop - start)
+            chunk, now = await self._threads.run(_read_part, path_of(url), start, count)
+            known = known.confirmed(now, url)
+            yield chunk, known
             if not chunk:
                 return
-            yield chunk, known
-            offset += len(chunk)
+            start += len(chunk)
 
     async def aclose(self) -> None:
         """Let the thread end."""
-        self._threads.close()
+        await self._threads.aclose()
 
 
-def read_range(path: str, start: int, stop: int, version: Version) -> bytes:
+def read_range(path: str, start: int, stop: int, version: Version | None) -> bytes:
     """Read some bytes of a local file, which must still be of this version."""
     at, parts = start, []
     with open_regular(path) as file:
-        if Version.of_file(file.fileno()) != version:
+        if version and Version.of_file(file.fileno()) != version:
             raise_changed(path)
         while at < stop and (part := os.pread(file.fileno(), stop - at, at)):  # Linux gives no more than 2 GiB at once
             parts.append(part)
@@ -60,11 +65,7 @@ def read_range(path: str, start: int, stop: int, version: Version) -> bytes:
     return b"".join(parts)
 
 
-def _read_ranges(ranges: Sequence[tuple[str, int, int, Version]]) -> list[bytes]:
-    return [read_range(path_of(url), start, stop, version) for url, start, stop, version in ranges]
-
-
-def _read_part(path: str, offset: int) -> tuple[bytes, str]:
+def _read_part(path: str, offset: int, count: int) -> tuple[bytes, Known]:
     """Read the bytes from an offset on, and what tells this version of the file from another.
 
     In one job, which leaves nothing open: a file that aiofiles holds open across awaits is lost to a cancellation that
@@ -72,4 +73,5 @@ def _read_part(path: str, offset: int) -> tuple[bytes, str]:
     """
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
-        return os.pread(file.fileno(), CHUNK_BYTES, offset), f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
+        tag = f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
+        return os.pread(file.fileno(), count, offset), Known(tag)

@@ -10,7 +10,7 @@ Source: megatron/core/datasets/indexed_dataset.py of NVIDIA's Megatron-LM.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,25 +22,17 @@ _HEAD = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats, which no tokens are
 
 
-class Documents(NamedTuple):
-    """What an index says.
-
-    Attributes:
-        dtype: Of the tokens.
-        starts: The token that each document begins with, and behind the last one how many tokens there are.
-    """
-
-    dtype: np.dtype[Any]
-    starts: NDArray[np.int64]
-
-
-def read_index(data: bytes | memoryview, name: str, bin_bytes: int) -> Documents:
+def read_index(data: bytes | memoryview, name: str, bin_bytes: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:
     """Read an index, and check it against the length of its file of tokens.
 
     Args:
         data: The whole of the file.
         name: Named in errors.
         bin_bytes: How long the .bin is.
+
+    Returns:
+        The dtype of the tokens; and the token that each document begins with, and behind the last one how many tokens
+        there are.
 
     Raises:
         ConfigurationError: It is no such index, is damaged, or belongs to another file.
@@ -81,4 +73,4 @@ def read_index(data: bytes | memoryview, name: str, bin_bytes: int) -> Documents
     if not num_documents or documents[0] != 0 or documents[-1] != num_sequences or (np.diff(documents) < 0).any():
         at = needed - 8 * num_documents
         raise ConfigurationError(f"{name}: its documents, from byte {at} on, do not agree with its sequences")
-    return Documents(dtype, ends[documents])
+    return dtype, ends[documents]

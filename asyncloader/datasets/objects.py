@@ -15,15 +15,16 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.limits import MAX_BYTES, collect_range, too_large
+from asyncloader.datasets.limits import MAX_BYTES
 from asyncloader.datasets.listing import list_apart
 from asyncloader.datasets.local import CHUNK_BYTES
 from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
-from asyncloader.datasets.source import Known, Version, raise_changed
+from asyncloader.datasets.source import NOTHING, Known, Source, Version
 from asyncloader.errors import as_cause, redacted
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ObjectStore
 
 T_co = TypeVar("T_co", covariant=True)
@@ -32,7 +33,7 @@ _FAILED_STATUS = re.compile(r"status: (\d{3})|status code: (\d{3})")
 _used_in: int | None = None  # the process that has started tokio's threads
 
 
-class StoreSource:
+class StoreSource(Source):
     """Objects of stores. Belongs to one loop.
 
     A store has no `close`: its connections end with the last reference to it. Frames have references, tracebacks have
@@ -66,40 +67,23 @@ class StoreSource:
             meta = await obstore.head_async(*self._place(url))
             return Version(meta["size"], meta["e_tag"] or "")
 
-    async def read(self, url: str, start: int, stop: int, version: Version | None = None) -> bytes:
-        """Return some bytes of an object, of this version if one is given."""
+    async def stream(
+        self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING
+    ) -> AsyncGenerator[tuple[bytes, Known], None]:
+        """Yield chunks from one byte up to another, or the end."""
         import obstore
 
-        with _failures_told_apart(url):
-            answer = await obstore.get_async(*self._place(url), options={"range": (start, stop)})
-            if version and (answer.meta["size"], answer.meta["e_tag"] or "") != version:
-                raise_changed(url)
-            return await collect_range(answer.stream(), stop - start, url)
-
-    async def read_whole(self, url: str, max_bytes: int) -> bytes:
-        """Return all of an object."""
-        import obstore
-
-        with _failures_told_apart(url):
-            answer = await obstore.get_async(*self._place(url))
-            if answer.meta["size"] > max_bytes:
-                raise too_large(url, max_bytes)
-            return await collect_range(answer.stream(), answer.meta["size"], url)
-
-    async def stream(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
-        """Read from an offset on."""
-        import obstore
-
-        options: Any = {"range": {"offset": offset}} if offset else {}
-        if known.tag is not None:
-            options["if_match"] = known.tag
+        options: GetOptions = {} if known.tag is None else {"if_match": known.tag}
+        if start or stop is not None:
+            options["range"] = {"offset": start} if stop is None else (start, stop)
         with _failures_told_apart(url):
             answer = await obstore.get_async(*self._place(url), options=options)
             known = known.confirmed(Known(answer.meta["e_tag"], answer.meta["size"]), url)
+            yield b"", known
             async for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
-                offset += len(chunk)
+                start += len(chunk)
                 yield bytes(chunk), known
-                if offset == known.size:  # what happens to the connection now does not matter; the rest would be a 416
+                if start == known.size:  # what happens to the connection now does not matter; the rest would be a 416
                     return
 
     async def aclose(self) -> None:
@@ -107,7 +91,7 @@ class StoreSource:
         self._stores = None
 
 
-class ObjectStoreDataset(RemoteDataset[StoreSource, T_co]):
+class ObjectStoreDataset(RemoteDataset[T_co]):
     """Serve objects of a bucket, or ranges of them.
 
     Tried again are connections that fail or break off, time-outs, and all statuses from 500 on, 408 and 429.
@@ -173,12 +157,7 @@ class ObjectStoreDataset(RemoteDataset[StoreSource, T_co]):
             if not keys:
                 wanted = f"no object that ends with {suffix!r}" if suffix else "no object"
                 raise FileNotFoundError(errno.ENOENT, f"{wanted} is there", redacted(url))
-        super().__init__(keys, decode, retries, decode_threads, max_bytes)
-
-    async def _fetch(self, client: StoreSource, key: Key) -> bytes:
-        if isinstance(key, str):
-            return await client.read_whole(f"{self.url}/{key}", self.max_bytes)
-        return await client.read(f"{self.url}/{key.key}", key.start, key.stop)
+        super().__init__(keys, decode, retries, decode_threads, max_bytes, f"{url}/")
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -187,7 +166,7 @@ class ObjectStoreDataset(RemoteDataset[StoreSource, T_co]):
             "credential_provider": self.credential_provider,
         }
 
-    async def _connect(self) -> StoreSource:
+    def _source(self) -> StoreSource:
         return StoreSource(self._options(), self.url)
 
 

@@ -1,4 +1,4 @@
-"""Resources that a dataset holds open while it is in use: a client that belongs to an event loop, threads."""
+"""What a dataset holds open while it is in use: a source of data that belongs to an event loop, threads, a cache."""
 
 from __future__ import annotations
 
@@ -6,82 +6,105 @@ import abc
 import asyncio
 import contextlib
 import contextvars
-import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
+from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.seeding.turns import sample_seed
 
 T = TypeVar("T")
-ClientT = TypeVar("ClientT")
+T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclasses.dataclass
-class _Opened(Generic[ClientT]):
-    """The client of one loop, and how many users have entered the dataset there."""
+class Closable(Protocol):
+    """A source of data, or threads: what is closed on the loop that has opened it."""
 
-    users: int = 0
-    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    context: contextlib.AbstractAsyncContextManager[ClientT] | None = None
-    client: ClientT | None = None
+    async def aclose(self) -> None:
+        """Let go of connections and threads."""
+
+
+ClientT = TypeVar("ClientT", bound=Closable)
+SourceT = TypeVar("SourceT", bound=Closable)
 
 
 class Openable(abc.ABC, Generic[ClientT]):
-    """Opens a client on the loop that enters first, closes it when the last has left; pickles without it.
+    """Opens a client for the first user on a loop, closes it with the last one; pickles without it.
 
     One object may be entered several times (by two iterators without workers, which share a loop) and on several loops
     at once, each of which gets a client of its own; nobody touches the client of another loop.
     """
 
     def __init__(self) -> None:
-        self._opened: dict[asyncio.AbstractEventLoop, _Opened[ClientT]] = {}
+        self._opened: dict[asyncio.AbstractEventLoop, tuple[ClientT, int]] = {}  # with how many have entered there
 
     @abc.abstractmethod
-    def _opens(self) -> contextlib.AbstractAsyncContextManager[ClientT]:
-        """Return what makes a client that belongs to the running loop, and closes it there."""
+    def _connect(self) -> ClientT:
+        """Return a client that belongs to the running loop. It connects when it is first used, within its retries."""
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        opened = self._opened.setdefault(loop, _Opened())
-        opened.users += 1
-        try:
-            async with opened.turn:
-                if opened.client is None:
-                    opened.context = self._opens()
-                    opened.client = await opened.context.__aenter__()
-        except BaseException:
-            self._leave(loop, opened)
-            raise
+        client, users = self._opened.get(loop) or (self._connect(), 0)
+        self._opened[loop] = client, users + 1
         return self
 
     async def __aexit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        opened = self._opened[loop]
-        self._leave(loop, opened)
-        # From here on nobody finds it any more: who enters now gets a client of its own.
-        if opened.users == 0 and opened.context is not None:
-            await opened.context.__aexit__(None, None, None)
-
-    def _leave(self, loop: asyncio.AbstractEventLoop, opened: _Opened[ClientT]) -> None:
-        opened.users -= 1
-        if opened.users == 0:
-            del self._opened[loop]
+        client, users = self._opened.pop(loop)
+        if users > 1:
+            self._opened[loop] = client, users - 1
+        else:  # whoever enters from here on gets a client of its own
+            await client.aclose()
 
     @property
     def _client(self) -> ClientT:
         """The client of the running loop."""
         opened = self._opened.get(asyncio.get_running_loop())
-        if opened is None or opened.client is None:
+        if opened is None:
             name = type(self).__name__
             raise RuntimeError(f"{name} is not open: a DataLoader opens it; without one, `async with dataset:`")
-        return opened.client
+        return opened[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}
+
+
+class BatchDataset(Openable[ClientT], Dataset[T_co], Generic[ClientT, T_co]):
+    """Reads the samples of a batch together."""
+
+    seeds_samples = True
+
+    async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
+        """Read one sample."""
+        (sample,) = await self.__getitems__([index])
+        return sample
+
+    @abc.abstractmethod
+    async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
+        """Read the samples of a batch."""
+
+
+class Opened(Generic[SourceT]):
+    """A client of several parts, closed together.
+
+    Attributes:
+        source: Where the data come from.
+        threads: Decode samples.
+        cache: Blocks that were read last.
+    """
+
+    def __init__(self, source: SourceT, threads: int | None, cache: BlockCache[Any] | None = None) -> None:
+        self.source = source
+        self.threads = Threads(threads)
+        self.cache = cache or BlockCache[Any](0)
+
+    async def aclose(self) -> None:
+        """Close all parts, whatever comes of the first ones."""
+        async with contextlib.aclosing(self.source), contextlib.aclosing(self.threads), contextlib.aclosing(self.cache):
+            pass
 
 
 def decoded(decode: Callable[..., T], *args: Any) -> T:
@@ -103,16 +126,14 @@ class Threads:
     """Threads on which samples are read or decoded while the loop goes on.
 
     Args:
-        count: How many; 0 does the work on the loop. None is one in a worker, of which there are several, and else
+        count: How many; 0 does the work on the loop. None is one in a worker, of which there are several, and otherwise
             one for each processor, up to four.
-        name: Prefix of the threads' names.
     """
 
-    def __init__(self, count: int | None, name: str) -> None:
+    def __init__(self, count: int | None) -> None:
         if count is None:
             count = 1 if get_worker_info() else min(os.cpu_count() or 1, 4)
-        self.count = count
-        self._executor = ThreadPoolExecutor(count, thread_name_prefix=name) if count else None
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix="dataset") if count else None
 
     async def run(self, function: Callable[..., T], /, *args: Any) -> T:
         """Call a function on one of the threads, with the context of the caller (:func:`asyncloader.sample_rng`)."""
@@ -121,7 +142,7 @@ class Threads:
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(self._executor, context.run, function, *args)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Let the threads end, each after the call it is at; waiting for one that hangs would hang the loop."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)

@@ -10,14 +10,13 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
 from asyncloader.datasets.apart import run_apart, versions_of
@@ -26,7 +25,7 @@ from asyncloader.datasets.extras import require
 from asyncloader.datasets.filesystems import open_system, secrets_kept, version_in
 from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.numbers import counted
-from asyncloader.datasets.opened import Openable, Threads, all_decoded
+from asyncloader.datasets.opened import BatchDataset, Opened, all_decoded
 from asyncloader.datasets.retry import Retries
 from asyncloader.datasets.source import Version, kind_of, path_of, raise_changed
 from asyncloader.datasets.sources import Access, Sources
@@ -40,12 +39,6 @@ T_co = TypeVar("T_co", covariant=True)
 _SERVED = frozenset({"file", "http", "https", "s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"})
 
 
-class _Open(NamedTuple):
-    ranges: _Ranges
-    threads: Threads
-    cache: BlockCache[Any]
-
-
 class Footer(NamedTuple):
     """What a file says of itself: rows of each row group, its columns, and the dtypes of those of lists of numbers."""
 
@@ -54,7 +47,7 @@ class Footer(NamedTuple):
     dtypes: dict[str, np.dtype[Any]]
 
 
-class ParquetDataset(Openable[_Open], Dataset[T_co]):
+class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
     """Serve the rows of Parquet files.
 
     A row group is what can be read of a file: for one row of it the columns are read of all its rows. A batch reads
@@ -96,8 +89,6 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
             sampler = BlockShuffleSampler(rows.block_sizes, num_workers=4, batch_size=32)
             loader = DataLoader(rows, batch_size=32, sampler=sampler, num_workers=4)
     """
-
-    seeds_samples = True
 
     def __init__(
         self,
@@ -159,11 +150,6 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
         """How many rows there are in each row group."""
         return np.diff(self._firsts)
 
-    async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
-        """Read one row."""
-        (row,) = await self.__getitems__([index])
-        return row
-
     async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Read the rows of a batch."""
         numbers = counted(indices, len(self), "row")
@@ -185,9 +171,9 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
                 found[at] = dict(zip(columns, values, strict=True))
         return found if self.decode is None else all_decoded(self.decode, found)
 
-    async def _read(self, client: _Open, group: int) -> pa.Table:
+    async def _read(self, client: Opened[_Ranges], group: int) -> pa.Table:
         path, number = self.paths[self._files[group]], int(self._groups[group])
-        opens = partial(self._opened_file, path, client.ranges)
+        opens = partial(self._opened_file, path, client.source)
         table = await client.threads.run(_read_group, opens, number, self.columns)
         return table.select(self._names)  # in one order, whatever that in the file is
 
@@ -253,17 +239,9 @@ class ParquetDataset(Openable[_Open], Dataset[T_co]):
                 )
         return list(dict.fromkeys(name if name in first else name.split(".")[0] for name in wanted))
 
-    @contextlib.asynccontextmanager
-    async def _opens(self) -> AsyncGenerator[_Open, None]:
-        async with (
-            contextlib.aclosing(Sources(self.access)) as sources,
-            contextlib.aclosing(BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)) as cache,
-        ):
-            with (
-                contextlib.closing(Threads(self.threads, "parquet")) as threads,
-                contextlib.closing(_Ranges(sources)) as ranges,
-            ):
-                yield _Open(ranges, threads, cache)
+    def _connect(self) -> Opened[_Ranges]:
+        cache = BlockCache[Any](self.cache_bytes, lambda table: table.nbytes)
+        return Opened(_Ranges(Sources(self.access)), self.threads, cache)
 
 
 class _Ranges:
@@ -298,13 +276,14 @@ class _Ranges:
             with self._lock:
                 self._asked.discard(asked)
 
-    def close(self) -> None:
-        """Refuse what is asked for from now on, and cancel what was; on the loop."""
+    async def aclose(self) -> None:
+        """Refuse what is asked for from now on, cancel what was, and close the sources."""
         with self._lock:
             self._is_closed = True
             asked = list(self._asked)
         for one in asked:
             one.cancel()
+        await self._sources.aclose()
 
 
 class _RangeFile(io.RawIOBase):
@@ -329,10 +308,6 @@ class _RangeFile(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._version.size}[whence]
         return self._at
 
-    def tell(self) -> int:
-        """Return the place."""
-        return self._at
-
     def readable(self) -> bool:
         """Return True."""
         return True
@@ -343,9 +318,8 @@ class _RangeFile(io.RawIOBase):
 
 
 async def _read_footer_away(sources: Sources, path: str, version: Version) -> Footer:
-    with contextlib.closing(_Ranges(sources)) as ranges:
-        file = _RangeFile(ranges, path, version)
-        return await asyncio.to_thread(_read_footer, path, lambda: contextlib.nullcontext(file))
+    file = _RangeFile(_Ranges(sources), path, version)
+    return await asyncio.to_thread(_read_footer, path, lambda: contextlib.nullcontext(file))
 
 
 def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManager[Any]]) -> Footer:

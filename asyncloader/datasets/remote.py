@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from torch.utils.data import Dataset
 
 from asyncloader.checks import at_least
-from asyncloader.datasets.opened import Openable, Threads, decoded
-from asyncloader.datasets.retry import Retries, TransientError
+from asyncloader.datasets.opened import Openable, Opened, decoded
+from asyncloader.datasets.retry import Retries
+from asyncloader.datasets.source import Source
 from asyncloader.errors import ConfigurationError
 
 T_co = TypeVar("T_co", covariant=True)
-ClientT = TypeVar("ClientT", bound="Connection")
 
 
 class ByteRange(NamedTuple):
@@ -36,14 +35,7 @@ class ByteRange(NamedTuple):
 Key: TypeAlias = str | ByteRange
 
 
-class Connection(Protocol):
-    """A client that a dataset fetches its objects with."""
-
-    async def aclose(self) -> None:
-        """Let go of connections and threads."""
-
-
-class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, Generic[ClientT, T_co]):
+class RemoteDataset(Openable[Opened[Source]], Dataset[T_co], abc.ABC, Generic[T_co]):
     """Serves objects by index: fetches with retries, decodes on a thread.
 
     Args:
@@ -52,58 +44,51 @@ class RemoteDataset(Openable[tuple[ClientT, Threads]], Dataset[T_co], abc.ABC, G
         retries: How transient failures are retried.
         decode_threads: Threads for ``decode``, in each worker; see :class:`~asyncloader.datasets.opened.Threads`.
         max_bytes: How large a whole object may be.
+        prefix: What the urls of all objects begin with.
     """
 
     def __init__(
         self,
         keys: Iterable[Key],
         decode: Callable[[bytes, Any], T_co] | None,
-        retries: Retries,
+        retries: Retries | None,
         decode_threads: int | None,
         max_bytes: int,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         at_least("max_bytes", max_bytes, least=1)
         self.keys: Sequence[Key] = list(keys)
         self.decode = decode
-        self.retries = retries
+        self.retries = retries or Retries()
         self.decode_threads = decode_threads
         self.max_bytes = max_bytes
+        self._prefix = prefix
 
     def __len__(self) -> int:
         return len(self.keys)
 
     async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
         """Fetch and decode one object."""
-        client, threads = self._client
-        key = self.keys[index]
-        data = await self.retries.run(partial(self._fetch_whole, client, key), _name(key))
-        return cast(T_co, data) if self.decode is None else await threads.run(decoded, self.decode, data, key)
+        opened, key = self._client, self.keys[index]
+        name = key if isinstance(key, str) else f"{key.key}, bytes {key.start} to {key.stop}"
+        data = await self.retries.run(partial(self._fetch, opened.source, key), name)
+        return cast(T_co, data) if self.decode is None else await opened.threads.run(decoded, self.decode, data, key)
 
-    async def _fetch_whole(self, client: ClientT, key: Key) -> bytes:
-        if isinstance(key, ByteRange) and not 0 <= key.start < key.stop:
-            if 0 <= key.start == key.stop:  # no request can ask for that
-                return b""
+    async def _fetch(self, source: Source, key: Key) -> bytes:
+        """Make one try."""
+        if isinstance(key, str):
+            return await source.read_whole(self._prefix + key, self.max_bytes)
+        name, start, stop = key
+        if 0 <= start == stop:  # no request can ask for that
+            return b""
+        if not 0 <= start < stop:
             raise ConfigurationError(f"{key} is no range of bytes")
-        data = await self._fetch(client, key)
-        if isinstance(key, ByteRange) and len(data) != key.stop - key.start:
-            raise TransientError(f"{len(data)} bytes came of the {key.stop - key.start} that were asked for")
-        return data
+        return await source.read(self._prefix + name, start, stop)
 
     @abc.abstractmethod
-    async def _fetch(self, client: ClientT, key: Key) -> bytes:
-        """Make one try. Raise TransientError for what may be gone in a moment."""
+    def _source(self) -> Source:
+        """Return where the objects are, for the running loop."""
 
-    @abc.abstractmethod
-    async def _connect(self) -> ClientT:
-        """Make a client that belongs to the running loop."""
-
-    @contextlib.asynccontextmanager
-    async def _opens(self) -> AsyncGenerator[tuple[ClientT, Threads], None]:
-        async with contextlib.aclosing(await self._connect()) as connection:
-            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "decode")) as threads:
-                yield connection, threads
-
-
-def _name(key: Key) -> str:
-    return key if isinstance(key, str) else f"{key.key}, bytes {key.start} to {key.stop}"
+    def _connect(self) -> Opened[Source]:
+        return Opened(self._source(), self.decode_threads if self.decode else 0)

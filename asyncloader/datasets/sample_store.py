@@ -63,15 +63,16 @@ class SampleStore:
 
     Args:
         file: The file, as `in_memory` or `at` have made it.
+
+    Attributes:
+        is_on_disk: Whether to read or write may take as long as a disk takes.
     """
 
     def __init__(self, file: MemoryFile) -> None:
         self._file = file
         self._direct, self._hashed, _ = _HEAD.unpack(os.pread(file.fd, _HEAD.size, _HEAD_AT))
         self._data_at = _TABLE_AT + _SLOT.size * (self._direct + self._hashed + _WINDOW)
-        self._checks = (
-            file.path is not None
-        )  # after the machine itself has crashed, a slot may be there without its sample
+        self.is_on_disk = file.path is not None  # after a crash of the machine, a slot may be there without its sample
         self._may_write = os.access(file.path, os.W_OK) if file.path else True
         self._told_outdated = False
         self._lock_wait_s = _LOCK_WAIT_S
@@ -112,11 +113,6 @@ class SampleStore:
         """Return an empty one in memory: the dataset is copied with it, and the copy may be changed."""
         return self if self.is_on_disk else SampleStore.in_memory(self._direct or None, self.usage().max_bytes)
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether to read or write may take as long as a disk takes."""
-        return self._checks
-
     def usage(self) -> StoreUsage:
         """Return what it holds."""
         limit, claimed, samples, _ = self._claims()
@@ -135,13 +131,13 @@ class SampleStore:
             BlockingIOError: The disk has to be asked, and is not to be waited for.
             Exception: What its unpickling raises, with a note on the file that it is from.
         """
-        found = self._find(key, wait)
-        if not isinstance(found, tuple):
+        at, _, found = self._find(key, wait)
+        if found is None:
             return MISSING
-        at, offset, length, checksum = found
+        offset, length, checksum = found
         buffer = empty(length)
         memory = memoryview(buffer)
-        if not self._read(memory, offset, wait) or (self._checks and zlib.crc32(memory) != checksum):
+        if not self._read(memory, offset, wait) or (self.is_on_disk and zlib.crc32(memory) != checksum):
             self._empty(at)
             return MISSING
         try:
@@ -154,7 +150,13 @@ class SampleStore:
                     f"It is the sample {key!r} of the cache {self._file.path}; delete that if it is outdated."
                 )
                 raise
-            self._tell_outdated(error)
+            if not self._told_outdated:
+                self._told_outdated = True
+                log.warning(
+                    "The cache %s has samples of code that has changed since (%s): they are made and kept anew.",
+                    self._file.path,
+                    error,
+                )
             self._empty(at)
             return MISSING
 
@@ -164,7 +166,8 @@ class SampleStore:
         Raises:
             Exception: What its pickling raises.
         """
-        if not self._may_write or not isinstance(at := self._find(key, wait=True), int):
+        at, owner, found = self._find(key, wait=True)
+        if not self._may_write or at < 0 or found is not None:
             return None
         pieces = pack(sample)
         length = sum(aligned(len(piece)) for piece in pieces[:-1]) + len(pieces[-1])
@@ -177,7 +180,7 @@ class SampleStore:
                 write_at(self._file.fd, piece, begin)
                 checksum = self._add_to(checksum, piece, is_last=piece is pieces[-1])
                 begin += aligned(len(piece))
-            self._fill(at, offset, length, hash_of(key), checksum)
+            self._fill(at, offset, length, owner, checksum)
         except OSError as error:
             self._may_write = False
             return error
@@ -193,41 +196,31 @@ class SampleStore:
         except OSError:  # a head that cannot be written to any more
             return True
 
-    def _tell_outdated(self, error: Exception) -> None:
-        """Say it once in each process."""
-        if not self._told_outdated:
-            self._told_outdated = True
-            log.warning(
-                "The cache %s has samples of code that has changed since (%s): they are made and kept anew.",
-                self._file.path,
-                error,
-            )
-
     # ---- slots ----
 
-    def _find(self, key: Any, wait: bool) -> tuple[int, int, int, int] | int | None:
-        """Return slot, offset, length and checksum; the slot alone if it is free; None for a key that has no slot."""
+    def _find(self, key: Any, wait: bool) -> tuple[int, int, tuple[int, int, int] | None]:
+        """Return the slot of a key, its hash, and of its sample offset, length and checksum.
+
+        The last is None if the slot is free; the slot is -1 if there is none for this key.
+        """
         data = canonical(key)
         if data is None:
-            return None
-        wanted = _hash(data)
-        first, count = self._slots_of(key, wanted)
+            return -1, 0, None
+        wanted = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")  # the same in every process
+        first, count = self._direct + wanted % self._hashed, _WINDOW
+        if isinstance(key, (int, np.integer)) and 0 <= key < self._direct:
+            first, count = int(key), 1
         slots = memoryview(bytearray(_SLOT.size * count))
         if not self._read(slots, _TABLE_AT + _SLOT.size * first, wait):
-            return first
+            return first, wanted, None
         for number in range(count):
             slot = slots[number * _SLOT.size : (number + 1) * _SLOT.size]
             offset, length, owner, checksum, of_slot = _SLOT.unpack(slot)
             if not offset or of_slot != zlib.crc32(slot[:-4]):
-                return first + number
+                return first + number, wanted, None
             if owner == wanted:
-                return first + number, offset, length, checksum
-        return None
-
-    def _slots_of(self, key: Any, wanted: int) -> tuple[int, int]:
-        if isinstance(key, (int, np.integer)) and 0 <= key < self._direct:
-            return int(key), 1
-        return self._direct + wanted % self._hashed, _WINDOW
+                return first + number, wanted, (offset, length, checksum)
+        return -1, wanted, None
 
     def _fill(self, at: int, *values: int) -> None:
         slot = _SLOT.pack(*values, 0)[:-4]
@@ -239,14 +232,14 @@ class SampleStore:
                 write_at(self._file.fd, bytes(_SLOT.size), _TABLE_AT + _SLOT.size * at)
 
     def _add_to(self, checksum: int, piece: Any, *, is_last: bool) -> int:
-        if not self._checks:
+        if not self.is_on_disk:
             return 0
         checksum = zlib.crc32(piece, checksum)
         return checksum if is_last else zlib.crc32(bytes(aligned(len(piece)) - len(piece)), checksum)
 
     def _read(self, into: memoryview, offset: int, wait: bool) -> bool:
         """Fill memory from the file; False if the file ends before."""
-        flags = 0 if wait or not self._checks else getattr(os, "RWF_NOWAIT", 0)
+        flags = 0 if wait or not self.is_on_disk else getattr(os, "RWF_NOWAIT", 0)
         while into:
             try:
                 count = os.preadv(self._file.fd, [into], offset, flags)
@@ -292,34 +285,20 @@ class SampleStore:
         """
         with MemoryFile.turn:
             give_up = time.monotonic() + self._lock_wait_s
-            while not self._try_lock():
-                if time.monotonic() >= give_up:
-                    self._lock_wait_s = 0.0
-                    raise BlockingIOError(errno.EAGAIN, "another process holds the lock")
+            while True:
+                try:
+                    fcntl.lockf(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+                    break
+                except (BlockingIOError, PermissionError):  # another process holds it: EAGAIN, or EACCES
+                    if time.monotonic() >= give_up:
+                        self._lock_wait_s = 0.0
+                        raise BlockingIOError(errno.EAGAIN, "another process holds the lock") from None
                 time.sleep(_LOCK_POLL_S)
             self._lock_wait_s = _LOCK_WAIT_S
             try:
                 yield
             finally:
                 fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 1, 0)
-
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.lockf(self._file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            return False
-        return True
-
-
-def hash_of(key: Any) -> int:
-    """Return the same number for equal keys, in every process."""
-    return _hash(canonical(key) or b"")
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _write_head(fd: int, slots: int | None, fingerprint: bytes, max_bytes: int) -> None:

@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed
@@ -21,7 +21,7 @@ from torch.utils.data import get_worker_info
 from asyncloader import identity
 from asyncloader.checks import at_least
 from asyncloader.datasets.limits import MAX_BYTES
-from asyncloader.datasets.opened import Openable, Threads
+from asyncloader.datasets.opened import Openable, Opened
 from asyncloader.datasets.retry import FetchError, Retries
 from asyncloader.datasets.sources import Access, Sources
 from asyncloader.datasets.tar import RawSample, read_samples
@@ -38,7 +38,7 @@ _ADVICE = dict.fromkeys(
 )
 
 
-class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
+class TarShards(Openable[Opened[Sources]], Generic[T_co]):
     """Read samples from tar files, one after the other: an async iterable dataset.
 
     The layout is `WebDataset <https://github.com/webdataset/webdataset>`_'s: ``shard-0003.tar`` holds ``a/17.jpg``,
@@ -171,19 +171,19 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         )  # a worker has a copy of its own
         return self._read(self._reader(), progress)
 
-    async def _read(self, reader: _Reader, progress: _Progress) -> AsyncGenerator[T_co, None]:
+    async def _read(self, reader: tuple[int, int], progress: _Progress) -> AsyncGenerator[T_co, None]:
         if progress.ended:  # an epoch that is over is not read: this is the one after it
             progress.epoch, progress.samples, progress.ended = self._next.epoch, 0, False
             self._next = _Progress(progress.epoch + bool(get_worker_info()))
-        sources, threads = self._client
+        opened = self._client
         number = 0
-        async with contextlib.aclosing(self._shuffled(sources, reader, progress.epoch)) as samples:
+        async with contextlib.aclosing(self._shuffled(opened.source, reader, progress.epoch)) as samples:
             async for sample in samples:
                 number += 1
                 if number <= progress.samples:
                     continue
                 progress.samples = number
-                yield sample if self.decode is None else await threads.run(self.decode, sample)  # type: ignore[misc]
+                yield sample if self.decode is None else await opened.threads.run(self.decode, sample)  # type: ignore[misc]
         progress.ended = True
         if self._progress is progress and not get_worker_info():
             self._progress = None  # without workers the next state is one between two epochs
@@ -228,13 +228,14 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
     def _checksum(self) -> dict[str, int]:
         return identity.checksum(_names(self.shards))
 
-    def _reader(self) -> _Reader:
+    def _reader(self) -> tuple[int, int]:
+        """Return which of those who read the data this is, and how many they are: workers of all ranks together."""
         worker, num_workers = _worker().values()
-        return _Reader(self.rank * num_workers + worker, self.world_size * num_workers)
+        return self.rank * num_workers + worker, self.world_size * num_workers
 
-    async def _shuffled(self, sources: Sources, reader: _Reader, epoch: int) -> AsyncGenerator[RawSample, None]:
+    async def _shuffled(self, sources: Sources, reader: tuple[int, int], epoch: int) -> AsyncGenerator[RawSample, None]:
         """Draw from a buffer that is filled up again after each sample."""
-        rng = random.Random(f"{self.seed} {epoch} {reader.number}")
+        rng = random.Random(f"{self.seed} {epoch} {reader[0]}")
         buffer: list[RawSample] = []
         async with contextlib.aclosing(self._share(sources, reader, epoch)) as samples:
             async for sample in samples:
@@ -250,12 +251,12 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
         for sample in buffer:
             yield sample
 
-    async def _share(self, sources: Sources, reader: _Reader, epoch: int) -> AsyncGenerator[RawSample, None]:
+    async def _share(self, sources: Sources, reader: tuple[int, int], epoch: int) -> AsyncGenerator[RawSample, None]:
         """Yield the samples that are this reader's, in the order of the shards."""
         order = list(self.shards)
         if self.shuffle_shards:
             random.Random(f"{self.seed} {epoch}").shuffle(order)  # the same for all ranks and workers
-        mine, part, parts = reader.share(order)
+        mine, part, parts = share_of(order, *reader)
         async with contextlib.aclosing(_read_ahead(sources, mine, self.access.retries)) as shards:
             async for url, chunks in shards:
                 number = 0
@@ -265,11 +266,8 @@ class TarShards(Openable[tuple[Sources, Threads]], Generic[T_co]):
                             yield sample
                         number += 1
 
-    @contextlib.asynccontextmanager
-    async def _opens(self) -> AsyncGenerator[tuple[Sources, Threads], None]:
-        async with contextlib.aclosing(Sources(self.access)) as sources:
-            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "decode")) as threads:
-                yield sources, threads
+    def _connect(self) -> Opened[Sources]:
+        return Opened(Sources(self.access), self.decode_threads if self.decode else 0)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -300,18 +298,12 @@ class _Progress:
         return self.samples > 0 and not self.ended
 
 
-class _Reader(NamedTuple):
-    """One of those who read the data: `number` out of `readers`, workers of all ranks together."""
-
-    number: int
-    readers: int
-
-    def share(self, shards: list[str]) -> tuple[list[str], int, int]:
-        """Return the shards to read, and which of their samples are mine: part i of n."""
-        if len(shards) >= self.readers:
-            return shards[self.number :: self.readers], 0, 1
-        place = self.number % len(shards)
-        return [shards[place]], self.number // len(shards), len(range(place, self.readers, len(shards)))
+def share_of(shards: list[str], reader: int, readers: int) -> tuple[list[str], int, int]:
+    """Return the shards that one of so many readers reads, and which of their samples are its own: part i of n."""
+    if len(shards) >= readers:
+        return shards[reader::readers], 0, 1
+    place = reader % len(shards)
+    return [shards[place]], reader // len(shards), len(range(place, readers, len(shards)))
 
 
 def _worker() -> dict[str, int]:

@@ -1,19 +1,22 @@
-"""The protocol of a place where files lie, and how two versions of a file are told apart.
+"""A place where files lie: what all places do alike, and how two versions of a file are told apart.
 
-Source.version(url) ─> Version          Source.read(url, start, stop, version) ─> bytes of that version
-Source.stream(url, offset, known) ─> chunks from there on, each with what is known of the file by then
+version(url) ─> Version     stream(url, start, stop, known) ─> chunks as they are stored, with what is known by then
+└─> read(url, start, stop, version), read_whole(url, max_bytes): counted, in one
 """
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import errno
 import os
 import stat
 from collections.abc import AsyncGenerator
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from asyncloader.datasets.retry import FetchError
+from asyncloader.datasets.limits import decompress, too_large
+from asyncloader.datasets.retry import FetchError, TransientError
 
 
 class Version(NamedTuple):
@@ -64,20 +67,67 @@ class Known(NamedTuple):
         return self._replace(**{name: value for name, value in now._asdict().items() if value is not None})
 
 
-class Source(Protocol):
-    """Where files of one kind are. Each method makes one try. Belongs to one loop."""
+NOTHING = Known()
 
+
+class Source(abc.ABC):
+    """A place of files. Each method makes one try. Belongs to one loop."""
+
+    @abc.abstractmethod
     async def version(self, url: str) -> Version:
         """Return which version of a file is there."""
 
-    async def read(self, url: str, start: int, stop: int, version: Version) -> bytes:
-        """Return the bytes from `start` up to, and not including, `stop`, of this version of a file."""
+    @abc.abstractmethod
+    def stream(
+        self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING
+    ) -> AsyncGenerator[tuple[bytes, Known], None]:
+        """Yield chunks from one byte up to another, or the end, as they are stored, each with what is known by then.
 
-    def stream(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
-        """Read from an offset on: chunks as they are stored, each with what is known of the file by then."""
+        The first chunk may be empty: facts are known before the bytes are there.
+        """
 
+    @abc.abstractmethod
     async def aclose(self) -> None:
         """Let go of connections and threads."""
+
+    async def read(self, url: str, start: int, stop: int, version: Version | None = None) -> bytes:
+        """Return the bytes from `start` up to, and not including, `stop`, of this version of a file if one is given.
+
+        Raises:
+            TransientError: Fewer came.
+            FetchError: More came, or they are of another version.
+        """
+        return (await self._collect(url, start, stop, version, stop - start))[0]
+
+    async def read_whole(self, url: str, max_bytes: int) -> bytes:
+        """Return all of a file, decompressed if its server has compressed it.
+
+        Raises:
+            TransientError: It was cut off.
+            FetchError: It is damaged, or has more than `max_bytes`. No more is read of it.
+        """
+        data, known = await self._collect(url, 0, None, None, max_bytes)
+        return decompress(data, max_bytes, url) if known.is_gzipped else data
+
+    async def _collect(
+        self, url: str, start: int, stop: int | None, version: Version | None, most: int
+    ) -> tuple[bytes, Known]:
+        """Return all that a stream yields. No length that is told is believed: what comes is counted."""
+        parts, came, wanted, known = [], 0, None, NOTHING
+        async with contextlib.aclosing(self.stream(url, start, stop)) as chunks:
+            async for chunk, known in chunks:
+                if version and ((known.tag or "") != version.tag or known.size not in (None, version.size)):
+                    raise_changed(url)
+                came += len(chunk)
+                wanted = known.size if stop is None else most
+                if stop is None and max(came, wanted or 0) > most:
+                    raise too_large(url, most)
+                if wanted is not None and came > wanted:
+                    raise FetchError(f"{url}: more than the {wanted:,} bytes came that were asked for")
+                parts.append(chunk)
+        if wanted is not None and came < wanted:
+            raise TransientError(f"{came} bytes came of the {wanted} that were asked for")
+        return b"".join(parts), known
 
 
 def kind_of(url: str) -> str:

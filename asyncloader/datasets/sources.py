@@ -10,19 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.http_source import HTTPSource
+from asyncloader.datasets.http import HTTPSource
 from asyncloader.datasets.local import CHUNK_BYTES, LocalSource
 from asyncloader.datasets.objects import StoreSource
 from asyncloader.datasets.retry import FetchError, Retries
-from asyncloader.datasets.source import Known, Source, Version, kind_of, path_of
+from asyncloader.datasets.source import NOTHING, Known, Source, Version, kind_of, path_of
 
 _LEAST_BYTES = 1 << 16  # have to come within the tries and the time that `Retries` allows, or a stream would not end
 _MOST_EMPTY_BYTES = 1 << 20  # of compressed data that holds nothing
+
+
+Place: TypeAlias = tuple[int, int, int]
+"""Number of the file, first byte, and the one behind the last."""
+
+_GAP_BYTES = 1 << 14  # to be read for nothing rather than to ask once more
+_MOST_BYTES = 1 << 26  # read in one: what is longer may as well come in parts at once, each of them retried alone
 
 
 class Access(NamedTuple):
@@ -60,21 +67,19 @@ class Access(NamedTuple):
 
 
 class Sources:
-    """Sources for all kinds of urls, each made when it is first needed. Belongs to one loop."""
+    """Sources for all kinds of urls, each made when it is first needed, with retries. Belongs to one loop."""
 
     def __init__(self, access: Access) -> None:
-        self._retries = access.retries
-        self._make: dict[str, Callable[[], Source]] = {
-            "file": LocalSource,
-            "http": partial(HTTPSource, access.headers),
-            "store": partial(StoreSource, access.store_options),
-        }
+        self._access = access
         self._made: dict[str, Source] = {}
 
     def _of(self, url: str) -> Source:
         kind = kind_of(url)
         if kind not in self._made:
-            self._made[kind] = self._make[kind]()
+            _, headers, options = self._access
+            self._made[kind] = (
+                LocalSource() if kind == "file" else HTTPSource(headers) if kind == "http" else StoreSource(options)
+            )
         return self._made[kind]
 
     async def aclose(self) -> None:
@@ -82,23 +87,9 @@ class Sources:
         for source in self._made.values():
             await source.aclose()
 
-    async def read(self, url: str) -> AsyncGenerator[bytes, None]:
-        """Yield the content of a file, decompressed if its name ends with .gz or .tgz, or the server says it has to be.
-
-        If both are so it is decompressed once: servers take the name for a reason to say it.
-        """
-        async with contextlib.aclosing(_Stream(self, url)) as stream:
-            first = await self._retries.run(stream.next_chunk, url)
-            chunks = self._chunks(stream, first, url)
-            if stream.known.is_gzipped or path_of(url).endswith((".gz", ".tgz")):
-                chunks = gunzip(chunks, url)
-            async with contextlib.aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-
     async def version(self, url: str) -> Version:
         """Return which version of a file is there."""
-        return await self._retries.run(partial(self._of(url).version, url), url)
+        return await self._access.retries.run(partial(self._of(url).version, url), url)
 
     async def read_range(self, url: str, start: int, stop: int, version: Version) -> bytes:
         """Return the bytes from `start` up to, and not including, `stop`.
@@ -109,62 +100,77 @@ class Sources:
         if start == stop:
             return b""
         attempt = partial(self._of(url).read, url, start, stop, version)
-        return await self._retries.run(attempt, f"{url}, bytes {start} to {stop}")
+        return await self._access.retries.run(attempt, f"{url}, bytes {start} to {stop}")
 
-    async def read_ranges(self, ranges: Sequence[tuple[str, int, int, Version]]) -> list[bytes]:
-        """Return the bytes of several ranges: those of local files read in one job of a thread, others at once."""
-        local = [one for one in ranges if kind_of(one[0]) == "file"]
-        away = [one for one in ranges if kind_of(one[0]) != "file"]
-        found = dict(zip(local, await cast(LocalSource, self._of("")).read_all(local), strict=True)) if local else {}
-        found |= zip(away, await asyncio.gather(*(self.read_range(*one) for one in away)), strict=True)
-        return [found[one] for one in ranges]
+    async def read_places(
+        self, urls: Sequence[str], versions: Sequence[Version], places: Sequence[Place]
+    ) -> list[memoryview]:
+        """Return the bytes of each place, which may be written to; those of neighbours are parts of one memory.
 
-    async def _chunks(self, stream: _Stream, chunk: bytes, url: str) -> AsyncGenerator[bytes, None]:
-        while chunk:
-            yield chunk
-            chunk = await self._retries.run(stream.next_chunk, url)
+        If all files are local, one job of a thread reads them; otherwise all are asked for at once.
+        """
+        reads, which = merged(places)
+        ranges = [(urls[file], start, stop, versions[file]) for file, start, stop in reads]
+        if all(kind_of(url) == "file" for url, *_ in ranges):
+            contents = await cast(LocalSource, self._of("")).read_all(ranges)
+        else:
+            contents = await asyncio.gather(*(self.read_range(*one) for one in ranges))
+        memories = [memoryview(bytearray(content)) for content in contents]
+        return [
+            memories[read][start - reads[read][1] : stop - reads[read][1]]
+            for read, (_, start, stop) in zip(which, places, strict=True)
+        ]
 
-    def begin(self, url: str, offset: int, known: Known) -> AsyncGenerator[tuple[bytes, Known], None]:
-        """Read from an offset on, once."""
-        return self._of(url).stream(url, offset, known)
+    async def read(self, url: str) -> AsyncGenerator[bytes, None]:
+        """Yield the content of a file, decompressed if its name ends with .gz or .tgz, or the server says it has to be.
 
+        If both are so it is decompressed once: servers take the name for a reason to say it.
+        """
+        async with contextlib.aclosing(self._pieces(url)) as pieces:
+            first, known = await anext(pieces)
 
-class _Stream:
-    """One file on its way, and how far it has come."""
+            async def chunks() -> AsyncGenerator[bytes, None]:
+                yield first
+                async for piece, _ in pieces:
+                    yield piece
 
-    def __init__(self, sources: Sources, url: str) -> None:
-        self.known = Known()
-        self._begin = partial(sources.begin, url)
-        self._offset = 0
-        self._came: list[bytes] = []  # and has not been taken
-        self._size = 0
-        self._is_at_end = False
-        self._running: AsyncGenerator[tuple[bytes, Known], None] | None = None
+            content = chunks()
+            if known.is_gzipped or path_of(url).endswith((".gz", ".tgz")):
+                content = gunzip(content, url)
+            async with contextlib.aclosing(content):
+                async for chunk in content:
+                    yield chunk
 
-    async def next_chunk(self) -> bytes:
-        """Return the next bytes, b"" at the end. After a failure the next call begins where this one failed."""
-        while self._size < _LEAST_BYTES and not self._is_at_end:
-            if self._running is None:
-                self._running = self._begin(self._offset, self.known)
+    async def _pieces(self, url: str) -> AsyncGenerator[tuple[bytes, Known], None]:
+        """Yield a file as it is stored, in pieces that are tried again by themselves, from where they failed."""
+        known, begin, at, parts = NOTHING, 0, 0, list[bytes]()
+        running: AsyncGenerator[tuple[bytes, Known], None] | None = None
+
+        async def more() -> bool:
+            nonlocal known, at, running
+            running = running or self._of(url).stream(url, at, None, known)
             try:
-                chunk, self.known = await anext(self._running)
+                while at - begin < _LEAST_BYTES:
+                    chunk, known = await anext(running)
+                    parts.append(chunk)
+                    at += len(chunk)
             except StopAsyncIteration:
-                self._is_at_end = True
-                break
+                return False
             except BaseException:
-                await self.aclose()
+                broken, running = running, None
+                await broken.aclose()
                 raise
-            self._offset += len(chunk)
-            self._size += len(chunk)
-            self._came.append(chunk)
-        came, self._came, self._size = self._came, [], 0
-        return came[0] if len(came) == 1 else b"".join(came)
+            return True
 
-    async def aclose(self) -> None:
-        """Let go of the connection."""
-        running, self._running = self._running, None
-        if running is not None:
-            await running.aclose()
+        try:
+            while await self._access.retries.run(more, url):
+                yield b"".join(parts), known
+                parts.clear()
+                begin = at
+            yield b"".join(parts), known
+        finally:
+            if running is not None:
+                await running.aclose()
 
 
 async def gunzip(chunks: AsyncGenerator[bytes, None], url: str) -> AsyncGenerator[bytes, None]:
@@ -192,3 +198,19 @@ async def gunzip(chunks: AsyncGenerator[bytes, None], url: str) -> AsyncGenerato
         await chunks.aclose()
     if not is_between:
         raise FetchError(f"{url}: damaged: it ends in the middle of the compressed data")
+
+
+def merged(places: Sequence[Place], gap: int = _GAP_BYTES, most: int = _MOST_BYTES) -> tuple[list[Place], list[int]]:
+    """Return the ranges to read, and for each place which of them it is in."""
+    reads: list[Place] = []
+    which = [0] * len(places)
+    for at in sorted(range(len(places)), key=places.__getitem__):
+        file, start, stop = places[at]
+        last, first, end = reads[-1] if reads else (-1, 0, 0)
+        is_near = file == last and start <= end + gap
+        if is_near and (stop <= end or stop - first <= most):
+            reads[-1] = (file, first, max(end, stop))
+        else:
+            reads.append((file, start, stop))
+        which[at] = len(reads) - 1
+    return reads, which

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from torch.utils.data import Dataset
-
 from asyncloader.datasets.extras import require
-from asyncloader.datasets.opened import Openable, Threads, all_decoded
+from asyncloader.datasets.opened import BatchDataset, Opened, all_decoded
 from asyncloader.datasets.retry import Retries, TransientError
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ _FAREWELL_S = 2.0
 _KEYS_SHOWN = 8
 
 
-class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Dataset[T_co]):
+class SQLDataset(BatchDataset[Opened["_Pool"], T_co]):
     """Serve rows by key. The rows of a batch come in one query.
 
     Each worker has a pool of connections, of which each batch in flight takes one.
@@ -70,8 +68,6 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
             )
     """
 
-    seeds_samples = True
-
     def __init__(
         self,
         dsn: str,
@@ -100,57 +96,64 @@ class SQLDataset(Openable["tuple[asyncpg.Pool[asyncpg.Record], Threads]"], Datas
     def __len__(self) -> int:
         return len(self.keys)
 
-    async def __getitem__(self, index: int) -> T_co:  # type: ignore[override]  # Dataset's is not asynchronous
-        """Fetch and decode one row."""
-        return (await self.__getitems__([index]))[0]
-
-    async def __getitems__(self, indices: list[int]) -> list[T_co]:
+    async def __getitems__(self, indices: Sequence[int]) -> list[T_co]:
         """Fetch and decode the rows of a batch, in one query."""
-        pool, threads = self._client
+        opened = self._client
         wanted = [self.keys[index] for index in indices]
         asked = list(dict.fromkeys(wanted))
-        rows = await self.retries.run(partial(self._fetch, pool, asked), f"{_named(asked)} from {_place(self.dsn)}")
+        rows = await self.retries.run(
+            partial(opened.source.fetch, self.query, asked, timeout=self.query_timeout_s),
+            f"{_named(asked)} from {_place(self.dsn)}",
+        )
         by_key = _by_key(rows)
         missing = [key for key in asked if key not in by_key]
         if missing:
             raise KeyError(*missing)
-        return await threads.run(self._decode_all, [by_key[key] for key in wanted])
+        return await opened.threads.run(self._decode_all, [by_key[key] for key in wanted])
 
     def _decode_all(self, rows: list[asyncpg.Record]) -> list[Any]:
         return list(map(dict, rows)) if self.decode is None else all_decoded(self.decode, rows)
 
-    async def _fetch(self, pool: asyncpg.Pool[asyncpg.Record], keys: list[Any]) -> list[asyncpg.Record]:
-        with _failures_told_apart():
-            return await pool.fetch(self.query, keys, timeout=self.query_timeout_s)
-
-    @contextlib.asynccontextmanager
-    async def _opens(self) -> AsyncGenerator[tuple[asyncpg.Pool[asyncpg.Record], Threads], None]:
-        import asyncpg
-
-        # No connection yet: each is made when a query wants it, within that query's retries.
+    def _connect(self) -> Opened[_Pool]:
         options = {"min_size": 0, "max_size": self.max_connections, "timeout": 10.0, **self.connect_options}
-        pool = await asyncpg.create_pool(self.dsn, **options)
-        try:
-            with contextlib.closing(Threads(self.decode_threads if self.decode else 0, "rows")) as threads:
-                yield pool, threads
-        finally:
-            try:
-                async with asyncio.timeout(_FAREWELL_S):
-                    await pool.close()
-            except Exception:  # the server is gone, or does not answer
-                pool.terminate()
+        return Opened(_Pool(self.dsn, options), self.decode_threads if self.decode else 0)
 
     def _select_keys(self, query: str) -> list[Any]:
         """Run a query here and now: on a loop of its own in a thread, for there may be one running in this one."""
 
         async def select() -> list[Any]:
             async with self:
-                pool, _ = self._client
-                with _failures_told_apart():
-                    return [row[0] for row in await pool.fetch(query)]
+                return [row[0] for row in await self._client.source.fetch(query)]
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(self.retries.run(select, query))).result()
+
+
+class _Pool:
+    """Connections, made when queries want them, within their retries. Belongs to one loop."""
+
+    def __init__(self, dsn: str, options: Mapping[str, Any]) -> None:
+        import asyncpg
+
+        self._make = partial(asyncpg.create_pool, dsn, **options)
+        self._turn = asyncio.Lock()
+        self._pool: asyncpg.Pool[asyncpg.Record] | None = None
+
+    async def fetch(self, query: str, *arguments: Any, timeout: float | None = None) -> list[asyncpg.Record]:
+        """Make one try of a query."""
+        with _failures_told_apart():
+            async with self._turn:
+                self._pool = self._pool or await self._make()
+            return await self._pool.fetch(query, *arguments, timeout=timeout)
+
+    async def aclose(self) -> None:
+        """Take leave of the server, if it is there and answers."""
+        if self._pool is not None:
+            try:
+                async with asyncio.timeout(_FAREWELL_S):
+                    await self._pool.close()
+            except Exception:
+                self._pool.terminate()
 
 
 def _by_key(rows: Sequence[asyncpg.Record]) -> dict[Any, asyncpg.Record]:

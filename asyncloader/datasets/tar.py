@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import re
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import Any, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 from asyncloader.datasets.limits import MAX_BYTES, too_large
 from asyncloader.datasets.retry import FetchError
 
+T = TypeVar("T")
 RawSample: TypeAlias = dict[str, Any]  # extension -> bytes, and "__key__", "__url__"
 
 _BLOCK = 512
@@ -25,15 +26,12 @@ _HEADER_ONLY = frozenset(
 _LONG_NAMES = {tarfile.GNUTYPE_LONGNAME: "path", tarfile.GNUTYPE_LONGLINK: "linkpath"}
 _BEFORE_OTHERS = frozenset([tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE, *_LONG_NAMES])
 _PARTIAL = {tarfile.GNUTYPE_SPARSE: "sparse", b"M": "a part of one that is split over archives"}
+_NAMES_OF_OURS = ("__key__", "__url__")
 _RECORD = re.compile(rb"([0-9]{1,7}) ")
 
 
 class Damaged(Exception):
     """What is wrong with an archive."""
-
-
-class _TooLarge(Exception):
-    """Which part of an archive has more bytes than a sample may have."""
 
 
 async def read_samples(
@@ -45,52 +43,44 @@ async def read_samples(
         FetchError: The archive is damaged; a sample has two files with one extension, or more than `max_bytes`, in
             which headers count, and so does what lies between it and the next sample.
     """
-    sample: RawSample = {}
-    stream = Bytes(chunks, max_bytes)
-    with damage_told(url, max_bytes):
-        async with contextlib.aclosing(headers(stream)) as files:
-            async for path, size, begin in files:
-                key, extension = key_and_extension(path)
-                if not key:
-                    await stream.skip(size, path)
-                    continue
-                if sample.get("__key__") != key:
-                    stream.mark = begin
-                    if sample:
-                        yield sample
-                    sample = {"__key__": key, "__url__": url}
-                if extension in sample:
-                    raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
-                sample[extension] = await stream.content(size, path)
-    if sample:
-        yield sample
+    stream = Bytes(chunks, url, max_bytes)
+    async with contextlib.aclosing(grouped(stream, stream.content)) as samples:
+        async for key, files, _, _ in samples:
+            yield {"__key__": key, "__url__": url, **files}
+            files.clear()  # the sample is the reader's now, while the next one is put together
 
 
-async def read_spans(stream: Bytes, url: str) -> AsyncGenerator[tuple[int, int], None]:
-    """Yield where the files of each sample of a shard begin and end, headers included, without their content.
+async def grouped(
+    stream: Bytes, take: Callable[[int, str], Awaitable[T]]
+) -> AsyncGenerator[tuple[str, dict[str, T], int, int], None]:
+    """Yield of each sample of a shard its key, its files by extension, and where they begin and end, headers included.
+
+    Args:
+        stream: The shard.
+        take: Takes the content of a file from the stream, given its size and path, and returns what is wanted of it.
 
     Raises:
         FetchError: As for `read_samples`.
     """
-    last, extensions, begins, ends = "", set[str](), 0, 0
-    with damage_told(url):
-        async with contextlib.aclosing(headers(stream)) as files:
-            async for path, size, begin in files:
-                await stream.skip(size, path)
+    last, files, begins, ends = "", dict[str, T](), 0, 0
+    with damage_told(stream.url):
+        async with contextlib.aclosing(headers(stream)) as members:
+            async for path, size, begin in members:
                 key, extension = key_and_extension(path)
                 if not key:
+                    await stream.skip(size, path)
                     continue
                 if key != last:
+                    stream.mark = begin
                     if last:
-                        yield begins, ends
-                    last, begins = key, begin
-                    extensions.clear()
-                if extension in extensions:
-                    raise FetchError(f"{url}: a second .{extension} of the sample {key}: {path}")
-                extensions.add(extension)
+                        yield last, files, begins, ends
+                    last, files, begins = key, {}, begin
+                if extension in files or extension in _NAMES_OF_OURS:
+                    raise FetchError(f"{stream.url}: a second .{extension} of the sample {key}: {path}")
+                files[extension] = await take(size, path)
                 ends = stream.at
     if last:
-        yield begins, ends
+        yield last, files, begins, ends
 
 
 def key_and_extension(path: str) -> tuple[str, str]:
@@ -103,14 +93,12 @@ def key_and_extension(path: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def damage_told(url: str, max_bytes: int = MAX_BYTES) -> Iterator[None]:
+def damage_told(url: str) -> Iterator[None]:
     """Raise a FetchError that names the shard for what is wrong with it."""
     try:
         yield
     except Damaged as damage:
         raise FetchError(f"{url}: damaged: {damage}") from damage.__cause__
-    except _TooLarge as error:
-        raise too_large(f"{url}, {error}", max_bytes) from None
 
 
 class Bytes:
@@ -118,14 +106,16 @@ class Bytes:
 
     Args:
         chunks: The stream.
-        max_bytes: How many may be taken from `mark` on; None sets no limit.
+        url: Named in errors.
+        max_bytes: How many may be taken from `mark` on.
 
     Attributes:
         at: How many have been taken.
         mark: How many had been taken where the sample at hand begins.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], max_bytes: int | None = MAX_BYTES) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], url: str, max_bytes: int = MAX_BYTES) -> None:
+        self.url = url
         self._chunks = chunks
         self._max_bytes = max_bytes
         self._waiting = bytearray()
@@ -143,8 +133,8 @@ class Bytes:
 
     def check(self, size: int, name: str) -> None:
         """Refuse what is too large before it is read, so that nobody can have it read for ever."""
-        if self._max_bytes is not None and self.at + size - self.mark > self._max_bytes:
-            raise _TooLarge(f"from byte {self.mark:,} to the end of {name}")
+        if self.at + size - self.mark > self._max_bytes:
+            raise too_large(f"{self.url}, from byte {self.mark:,} to the end of {name}", self._max_bytes)
 
     async def content(self, size: int, name: str) -> bytes:
         """Return the content of a member, and pass over what fills its last block."""

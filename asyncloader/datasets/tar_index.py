@@ -17,7 +17,8 @@ import logging
 import os
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from asyncloader.datasets.apart import run_apart
 from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.source import Version, kind_of, path_of
 from asyncloader.datasets.sources import Access, Sources
-from asyncloader.datasets.tar import Bytes, Damaged, read_spans
+from asyncloader.datasets.tar import Bytes, Damaged, grouped
 
 _log = logging.getLogger("asyncloader.datasets")
 
@@ -71,9 +72,9 @@ def spans_of(
 
 
 async def _make(sources: Sources, url: str, version: Version) -> NDArray[np.int64]:
-    bounds = array("q")
-    async for span in read_spans(_Skipping(sources, url, version), url):
-        bounds.extend(span)
+    bounds, stream = array("q"), _Skipping(sources, url, version)
+    async for _, _, begin, end in grouped(stream, stream.skip):
+        bounds.extend((begin, end))
     return np.array(bounds, np.int64).reshape(-1, 2)
 
 
@@ -81,23 +82,15 @@ class _Skipping(Bytes):
     """The bytes of a file, of which those that are passed over are not read."""
 
     def __init__(self, sources: Sources, url: str, version: Version) -> None:
-        self._sources = sources
-        self._url = url
-        self._version = version
-        self._ahead = _AHEAD_BYTES[kind_of(url)]
-        self._start, self._data = 0, b""
+        super().__init__(self._read_on(), url)
+        self._read = partial(sources.read_range, url, version=version)
+        self._end = version.size
         self._num_files = 0
-        self.at = 0
 
-    async def take(self, count: int) -> bytes:
-        """Return the next bytes; fewer only at the end."""
-        stop = min(self.at + count, self._version.size)
-        if stop > self._start + len(self._data) or self.at < self._start:
-            upto = min(max(stop, self.at + self._ahead), self._version.size)
-            self._start, self._data = self.at, await self._sources.read_range(self._url, self.at, upto, self._version)
-        taken = self._data[self.at - self._start : stop - self._start]
-        self.at = stop
-        return taken
+    async def _read_on(self) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes behind those that are waiting to be taken."""
+        while (begin := self.at + len(self._waiting)) < self._end:
+            yield await self._read(begin, min(begin + _AHEAD_BYTES[kind_of(self.url)], self._end))
 
     def check(self, size: int, name: str) -> None:
         """Count one more file. How large it is does not matter: nothing of it is held."""
@@ -108,8 +101,10 @@ class _Skipping(Bytes):
     async def skip(self, size: int, name: str) -> None:
         """Pass over the content of a member."""
         self.check(size, name)
-        self.at += size + -size % 512
-        if self.at > self._version.size:
+        size += -size % _BLOCK
+        del self._waiting[:size]
+        self.at += size
+        if self.at > self._end:
             raise Damaged(f"it ends in the middle of {name}")
 
 
@@ -150,11 +145,10 @@ def _read(place: Path, version: Version) -> NDArray[np.int64] | None:
         data = file.read(body)
     if len(data) != body or body % _SPAN_BYTES:
         return None
-    spans = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
-    bounds = spans.reshape(-1)
-    is_in_shard = not len(bounds) or (bounds[0] >= 0 and bounds[-1] <= version.size)
-    is_in_order = (spans[:, 0] < spans[:, 1]).all() and (bounds[:-1] <= bounds[1:]).all()
-    return spans if is_in_shard and is_in_order and not (bounds % _BLOCK).any() else None
+    bounds = np.frombuffer(data, "<i8").astype(np.int64)
+    is_in_shard = not body or (bounds[0] >= 0 and bounds[-1] <= version.size)
+    is_in_order = (bounds[::2] < bounds[1::2]).all() and (bounds[:-1] <= bounds[1:]).all()
+    return bounds.reshape(-1, 2) if is_in_shard and is_in_order and not (bounds % _BLOCK).any() else None
 
 
 def _head(version: Version) -> bytes:

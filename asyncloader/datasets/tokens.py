@@ -9,7 +9,6 @@ check beforehand prevents.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +25,9 @@ from asyncloader.datasets.limits import open_regular
 from asyncloader.datasets.megatron import read_index
 from asyncloader.datasets.numbers import counted
 from asyncloader.datasets.opened import Openable
-from asyncloader.datasets.ranges import read_places
 from asyncloader.datasets.retry import Retries
 from asyncloader.datasets.source import Version, kind_of, path_of, raise_changed
-from asyncloader.datasets.sources import Access, Sources
+from asyncloader.datasets.sources import Access, Place, Sources
 from asyncloader.errors import ConfigurationError
 
 _SCANNED = 1 << 22
@@ -164,38 +162,38 @@ class TokenBlocks(Dataset[torch.Tensor]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Return the blocks of a batch."""
-        places = self._places(indices)
-        memory, parts = self._room(places)
+        places, blocks, parts = self._planned(indices)
         of_files: dict[int, list[tuple[int, memoryview]]] = {}
-        size, header = self.dtype.itemsize, self.header_bytes
-        for (file, begin, _), part in zip(places, parts, strict=True):
-            of_files.setdefault(file, []).append((header + begin * size, part))
+        for (file, start, _), part in zip(places, parts, strict=True):
+            of_files.setdefault(file, []).append((start, part))
         for file, wanted in of_files.items():
             _read_parts(path_of(self.paths[file]), self._versions[file], wanted)
-        return self._finished(memory)
+        return self._finished(blocks)
 
-    def _places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return for each block its file, and its first token and the one behind its last in that file.
+    def _planned(self, indices: Sequence[int]) -> tuple[list[Place], list[torch.Tensor], list[memoryview]]:
+        """Return for each block its place, the block, and the same memory as the bytes that are to be read into it.
 
         Raises:
             IndexError: There is no such block.
             TypeError: A number is not whole.
         """
         files, begins, ends = self._layout.find(counted(indices, len(self), "block"))
-        return list(zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True))
-
-    def _room(self, places: Sequence[tuple[int, int, int]]) -> tuple[list[torch.Tensor], list[memoryview]]:
-        """Return memory for the blocks of a batch, each as a tensor and as the bytes that are to be read into it."""
-        lengths = [end - begin for _, begin, end in places]
+        size, header = self.dtype.itemsize, self.header_bytes
+        places = zip(files.tolist(), (header + begins * size).tolist(), (header + ends * size).tolist(), strict=True)
+        lengths = (ends - begins).tolist()
         data = np.empty(sum(lengths), self.dtype)
-        ends = [0, *itertools.accumulate(length * self.dtype.itemsize for length in lengths)]
+        bounds = itertools.accumulate((length * size for length in lengths), initial=0)
         bytes_of = data.view(np.uint8).data
-        parts = [bytes_of[begin:end] for begin, end in itertools.pairwise(ends)]
-        return list(torch.split(torch.from_numpy(data), lengths)), parts
+        parts = [bytes_of[begin:end] for begin, end in itertools.pairwise(bounds)]
+        return list(places), list(torch.split(torch.from_numpy(data), lengths)), parts
 
     def _finished(self, blocks: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.pad is not None:
-            blocks = [block if len(block) == self.block_size else self._padded(block) for block in blocks]
+        if (pad := self.pad) is not None:
+            short = [self.block_size - len(block) for block in blocks]
+            blocks = [
+                torch.from_numpy(np.pad(block.numpy(), (0, lack), constant_values=pad)) if lack else block
+                for block, lack in zip(blocks, short, strict=True)
+            ]
         return blocks if self.as_dtype is None else [self._converted(block, self.as_dtype) for block in blocks]
 
     def _converted(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -204,11 +202,6 @@ class TokenBlocks(Dataset[torch.Tensor]):
         if narrows and (strays := block.long()[made.long() != block.long()]).numel():
             raise ValueError(f"token {int(strays[0])} does not fit into as_dtype={dtype}; the files have {self.dtype}")
         return made
-
-    def _padded(self, block: torch.Tensor) -> torch.Tensor:
-        whole = torch.from_numpy(np.full(self.block_size, self.pad, self.dtype))
-        whole[: len(block)] = block
-        return whole
 
     # ------------------------------------------------------------------------------------------ what is in the files
 
@@ -246,11 +239,11 @@ class TokenBlocks(Dataset[torch.Tensor]):
             read_index(data, name, version.size)
             for data, name, version in zip(contents, names, self._versions, strict=True)
         ]
-        dtypes = {documents.dtype: name for documents, name in zip(found, names, strict=True)}
+        dtypes = {dtype: name for (dtype, _), name in zip(found, names, strict=True)}
         if len(dtypes) > 1:
             told = ", ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
             raise ConfigurationError(f"the tokens of one dataset are of one dtype, but got {told}")
-        return found[0].dtype, [documents.starts for documents in found]
+        return found[0][0], [starts for _, starts in found]
 
 
 class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
@@ -267,16 +260,13 @@ class _RemoteTokenBlocks(TokenBlocks, Openable[Sources]):
 
     async def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the blocks of a batch; neighbours are read in one."""
-        size, header = self.dtype.itemsize, self.header_bytes
-        places = self._places(indices)
-        memory, parts = self._room(places)
-        ranges = [(file, header + begin * size, header + end * size) for file, begin, end in places]
-        for part, data in zip(parts, await read_places(self._client, self.paths, self._versions, ranges), strict=True):
+        places, blocks, parts = self._planned(indices)
+        for part, data in zip(parts, await self._client.read_places(self.paths, self._versions, places), strict=True):
             part[:] = data
-        return self._finished(memory)
+        return self._finished(blocks)
 
-    def _opens(self) -> contextlib.AbstractAsyncContextManager[Sources]:
-        return contextlib.aclosing(Sources(self.access))
+    def _connect(self) -> Sources:
+        return Sources(self.access)
 
     def __getstate__(self) -> dict[str, Any]:
         return Openable.__getstate__(self)

@@ -206,14 +206,14 @@ async def test_closing_ends_the_threads_that_wait(monkeypatch: pytest.MonkeyPatc
         reading = asyncio.create_task(dataset[0])  # type: ignore[arg-type]
         await waits.wait()
         client = dataset._client
-        threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("parquet")]
+        threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("dataset")]
         assert len(threads) == 1
     with contextlib.suppress(asyncio.CancelledError):
         await reading
     await asyncio.to_thread(threads[0].join, 10)
     assert not threads[0].is_alive()
     with pytest.raises(ValueError, match=r"0.parquet: the dataset is closed"):
-        client.ranges.read("0.parquet", 0, 1, Version(1, ""))
+        client.source.read("0.parquet", 0, 1, Version(1, ""))
 
 
 @pytest.mark.forked("fsspec's files in memory are those of a process and of its copies")

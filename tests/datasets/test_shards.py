@@ -16,8 +16,7 @@ import webdataset
 
 from asyncloader.datasets import FetchError, Retries, TarShards
 from asyncloader.datasets.local import CHUNK_BYTES
-from asyncloader.datasets.shards import _Reader
-from asyncloader.datasets.source import Known
+from asyncloader.datasets.shards import share_of
 from asyncloader.datasets.sources import gunzip
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
@@ -151,7 +150,7 @@ def test_every_number_of_readers_shares_every_number_of_shards() -> None:
         for readers in range(1, 30):
             read: Counter[tuple[str, int, int]] = Counter()
             for number in range(readers):
-                mine, part, parts = _Reader(number, readers).share(names)
+                mine, part, parts = share_of(names, number, readers)
                 assert mine
                 read.update((name, part, parts) for name in mine)
             assert set(read.values()) == {1}
@@ -238,9 +237,9 @@ async def test_a_stream_goes_on_with_the_bytes_that_it_lacks(shard_server: Fault
     for fault in ("elsewhere", "unsaid", "whole"):
         broken = TarShards([shard_server.url("00.tar", fault="cut", times=1)], retries=BRISK)
         async with broken:
-            sources, _ = broken._client
+            source = broken._client.source._of(shard_server.url(""))
             with pytest.raises(FetchError, match=r"were asked for|where 206 was expected"):
-                await anext(sources.begin(shard_server.url("00.tar", fault=fault), 1000, Known()))
+                await anext(source.stream(shard_server.url("00.tar", fault=fault), 1000))
 
 
 async def test_a_url_is_a_url_and_a_path_a_path(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncloader.datasets import ByteRange, FetchError, HTTPDataset, Retries
-from asyncloader.datasets.http_source import HTTPSource
+from asyncloader.datasets.http import HTTPSource
 from asyncloader.datasets.local import read_range
 from asyncloader.datasets.source import Version
 from asyncloader.datasets.sources import Access, Sources

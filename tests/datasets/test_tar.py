@@ -55,7 +55,7 @@ def read(data: bytes, size: int = 700) -> list[tuple[str, bytes]]:
     """Read all members. Nothing is awaited for long, so no loop is needed."""
 
     async def collect() -> list[tuple[str, bytes]]:
-        stream, found = Bytes(pieces(data, size)), []
+        stream, found = Bytes(pieces(data, size), "shard.tar"), []
         with damage_told("shard.tar"):
             async for path, length, begin in headers(stream):
                 stream.mark = begin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncloader.datasets.ranges import merged
+from asyncloader.datasets.sources import merged
 
 
 def test_neighbours_are_read_in_one() -> None:
