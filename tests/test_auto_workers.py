@@ -51,21 +51,20 @@ class Whims:
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
-        self.here, self.elsewhere = 2, 0
+        self.num_workers, self.most_here = 2, 99
         self.due = 0.0
         self.reason = "a whim"
 
     def begin(self) -> None:
         """Another run has begun."""
 
-    def observe(self, load: Any) -> int:
+    def observe(self, load: Any) -> None:
         """Want the next number."""
-        self.here = self.numbers[load.made % len(self.numbers)]
-        return self.here
+        self.num_workers = self.numbers[load.made % len(self.numbers)]
 
     def limit(self, count: int) -> None:
         """There cannot be so many."""
-        self.here = count
+        self.num_workers = count
 
 
 @pytest.mark.covering(1)

@@ -171,14 +171,3 @@ class Backend(Protocol):
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all workers are gone. In any thread but the loop's."""
-
-
-class Elastic(Backend, Protocol):
-    """A backend that can be asked for more workers on other machines, or for fewer."""
-
-    def want(self, num_workers: int | None) -> None:
-        """Have so many of them, as far as there is room. `Listener.on_ready` and `on_left` tell who comes and goes.
-
-        Args:
-            num_workers: On other machines; None for as many as the user says.
-        """

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-from asyncloader.backends.backend import END_GRACE_S, Backend, Elastic, Worker
+from asyncloader.backends.backend import END_GRACE_S, Backend, Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Lose, Postpone, Replace, Start
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.recovery import Policy, Recovery
@@ -39,14 +39,15 @@ class Auto(NamedTuple):
     """A number of workers that looks after itself.
 
     Attributes:
-        controller: Decides.
-        tell: Is told of it: how many there are to be on this machine, and on others.
-        elastic: The workers, if there may be some on other machines; or None.
+        controller: Decides how many there are to be.
+        place: Is told how many, and how many of them this machine can use; returns how many are to be started here. The
+            others come by themselves, from other machines. None: the number is the user's again.
+        tell: Is told how many there are to be here, and in all.
     """
 
     controller: Controller
+    place: Callable[[int | None, int], int]
     tell: Callable[[int, int], None]
-    elastic: Elastic | None = None
 
 
 class Session(Protocol):
@@ -206,20 +207,16 @@ class Supervisor:
         self._wake(worker)
         self._have_others_do(worker)
 
-    def resize(self, num_workers: int, elsewhere: int | None = None) -> None:
-        """Have so many workers on this machine from now on, and on others.
+    def resize(self, num_workers: int) -> None:
+        """Have so many workers from now on, beside those that come from other machines: nobody looks after it now."""
+        if self.auto is not None:
+            self.auto.place(None, 0)
+            self.auto = None
+        self._want(num_workers, num_workers)
 
-        Args:
-            num_workers: Here.
-            elsewhere: On other machines; None for as many as the user says.
-        """
-        auto = self.auto
-        if elsewhere is None:
-            self.auto = None  # from now on nobody looks after it
-        if auto is not None and auto.elastic is not None:
-            auto.elastic.want(elsewhere)
+    def _want(self, num_workers: int, in_all: int) -> None:
         self.workforce.want(num_workers)
-        self.recovery.num_workers = num_workers + (elsewhere or 0)
+        self.recovery.num_workers = in_all
         self._settle()
 
     def _settle(self) -> None:
@@ -241,19 +238,20 @@ class Supervisor:
             self.due = min(self.due, auto.controller.due)
 
     def _look_how_many(self, auto: Auto, now: float) -> None:
-        controller, run = auto.controller, self.session.run
-        here, elsewhere = controller.here, controller.elsewhere
+        controller, run, here = auto.controller, self.session.run, len(self.workforce.wanted)
+        before, most_here = controller.num_workers, controller.most_here
         controller.observe(run.meter.load(now, run.scheduler.roster.num_takers))
-        if (more := controller.here - here) > 0:
+        if (more := min(controller.num_workers, controller.most_here) - here) > 0:
             each = max([_WORKER_BYTES, *run.meter.private_bytes().values()])
             room = available_bytes() - total_bytes() // 20
             if room < more * each:
                 controller.limit(here + max(0, room // each))
-        wanted = controller.here, controller.elsewhere
-        if wanted != (here, elsewhere):
-            log.info('num_workers="auto": %d in place of %d: %s', sum(wanted), here + elsewhere, controller.reason)
-            self.resize(*wanted)
-            auto.tell(*wanted)
+        if (wanted := controller.num_workers) != before or most_here != controller.most_here:
+            here = auto.place(wanted, controller.most_here)
+            if wanted != before:
+                log.info('num_workers="auto": %d in place of %d: %s', wanted, before, controller.reason)
+            self._want(here, wanted)
+            auto.tell(here, wanted)
 
     def _look_who_is_renewed(self, now: float, *, begins: bool = False) -> None:
         """See whether a worker is to be renewed, and has answered its tickets.

@@ -65,8 +65,6 @@ class Load(NamedTuple):
         work_s: How long that took them.
         cpu_s: How long they had a core for it, or wanted one.
         main_cpu_s: How long this process had one.
-        elsewhere_cpu_s: The part of `cpu_s` that is of other machines' cores.
-        received_bytes: What has come of batches from other machines.
     """
 
     at_s: float
@@ -78,8 +76,6 @@ class Load(NamedTuple):
     work_s: float
     cpu_s: float
     main_cpu_s: float
-    elsewhere_cpu_s: float = 0.0
-    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,6 @@ class Meter:
         self._stalled_s = 0.0
         self._samples = 0
         self._bytes = 0
-        self._received_bytes = 0  # of these, from other machines
         self._errors = 0
         # Written by consumers, one at a time.
         self._taken = Tally(len(_TAKEN))
@@ -153,8 +152,6 @@ class Meter:
         self._made.add(list(row))
         self._samples += record.samples
         self._bytes += nbytes
-        if self._own[worker].node:
-            self._received_bytes += nbytes
         return BatchTimes(number, now)
 
     def slice_came(
@@ -249,8 +246,7 @@ class Meter:
             main_cpu_s = max(0.0, main_cpu_s - self._cpu_s)
         waited_s, work_s = float(taken.sums[0]), float(made.sums[-1])
         return Load(
-            now, num_workers, taken.rows, waited_s, self._training_s, made.rows, work_s, worker_cpu_s, main_cpu_s,
-            self._remote_cpu_s, self._received_bytes,
+            now, num_workers, taken.rows, waited_s, self._training_s, made.rows, work_s, worker_cpu_s, main_cpu_s
         )  # fmt: skip
 
     def failed(self) -> None:

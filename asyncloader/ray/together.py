@@ -102,9 +102,16 @@ class Together:
         """Start a worker under this id."""
         self._of(worker).add(worker, num_workers)
 
-    def want(self, num_workers: int | None) -> None:
-        """Have so many workers on other machines."""
-        self._remote.want(num_workers)
+    def place(self, num_workers: int | None, most_here: int) -> int:
+        """Have so many workers in all, local ones first; return how many of them are local.
+
+        Args:
+            num_workers: In all; None for as many on other machines as the user says.
+            most_here: How many this machine can use.
+        """
+        here = min(num_workers or 0, most_here)
+        self._remote.want(None if num_workers is None else num_workers - here)
+        return here
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let this worker finish."""

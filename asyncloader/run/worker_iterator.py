@@ -221,9 +221,9 @@ class WorkerIterator(BaseIterator[T_co]):
         supervisor = Supervisor(loop, pool, policy, workforce, auto)
         return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), original)
 
-    def note_number(self, num_workers: int, elsewhere: int) -> None:
+    def note_number(self, num_workers: int, in_all: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
-        self._runs.elsewhere = elsewhere
+        self._runs.elsewhere = in_all - num_workers
         if self._options.is_auto:  # otherwise it was set meanwhile
             self._checkpointer.progress.num_workers = num_workers
             auto_number.note(self._loader(), num_workers)
@@ -424,6 +424,6 @@ class WorkerIterator(BaseIterator[T_co]):
         return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"
 
 
-def _note_number(iterator: weakref.ref[WorkerIterator[Any]], num_workers: int, elsewhere: int) -> None:
+def _note_number(iterator: weakref.ref[WorkerIterator[Any]], num_workers: int, in_all: int) -> None:
     if (alive := iterator()) is not None:
-        alive.note_number(num_workers, elsewhere)
+        alive.note_number(num_workers, in_all)

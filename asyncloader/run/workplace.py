@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from asyncloader.backends.backend import Backend, Elastic
+from asyncloader.backends.backend import Backend
 from asyncloader.backends.processes.pool import Pool
 from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.engine.controller import Controller
@@ -197,17 +197,21 @@ def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None],
     """
     if not options.is_auto:
         return None
-    provider, elastic = options.provider, cast(Elastic, pool)
+    provider = options.provider
     controller = Controller(
-        options.num_workers,
+        options.num_workers + elsewhere,
         max_computing=options.most_computing,
         max_waiting=options.most_waiting,
         cores=usable_cores(),
         overlaps=options.overlaps,
-        elsewhere=elsewhere,
         max_elsewhere=0 if provider is None else provider.max_workers or sys.maxsize,
     )
-    return Auto(controller, tell, None if provider is None else elastic)
+    return Auto(controller, _all_here if provider is None else cast(Any, pool).place, tell)
+
+
+def _all_here(num_workers: int | None, most_here: int) -> int:
+    """Return how many workers are to be started on this machine, where no others are."""
+    return num_workers or 0
 
 
 def make_workforce(options: Options) -> Workforce:

@@ -116,15 +116,15 @@ class Wishes:
     """A controller that wants what the test says."""
 
     reason, due = "the test wants it", 0.0
-    here, elsewhere = 1, 0
+    num_workers, most_here = 1, 1
 
     def __init__(self) -> None:
-        self.wish = (1, 0)
+        self.wish = 1
 
     def begin(self) -> None: ...
 
     def observe(self, load: Any) -> None:
-        self.here, self.elsewhere = self.wish
+        self.num_workers = self.wish
 
 
 def test_a_number_that_looks_after_itself(add_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,8 @@ def test_a_number_that_looks_after_itself(add_node: Any, monkeypatch: pytest.Mon
     loader = DataLoader(Drawing(), 1, sampler=itertools.cycle([1]), num_workers="auto", worker_backend="ray")
     iterator = iter(loader)
     for elsewhere, on_nodes in ((3, 3), (2, 2), (0, 0)):
-        wishes.wish = (1, elsewhere)
-        wait_until(lambda: next(iterator) and loader.stats().num_workers == 1 + wishes.wish[1])
+        wishes.wish = 1 + elsewhere
+        wait_until(lambda: next(iterator) and loader.stats().num_workers == wishes.wish)
         if not elsewhere:
             wait_until(lambda: next(iterator) and ray.available_resources().get("CPU") == 4)
         assert sum(workers().values()) >= on_nodes

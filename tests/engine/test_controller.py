@@ -53,12 +53,12 @@ class World:
         self.controller = Controller(
             self.start, max_computing=self.cores, max_waiting=8, cores=self.cores, max_elsewhere=self.max_elsewhere
         )
-        self.wanted = self.count, self.elsewhere = self.start, 0
+        self.wanted, self.count, self.elsewhere = self.start, self.start, 0
         self.comes_at = 0.0
         self.noted = {"waited": 0.0, "trained": 0.0}
         self.old = self.waiting = 0.0
         self.were = self.start, 0
-        names = ("taken", "waited", "trained", "made", "work", "cpu", "elsewhere_cpu", "received")
+        names = ("taken", "waited", "trained", "made", "work", "cpu")
         self.sums: dict[str, float] = dict.fromkeys(names, 0.0)
 
     def rates(self, count: int, elsewhere: int) -> tuple[float, float]:
@@ -96,8 +96,6 @@ class World:
             sums["work"] += (STEP_S * self.count if is_limit else near * self.work) + far * self.work * self.slower
             sums["cpu"] += STEP_S * self.count if is_limit and self.cpu > 0.5 * self.work else near * self.cpu
             sums["cpu"] += far * self.cpu * self.slower
-            sums["elsewhere_cpu"] += far * self.cpu * self.slower
-            sums["received"] += far * 1e6
             self.look()
         return self
 
@@ -115,18 +113,18 @@ class World:
         """Have the controller look, and workers come and go."""
         controller = self.controller
         if self.now >= self.comes_at:
-            if self.count < controller.here and self.old <= 0:
+            here = min(controller.num_workers, controller.most_here)
+            if self.count < here and self.old <= 0:
                 self.old, self.were = self.ahead, (self.count, self.elsewhere)
-            self.count, self.elsewhere = controller.here, min(controller.elsewhere, self.room)
+            self.count, self.elsewhere = here, min(controller.num_workers - here, self.room)
         if self.now >= controller.due:
             sums = self.sums
             there = self.count + self.elsewhere
             load = Load(self.now, there, int(sums["taken"]), self.noted["waited"], self.noted["trained"],
-                        int(sums["made"]), sums["work"], sums["cpu"], 0.0,
-                        sums["elsewhere_cpu"], int(sums["received"]))  # fmt: skip
+                        int(sums["made"]), sums["work"], sums["cpu"], 0.0)  # fmt: skip
             controller.observe(load)
-            if (wanted := (controller.here, controller.elsewhere)) != self.wanted:
-                self.wanted, self.comes_at = wanted, self.now + 0.05
+            if controller.num_workers != self.wanted:
+                self.wanted, self.comes_at = controller.num_workers, self.now + 0.05
                 self.history.append((self.now, controller.num_workers))
 
     @property
@@ -231,7 +229,10 @@ def test_those_that_do_not_come_are_not_waited_for() -> None:
             break
     asked = controller.num_workers
     assert asked > 2
-    counts = [controller.observe(load._replace(at_s=load.at_s + 0.1 * step)) for step in range(1, 60)]
+    counts = []
+    for step in range(1, 60):
+        controller.observe(load._replace(at_s=load.at_s + 0.1 * step))
+        counts.append(controller.num_workers)
     assert counts[10] == asked
     assert counts[-1] == 2
 

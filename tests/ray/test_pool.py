@@ -173,17 +173,18 @@ class Whims:
 
     def __init__(self, numbers: list[tuple[int, int]]) -> None:
         self.numbers = numbers
-        self.here, self.elsewhere = 2, 0
+        self.num_workers, self.most_here = 2, 2
         self.due = 0.0
         self.reason = "a whim"
 
     def begin(self) -> None: ...
 
     def observe(self, load: Any) -> None:
-        self.here, self.elsewhere = self.numbers[load.made % len(self.numbers)]
+        self.most_here, elsewhere = self.numbers[load.made % len(self.numbers)]
+        self.num_workers = self.most_here + elsewhere
 
     def limit(self, count: int) -> None:
-        self.here = count
+        self.num_workers = count
 
 
 @pytest.mark.slow
@@ -219,7 +220,7 @@ def test_a_number_that_looks_after_itself_asks_for_others_and_gives_them_back(mo
     loader.close()
     del iterator
     iterator = iter(loader)
-    whims.elsewhere = 1
+    whims.num_workers = 3
     wait_for(iterator, lambda: loader.stats().num_workers == 3)
     loader.close()
 
