@@ -195,6 +195,11 @@ class WorkerSpec:
         """Whether samples are fetched on a loop, several at once."""
         return self.is_async or self.samples_at_once > 1
 
+    @property
+    def tolerates(self) -> bool:
+        """Whether a sample that raises does not cost its batch."""
+        return self.on_error != "raise"
+
     def with_dataset(self, dataset: Any) -> WorkerSpec:
         """Return the same with another dataset."""
         return replace(self, dataset=dataset)

@@ -47,14 +47,8 @@ from asyncloader.transport.collate import is_default
 from asyncloader.transport.join import collated
 from asyncloader.transport.loans import Rows
 from asyncloader.worker.data_pipes import one_walks
-from asyncloader.worker.fetch import (
-    ErrorPolicy,
-    Fetcher,
-    IterableFetcher,
-    NoGoodSample,
-    fetch_and_drop,
-    make_fetcher,
-)
+from asyncloader.worker.fetch import Fetcher, IterableFetcher, fetch_and_drop, make_fetcher
+from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
@@ -91,53 +85,6 @@ class Host(Protocol):
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
         """Make a batch of samples, or of a `Whole`, in memory that suits the host; in these rows, if they fit."""
-
-
-class Work:
-    """A ticket in work.
-
-    Attributes:
-        seq: Number of the ticket.
-        waited_s: How long an idle worker had waited for it.
-        began: When its first sample was asked for; on `time.perf_counter`, seconds.
-        fetched: When its samples were there; 0.0 if they never were.
-        count: How many samples there are.
-        first: Number of the first one in the epoch, where samples are known by that; otherwise None.
-        bad: Those that raised, and were left out or replaced.
-        snapshot: State of the dataset when the last sample had been read, or None.
-    """
-
-    __slots__ = ("bad", "began", "count", "fetched", "first", "seq", "snapshot", "waited_s")
-
-    def __init__(self, seq: int, waited_s: float = 0.0, count: int = 0) -> None:
-        self.seq = seq
-        self.waited_s = waited_s
-        self.began = perf_counter()
-        self.fetched = 0.0
-        self.count = count
-        self.first: int | None = None
-        self.bad: Sequence[BadSample] = ()
-        self.snapshot: Any = None
-
-
-class Gathered(Work):
-    """A ticket whose samples are gathered one by one.
-
-    Attributes:
-        keys: As the sampler gave them.
-        samples: By position; what is missing or bad is None. Or a `Whole`.
-        errors: What samples raised, by position.
-        fatal: What was raised that no batch can be made after.
-    """
-
-    __slots__ = ("errors", "fatal", "keys", "samples")
-
-    def __init__(self, seq: int, keys: Any, count: int, waited_s: float = 0.0) -> None:
-        super().__init__(seq, waited_s, count)
-        self.keys = keys
-        self.samples: Any = [None] * count
-        self.errors: dict[int, BaseException] = {}
-        self.fatal: BaseException | None = None
 
 
 class BatchMaker:
@@ -272,19 +219,8 @@ class BatchMaker:
 
     def open_fetcher(self, dataset: Any, iterator: Any = None) -> None:
         """Make what `make` gets samples from; of this iterator, if there is one already."""
-        spec, keeper = self.spec, self.keeper
-        self._fetch = make_fetcher(
-            dataset,
-            is_iterable=spec.is_iterable,
-            auto_collation=spec.auto_collation,
-            drop_last=spec.drop_last,
-            collate_fn=spec.collate_fn,
-            run=self._run,
-            on_error=spec.on_error,
-            where=self._host.where,
-            iterator=iterator,
-            by_sample=spec.knows_places,
-        )
+        keeper = self.keeper
+        self._fetch = make_fetcher(dataset, self.spec, self._run, iterator)
         if keeper is not None and isinstance(self._fetch, IterableFetcher):
             self._fetch.ended = keeper.attach(self._fetch.iterator)
 
@@ -323,10 +259,10 @@ class BatchMaker:
             self._own = None
 
     def _make(self, seq: int, keys: Any, waited_s: float) -> Outcome:
-        work, fetch, keeper = Work(seq, waited_s), self._fetch, self.keeper
+        job, fetch, keeper = Job(seq, waited_s=waited_s), self._fetch, self.keeper
         assert fetch is not None
-        rows: Sequence[Rows] = ()
-        if is_slice := type(keys) is Slice:
+        rows: Sequence[Rows] | None = None
+        if type(keys) is Slice:
             keys, rows = keys
         if type(keys) is Placed:
             here, keys = self._placed(self.seeder, seq, keys)
@@ -334,29 +270,25 @@ class BatchMaker:
             here = SampleContext(self.seeder, seq)
             if self._seeds:
                 self.seeder(seq)
-        outside, samples = sample_context.current.set(here), None
+        job.keys = keys
+        outside = sample_context.current.set(here)
         try:
-            if keeper is not None and (gap := keeper.gap()):
-                with self._aside():
-                    self._leave_out(gap, seq, keys)
-            samples = fetch(keys)
-            if keeper is not None:
-                work.snapshot = keeper.take(ended=self.has_ended)
-            work.bad = fetch.bad
-            work.fetched = perf_counter()
-            work.count = len(samples) if self.spec.auto_collation and hasattr(samples, "__len__") else 1
-            if here.first is not None:
+            try:
+                if keeper is not None and (gap := keeper.gap()):
+                    with self._aside():
+                        self._leave_out(gap, seq, keys)
+                fetch(job)
+                if keeper is not None:
+                    job.snapshot = keeper.take(ended=self.has_ended)
+                job.fetched = perf_counter()
+            except BaseException as error:
+                if self._host.ends(error):
+                    raise
+                job.fatal, job.fatal_at = error, here.position
+            if here.first is not None and job.fatal is None:
                 here.position = COLLATION
-            data = self._host.collate(self.spec.collate_fn, samples, rows)
-            if is_slice:
-                data = collated(samples, data, self.spec.collate_fn)
-            return _new(Batch, (self._record(work), data, 0, work.bad, work.snapshot))
-        except BaseException as error:
-            if self._host.ends(error):
-                raise
-            work.bad = fetch.bad
-            blame = self._odd(work, samples) if work.fetched else _raised_at(here.position)
-            return self.failed(work, error, blame)
+            outcome: Outcome = self._finish(job, rows)
+            return outcome
         finally:
             sample_context.current.reset(outside)
 
@@ -384,90 +316,93 @@ class BatchMaker:
             elif self._seeds:
                 seeder(made.seq)
             sample_context.current.set(here)
+            assert self._fetch is not None
             fetch_and_drop(self._fetch, keys)
 
     def _leave_out(self, count: int, seq: int, keys: Any) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
+        assert self._fetch is not None
         for _ in range(count):
             sample_context.enter(self.seeder, seq)
             if not fetch_and_drop(self._fetch, keys):
                 break
         sample_context.enter(self.seeder, seq)  # the generator of a sample begins anew
 
-    # ---------------------------------------------------------------------------------------- samples of many at once
+    # ------------------------------------------------------------------------------------ samples that are all here
 
-    def gathered(self, work: Gathered) -> Any:
-        """Return the outcome of a ticket whose samples are here; or, of an async collate_fn, what is to be awaited.
+    def gathered(self, job: Job) -> Any:
+        """Return the outcome of a ticket whose samples overlapped; or, of an async collate_fn, what is to be awaited.
 
         `batch` makes an outcome of the data then, or `failed` of what was raised.
         """
-        sample_context.enter(self.seeder, work.seq, COLLATION if work.first is not None else BATCH, work.first)
-        samples: Any = None
+        sample_context.enter(self.seeder, job.seq, COLLATION if job.first is not None else BATCH, job.first)
         if self._own is not None:
             self._look_for_late_ones(self._own)
+        if self.keeper is not None and not self.spec.is_iterable:
+            job.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
+        return self._finish(job, None, may_await=True)
+
+    def _finish(self, job: Job, rows: Sequence[Rows] | None, *, may_await: bool = False) -> Any:
+        """Collate the samples of a job, as far as they are good.
+
+        Args:
+            job: Nothing in it refers to samples or errors any more.
+            rows: Where a slice of a batch belongs; None for a batch.
+            may_await: Return what is to be awaited, of an async collate_fn.
+        """
+        samples: Any = None
         try:
-            if self.keeper is not None and not self.spec.is_iterable:
-                work.snapshot = self.keeper.take()  # a stream takes it itself, when the samples have been read
-            error, blame = self._costly(work)
-            if error is not None:
-                return self.failed(work, error, blame)
-            samples = self._samples_of(work)
-            data = self._host.collate(self.spec.collate_fn, samples)
-            return data if hasattr(type(data), "__await__") else self.batch(work, data)
+            if (fatal := job.fatal) is not None:
+                job.fatal = None
+                job.errors.clear()
+                return self.failed(job, fatal, _raised_at(job.fatal_at))
+            samples = self._good_samples(job)
+            data = self._host.collate(self.spec.collate_fn, samples, rows or ())
+            if may_await and hasattr(type(data), "__await__"):
+                return data
+            if rows is not None:
+                data = collated(samples, data, self.spec.collate_fn)
+            return self.batch(job, data)
         except BaseException as error:
             if self._host.ends(error):
                 raise
-            return self.failed(work, error, self._odd(work, samples))
+            return self.failed(job, error, self._odd(job, samples))
 
-    def _costly(self, work: Gathered) -> tuple[BaseException | None, Blame | None]:
-        """Return what costs the batch, and the sample that raised it. The work does not refer to it any more."""
-        error, blame = work.fatal, None
-        if error is None and work.errors:
-            any_costs = self.spec.on_error == "raise"
-            errors = sorted(work.errors.items())
-            found = ((at, raised) for at, raised in errors if any_costs or not isinstance(raised, Exception))
-            position, error = next(found, (BATCH, None))
-            blame = _raised_at(position)
-            del errors
-        if error is not None:
-            work.fatal = None
-            work.errors.clear()
-        return error, blame
-
-    def _samples_of(self, work: Gathered) -> Any:
-        """Take the samples out of the work, without bad ones."""
-        samples, work.samples = work.samples, []  # what a sample lies in is free again with the batch
-        if work.errors:
-            samples = self._mended(work, samples)
-        return samples if self.spec.auto_collation else samples[0]
-
-    def _mended(self, work: Gathered, samples: list[Any]) -> list[Any]:
-        spec, policy = self.spec, ErrorPolicy(self.spec.on_error, self._host.where)
-        errors = {position: error for position, error in work.errors.items() if isinstance(error, Exception)}
-        work.errors.clear()
-        work.bad = policy.note(errors, None if spec.is_iterable else work.keys if spec.auto_collation else [work.keys])
-        return policy.mend(samples, errors)
+    def _good_samples(self, job: Job) -> Any:
+        """Take the samples out of a job; those that raised are left out or replaced, and noted."""
+        spec = self.spec
+        samples, job.samples = job.samples, None  # what a sample lies in is free again with the batch
+        if job.errors:
+            keys = None if spec.is_iterable else job.keys if spec.auto_collation else [job.keys]
+            job.bad = [
+                BadSample(None if keys is None else keys[at], at, RemoteError.capture(error, self._host.where))
+                for at, error in sorted(job.errors.items())
+            ]
+            samples = mend(samples, job.errors, leave_out=spec.on_error == "skip")
+        if not spec.auto_collation:
+            job.count = 1
+            return samples[0]
+        job.count = len(samples) if hasattr(samples, "__len__") else 1
+        return samples
 
     # ------------------------------------------------------------------------------------------------- outcomes
 
-    def batch(self, work: Work, data: Any) -> Outcome:
+    def batch(self, job: Job, data: Any) -> Outcome:
         """Return the batch of a ticket."""
-        return Batch(self._record(work), data, 0, work.bad, work.snapshot)
+        return _new(Batch, (self._record(job), data, 0, job.bad, job.snapshot))
 
-    def failed(self, work: Work, error: BaseException, blame: Blame | None = None) -> Outcome:
+    def failed(self, job: Job, error: BaseException, blame: Blame | None = None) -> Outcome:
         """Return what becomes of a ticket for which this was raised, by the sample to blame where that is known."""
         if isinstance(error, EndOfData):
-            return self._exhausted(work)
+            return self._exhausted(job)
         if isinstance(error, NoGoodSample):
             if self.spec.on_error == "skip":
-                return LeftOut(self._record(work), work.bad, work.snapshot)
+                return LeftOut(self._record(job), job.bad, job.snapshot)
             blame, error = _raised_at(error.position), error.first
         captured = self._host.capture(error)
-        return Failure(
-            self._record(work), replace(captured, blame=blame) if blame else captured, work.bad, work.snapshot
-        )
+        return Failure(self._record(job), replace(captured, blame=blame) if blame else captured, job.bad, job.snapshot)
 
-    def _odd(self, work: Work, samples: Any) -> Blame | None:
+    def _odd(self, job: Job, samples: Any) -> Blame | None:
         """Return the sample that keeps these from being collated, if there is one that stands out."""
         if not self.spec.auto_collation or type(samples) is not list:
             return None
@@ -475,7 +410,7 @@ class BatchMaker:
             return None
         position, words = odd
         if self.spec.on_error == "skip":  # they are not among the samples
-            left_out = {sample.position for sample in work.bad}
+            left_out = {sample.position for sample in job.bad}
             there = (at for at in range(len(samples) + len(left_out)) if at not in left_out)
             position = next(islice(there, position, None))
         return Blame(position, words)
@@ -487,30 +422,30 @@ class BatchMaker:
     def refused(self, seq: int, keys: Any) -> Outcome:
         """Return what becomes of such a ticket."""
         if type(keys) is RemoteError:  # they did not come out of their pickle
-            return Refused(self._record(Work(seq)), keys)
+            return Refused(self._record(Job(seq)), keys)
         assert self.failure is not None
-        return Failure(self._record(Work(seq)), self._host.capture(another(self.failure)))
+        return Failure(self._record(Job(seq)), self._host.capture(another(self.failure)))
 
     def exhausted(self, seq: int) -> Outcome:
         """Return what becomes of a ticket after the end of the data."""
-        return self._exhausted(Work(seq))
+        return self._exhausted(Job(seq))
 
-    def _exhausted(self, work: Work) -> Outcome:
+    def _exhausted(self, job: Job) -> Outcome:
         # The state that the next run begins with, if the dataset is here then.
         snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
-        return Exhausted(self._record(work), (), snapshot)
+        return Exhausted(self._record(job), (), snapshot)
 
-    def _record(self, work: Work) -> Record:
+    def _record(self, job: Job) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
         now = perf_counter()
-        began, fetched = work.began, work.fetched or now
+        began, fetched = job.began, job.fetched or now
         cpu_before, self._cpu_s = self._cpu_s, self._cpu_clock()
         fields = (
-            work.seq,
+            job.seq,
             self._epoch.number,
-            work.count,
+            job.count,
             began,
-            work.waited_s,
+            job.waited_s,
             fetched - began,
             now - fetched,
             self._cpu_s - cpu_before,

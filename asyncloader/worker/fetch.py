@@ -2,163 +2,82 @@
 
 Kept apart from collation, which torch's fetchers do in the same call, so that each can be timed and answered for.
 
-With ``on_error="skip"`` or ``"replace"`` a sample that raises does not cost its batch: the fetcher catches it, keeps a
-note in ``bad``, and has the batch mended without it (`ErrorPolicy`, which overlapping samples are mended by as well).
+With ``on_error="skip"`` or ``"replace"`` a sample that raises does not cost its batch: the fetcher notes the error in
+the job, and :class:`~asyncloader.worker.batch_maker.BatchMaker` has the batch mended without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from asyncloader.messages.failure import BadSample, EndOfData, RemoteError
+from asyncloader.messages.failure import EndOfData
 from asyncloader.messages.indices import listed
-from asyncloader.options import OnError
+from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.sample_context import SampleContext
 from asyncloader.worker.gather import WholeBatches
+from asyncloader.worker.job import Job
 
-
-class NoGoodSample(Exception):
-    """Every sample of a batch raised. ``first`` is what the first one raised, at this position."""
-
-    def __init__(self, first: Exception, position: int) -> None:
-        super().__init__("no sample of the batch is good")
-        self.first = first
-        self.position = position
-
-
-Run: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+RunCoroutine: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to its end, always on the same loop."""
 
+Fetcher: TypeAlias = Callable[[Job], None]
+"""Gets the samples of a job; what costs the batch is raised, by the sample whose position is in the context.
 
-class ErrorPolicy(NamedTuple):
-    """What becomes of samples that raise.
-
-    Attributes:
-        on_error: "raise"; "skip" leaves them out; "replace" puts good ones of the same batch in their places.
-        where: For the notes: "in DataLoader worker process 3".
-    """
-
-    on_error: OnError = "raise"
-    where: str = ""
-
-    @property
-    def tolerates(self) -> bool:
-        """Whether the other samples of a batch are wanted when one has raised."""
-        return self.on_error != "raise"
-
-    def note(self, errors: Mapping[int, Exception], keys: Sequence[Any] | None) -> list[BadSample]:
-        """Return notes of the samples that raised, by position in the batch; those of a stream have no keys."""
-        return [
-            BadSample(None if keys is None else keys[position], position, RemoteError.capture(error, self.where))
-            for position, error in sorted(errors.items())
-        ]
-
-    def mend(self, samples: list[Any], errors: dict[int, Exception]) -> list[Any]:
-        """Return the samples in order, without the bad ones or with others in their places.
-
-        Which good sample takes a place depends on the place alone, so that a batch that is made again is the same.
-
-        Args:
-            samples: By position; anything where a sample raised.
-            errors: What these raised. They are taken out: their tracebacks refer to who has them.
-
-        Raises:
-            NoGoodSample: if there is none.
-        """
-        good = {position: sample for position, sample in enumerate(samples) if position not in errors}
-        position, first = min(errors.items(), default=(0, None), key=itemgetter(0))
-        errors.clear()
-        if first is None:
-            return samples
-        if not good:
-            raise NoGoodSample(first, position)
-        found = list(good.values())
-        if self.on_error == "skip":
-            return found
-        return [good.get(i, found[i % len(found)]) for i in range(len(samples))]
-
-
-_RAISE = ErrorPolicy()
-
-
-class Fetcher(Protocol):
-    """Gets the samples of one batch after the other.
-
-    Samples that turn out to be awaitables, of a dataset that could not be known to be async, are awaited: those of a
-    batch together.
-
-    Attributes:
-        bad: The samples of the last batch that raised, and were left out or replaced.
-    """
-
-    bad: Sequence[BadSample]
-
-    def __call__(self, keys: Any) -> Any:
-        """Return the list of samples; without automatic batching the one sample."""
+Samples that turn out to be awaitables, of a dataset that could not be known to be async, are awaited: those of a batch
+together.
+"""
 
 
 class MapFetcher:
     """Fetches from a map-style dataset."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        auto_collation: bool,
-        collate_fn: Any,
-        run: Run,
-        policy: ErrorPolicy = _RAISE,
-        *,
-        by_sample: bool = False,
-    ) -> None:
-        self.bad: Sequence[BadSample] = ()
+    def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine) -> None:
         self._dataset = dataset
-        self._auto_collation = auto_collation
+        self._auto_collation = spec.auto_collation
         self._run = run
-        self._policy = policy
-        self._tolerates = policy.tolerates
-        self._whole = WholeBatches(dataset, auto_collation, collate_fn, by_sample)
+        self._tolerates = spec.tolerates
+        self._whole = WholeBatches(dataset, spec)
 
-    def __call__(self, keys: Any) -> Any:
-        """Return the list of samples, or a `Whole`; without automatic batching the one sample."""
-        self.bad = ()
-        here = sample_context.here()
+    def __call__(self, job: Job) -> None:
+        """Get the list of samples, or a `Whole`."""
+        here, keys = sample_context.here(), job.keys
         if not self._auto_collation:
-            return self._each([keys], here)[0]
+            job.samples = self._each(job, [keys], here)
+            return
         if self._whole.is_in_memory and (rows := self._whole.find(keys)) is not None:
-            return rows
+            job.samples = rows
+            return
         if type(keys) is not list:
-            keys = listed(keys)
+            job.keys = keys = listed(keys)
         if getattr(self._dataset, "__getitems__", None) and not self._whole.by_sample:
             try:
-                return self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
+                job.samples = self._whole.ready(_settled(self._dataset.__getitems__(keys), self._run), keys)
+                return
             except Exception:  # one by one, to find out which are good
                 if not (self._tolerates and has_samples(self._dataset)):
                     raise
-        return self._each(keys, here)
+        job.samples = self._each(job, keys, here)
 
-    def _each(self, keys: Any, here: SampleContext) -> list[Any]:
-        """Return the samples, asked for one by one; without those that raised, or with others, if that is tolerated."""
-        dataset, errors = self._dataset, None
+    def _each(self, job: Job, keys: Any, here: SampleContext) -> list[Any]:
+        """Return the samples, asked for one by one."""
+        dataset = self._dataset
         if self._tolerates:
-            errors = dict[int, Exception]()
-            samples = [self._try(key, errors) for here.position, key in enumerate(keys)]
-            self.bad = self._policy.note(errors, keys)
+            samples = [self._try(key, job.errors) for here.position, key in enumerate(keys)]
         elif here.first is not None:  # what turns out to be awaitable draws as well, when it is awaited
             samples = [self._one(key) for here.position, key in enumerate(keys)]
         else:
             samples = [dataset[key] for here.position, key in enumerate(keys)]
         if self._auto_collation:
             here.position = sample_context.BATCH
-        return _settled(samples, self._run) if errors is None else self._policy.mend(samples, errors)
+        return samples if self._tolerates else _settled(samples, self._run)
 
     def _one(self, key: Any) -> Any:
         sample = self._dataset[key]
@@ -183,32 +102,19 @@ class IterableFetcher:
         ended: It has come to its end, and is not asked again.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        auto_collation: bool,
-        drop_last: bool,
-        run: Run,
-        iterator: Any = None,
-        policy: ErrorPolicy = _RAISE,
-    ) -> None:
-        self.bad: Sequence[BadSample] = ()
+    def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine, iterator: Any = None) -> None:
         self.iterator = iter(dataset) if iterator is None else iterator
         self.ended = False
-        self._auto_collation = auto_collation
-        self._drop_last = drop_last
+        self._spec = spec
         self._run = run
-        self._policy = policy
 
-    def __call__(self, keys: Any) -> Any:
-        """Return as many samples as there are keys, or what is left; without automatic batching the next one."""
-        self.bad = ()
+    def __call__(self, job: Job) -> None:
+        """Get as many samples as there are keys, or what is left; without automatic batching the next one."""
         if self.ended:
             raise EndOfData
-        here, samples, errors = sample_context.here(), list[Any](), dict[int, Exception]()
-        tolerates = self._policy.tolerates
-        wanted = keys if self._auto_collation else (None,)
-        for here.position, _ in enumerate(wanted):
+        here, samples, spec = sample_context.here(), list[Any](), self._spec
+        auto_collation, tolerates = spec.auto_collation, spec.tolerates
+        for here.position, _ in enumerate(job.keys if auto_collation else (None,)):
             try:
                 sample = next(self.iterator)
                 samples.append(_settled([sample], self._run)[0] if tolerates else sample)
@@ -218,15 +124,13 @@ class IterableFetcher:
             except Exception as error:
                 if not tolerates or is_over(self.iterator):
                     raise
-                errors[here.position] = error
+                job.errors[here.position] = error
                 samples.append(None)
-        if self._auto_collation:
+        if auto_collation:
             here.position = sample_context.BATCH
-        self.bad = self._policy.note(errors, None)
-        if not samples or (self._auto_collation and self._drop_last and len(samples) < len(keys)):
+        if not samples or (auto_collation and spec.drop_last and len(samples) < len(job.keys)):
             raise EndOfData
-        samples = self._policy.mend(samples, errors) if errors else _settled(samples, self._run)
-        return samples if self._auto_collation else samples[0]
+        job.samples = samples if job.errors else _settled(samples, self._run)
 
 
 def is_over(iterator: Any) -> bool:
@@ -239,7 +143,7 @@ def is_over(iterator: Any) -> bool:
 _NEVER_AWAITED = frozenset({int, float, str, bytes, tuple, list, dict, np.ndarray, torch.Tensor})
 
 
-def _settled(samples: Any, run: Run) -> Any:
+def _settled(samples: Any, run: RunCoroutine) -> Any:
     """Return the samples; those that are still to be awaited, awaited."""
     if type(samples) is not list and hasattr(type(samples), "__await__"):
         samples = run(settle(samples))
@@ -267,11 +171,10 @@ async def settle(sample: Any) -> Any:
     return sample
 
 
-def fetch_and_drop(fetch: Callable[[Any], Any] | None, keys: Any) -> bool:
+def fetch_and_drop(fetch: Fetcher, keys: Any) -> bool:
     """Fetch a batch for nobody; False if there is none: the stream has come to its end."""
-    assert fetch is not None
     try:
-        fetch(keys)
+        fetch(Job(0, keys))
     except EndOfData:
         return False
     except Exception:  # it was raised in its time
@@ -279,25 +182,11 @@ def fetch_and_drop(fetch: Callable[[Any], Any] | None, keys: Any) -> bool:
     return True
 
 
-def make_fetcher(
-    dataset: Any,
-    *,
-    is_iterable: bool,
-    auto_collation: bool,
-    drop_last: bool,
-    collate_fn: Any = None,
-    run: Run = asyncio.run,
-    on_error: OnError = "raise",
-    where: str = "",
-    iterator: Any = None,
-    by_sample: bool = False,
-) -> Fetcher:
+def make_fetcher(dataset: Any, spec: WorkerSpec, run: RunCoroutine = asyncio.run, iterator: Any = None) -> Fetcher:
     """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already.
 
-    What it returns is to be collated with ``collate_fn``. With ``by_sample`` samples are asked for one by one where
-    what one draws would else depend on the others.
+    What it fetches is to be collated with the ``collate_fn`` of the spec.
     """
-    policy = ErrorPolicy(on_error, where)
-    if is_iterable:
-        return IterableFetcher(dataset, auto_collation, drop_last, run, iterator, policy)
-    return MapFetcher(dataset, auto_collation, collate_fn, run, policy, by_sample=by_sample)
+    if spec.is_iterable:
+        return IterableFetcher(dataset, spec, run, iterator)
+    return MapFetcher(dataset, spec, run)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from asyncloader.messages.indices import Indices, Numbers
+from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
 from asyncloader.transport.whole import Column, Ready, Rows, Source, Tree
@@ -45,9 +46,8 @@ class WholeBatches:
 
     Args:
         dataset: Map-style.
-        auto_collation: A batch is made of several samples.
-        collate_fn: What the loader collates with. If that is not torch's default, it is given what torch would give it.
-        by_sample: What a sample draws depends on the sample alone.
+        spec: How batches are made of it. If the loader does not collate with torch's default, its function is given
+            what torch would give it.
 
     Attributes:
         is_collated: ``__getitems__`` of the dataset returns a batch.
@@ -55,12 +55,12 @@ class WholeBatches:
         by_sample: Samples are asked for one by one though the dataset has ``__getitems__``.
     """
 
-    def __init__(self, dataset: Any, auto_collation: bool, collate_fn: Any, by_sample: bool = False) -> None:
-        self.is_collated = auto_collation and is_collated(dataset)
-        self.by_sample = by_sample and not (self.is_collated or seeds_samples(dataset)) and has_samples(dataset)
+    def __init__(self, dataset: Any, spec: WorkerSpec) -> None:
+        self.is_collated = spec.auto_collation and is_collated(dataset)
+        self.by_sample = spec.knows_places and not (self.is_collated or seeds_samples(dataset)) and has_samples(dataset)
         self._dataset = dataset
-        self._is_default = auto_collation and is_default(collate_fn)
-        self.is_in_memory = gathers(dataset, auto_collation, collate_fn)
+        self._is_default = spec.auto_collation and is_default(spec.collate_fn)
+        self.is_in_memory = gathers(dataset, spec.auto_collation, spec.collate_fn)
 
     def find(self, keys: Any) -> Rows | None:
         """Return the rows of a batch; None if its samples are to be fetched."""

@@ -4,12 +4,13 @@
                                             ^   (up to `concurrency` samples, of any number of jobs)  │
                                             └──────────────────── a slot is free again ───────────────┘
 
-The contract, whatever gets the samples (coroutines here, threads in
-:mod:`asyncloader.worker.thread_fetcher`, an async iterator in :mod:`asyncloader.worker.stream`):
+The contract, whatever gets the samples (tasks here, threads in :mod:`asyncloader.worker.thread_fetcher`, an iterator in
+:mod:`asyncloader.worker.stream`):
 
 - success: `finished` is called once for each job, with its samples in the order of its keys.
-- failure: what a sample raises ends its own job, whose other samples are cancelled, and touches no other; where bad
-  samples are tolerated the others are waited for.
+- failure: a sample that raises ends its own job, whose other samples are cancelled, and touches no other; where bad
+  samples are tolerated the others are waited for. Of several samples that cost a batch the first one in the batch is
+  the one whose error is raised, as without overlap.
 - cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped. `leave` does so too,
   but lets a stream come to its next sample, or to its end.
 
@@ -23,100 +24,50 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch.utils.data import StackDataset, Subset
 
+from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, is_async, members, probe
-from asyncloader.seeding import sample_context
-from asyncloader.seeding.sample_context import Placed
+from asyncloader.seeding.sample_context import BATCH, Placed, SampleContext, current, enter
 from asyncloader.seeding.seeder import Seeder
-from asyncloader.worker.batch_maker import Gathered
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.gather import WholeBatches
 from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.worker.job import Job
 from asyncloader.worker.stacks import task_stack
 
 _TASKS_SHOWN = 3
 _TURN_S = 0.002  # for so long samples that are at hand are taken before others have their turn on the loop
 
 
-class Job(Gathered):
-    """A ticket whose samples are being fetched.
+class OverlapRun(NamedTuple):
+    """One run, as what fetches its samples needs to know it.
 
     Attributes:
-        started: How many of them have been asked for.
-        missing: How many are not here yet.
-        is_last: It has fewer samples than were asked for, for the data have ended.
-        is_over: It is finished, or was dropped: what still comes of it is for nobody.
-        tasks: What fetches its samples, by position, or as a whole under `sample_context.BATCH`.
-        arrived: Where threads fetch the samples, the positions of those that are here.
-        costs_at: Where in the batch the first sample is, of those known so far, whose error stands for the batch.
-    """
-
-    __slots__ = ("arrived", "costs_at", "is_last", "is_over", "missing", "started", "tasks")
-
-    def __init__(self, seq: int, keys: Any, count: int, waited_s: float) -> None:
-        super().__init__(seq, keys, count, waited_s)
-        self.started = 0
-        self.missing = count
-        self.is_last = False
-        self.is_over = False
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.arrived: list[int] = []
-        self.costs_at: int | None = None
-
-
-class Overlap(Protocol):
-    """Gets the samples of jobs, several at once."""
-
-    def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
-        """Take another ticket, for which an idle worker had waited so long."""
-
-    def drop(self) -> None:
-        """Forget all jobs, and cancel what is in flight."""
-
-    def leave(self) -> None:
-        """Forget all jobs; what is in flight is cancelled, or comes to its end by itself."""
-
-    async def aclose(self) -> None:
-        """Leave everything, and wait until nothing runs any more."""
-
-    def where(self, seq: int) -> str:
-        """Tell at which await the samples of a job are; "" if there is nothing to tell."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it has no job."""
-
-
-class Base:
-    """What all ways of overlapping share: jobs, slots, and what becomes of a sample.
-
-    Args:
-        seeder: Of the worker, for this run.
-        auto_collation: The keys of a ticket are a list; otherwise they are the one key of the one sample.
-        concurrency: Samples in flight at most.
-        tolerant: Go on with the other samples of a job when one raises.
+        spec: How samples are fetched.
+        seeder: Of the worker.
         finished: Gets each job once.
+        ends: Tells what a worker cannot go on after; other exceptions stand for their batches.
         stop: Is told what fails beside samples: nothing can be said of them any more.
     """
 
-    def __init__(
-        self,
-        seeder: Seeder,
-        auto_collation: bool,
-        concurrency: int,
-        tolerant: bool,
-        finished: Callable[[Job], None],
-        stop: Callable[[BaseException], None],
-    ) -> None:
-        self._seeder = seeder
-        self._auto_collation = auto_collation
-        self._free = concurrency
-        self._tolerant = tolerant
-        self._finished = finished
-        self._loop = GuardedLoop(asyncio.get_running_loop(), stop)
+    spec: WorkerSpec
+    seeder: Seeder
+    finished: Callable[[Job], None]
+    ends: Callable[[BaseException], bool]
+    stop: Callable[[BaseException], None]
+
+
+class Overlap:
+    """What all ways of overlapping share: jobs, slots, and what becomes of a sample."""
+
+    def __init__(self, run: OverlapRun) -> None:
+        self._run = run
+        self._auto_collation = run.spec.auto_collation
+        self._free = run.spec.samples_at_once
+        self._loop = GuardedLoop(asyncio.get_running_loop(), run.stop)
         self._waiting: deque[Job] = deque()  # with samples that were not asked for
         self._jobs: dict[int, Job] = {}
         self._cancelled: set[asyncio.Task[None]] = set()  # and not ended yet
@@ -151,7 +102,7 @@ class Base:
             self._cancel(job)
 
     def leave(self) -> None:
-        """Forget all jobs."""
+        """Forget all jobs; what is in flight is cancelled, or comes to its end by itself."""
         self.drop()
 
     async def aclose(self) -> None:
@@ -161,63 +112,58 @@ class Base:
             await asyncio.wait(tuple(self._cancelled))
 
     def where(self, seq: int) -> str:
-        """Tell at which await the samples of a job are."""
+        """Tell at which await the samples of a job are; "" if there is nothing to tell."""
         job = self._jobs.get(seq)
         if job is None:
             return ""
-        words = f"{job.missing - len(job.arrived)} of the {job.count} samples of the batch are not here yet.\n"
+        words = f"{job.missing} of the {job.count} samples of the batch are not here yet.\n"
         if job.started < job.count:
             words += f"{job.count - job.started} of them were not asked for: all slots are taken by earlier samples.\n"
-        stacks = [stack for task in tuple(job.tasks.values()) if (stack := task_stack(task))]
+        stacks = [stack for task in tuple(job.pending.values()) if task is not None and (stack := task_stack(task))]
         return words + "".join(f"A sample is at:\n{stack}" for stack in list(dict.fromkeys(stacks))[:_TASKS_SHOWN])
 
     def _fill(self) -> None:
         """Ask for samples as long as there is a slot."""
         raise NotImplementedError
 
-    def _spawn(self, job: Job, position: int, coroutine: Coroutine[Any, Any, None]) -> None:
-        job.tasks[position] = self._loop.create_task(coroutine, name=f"batch {job.seq}, sample {position}")
+    def _spawn(self, job: Job, position: int, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine, name=f"batch {job.seq}, sample {position}")
+        job.pending[position] = task
+        return task
 
     def _take(self, job: Job, position: int, sample: Any, error: BaseException | None = None) -> None:
         """Take what has become of a sample. Its slot is free again."""
-        job.tasks.pop(position, None)
+        job.pending.pop(position, None)
         self._free += 1
+        job.missing -= 1
         if error is None:
             job.samples[position] = sample
+        elif self._tolerates(error):
+            job.errors[position] = error  # type: ignore[assignment]
         else:
-            job.errors[position] = error
-        job.missing -= 1
-        if error is not None and not self._may_go_on(error):
             self._cost(job, position, error)
-        if not job.missing or self._is_decided(job):
+        if not job.missing or (job.fatal is not None and self._is_decided(job, job.fatal)):
             self._conclude(job)
         else:
             self._fill()
 
-    def _cost(self, job: Job, position: int, error: BaseException) -> None:
-        """Note a sample that costs the batch: later ones are not asked for any more.
+    def _tolerates(self, error: BaseException) -> bool:
+        return self._run.spec.tolerates and isinstance(error, Exception)
 
-        Of several the first in the batch is the one whose error is raised, as without overlap, whichever raises first.
-        """
-        if not isinstance(error, Exception):
-            job.fatal = error
-            return
-        job.costs_at = position if job.costs_at is None else min(position, job.costs_at)
+    def _cost(self, job: Job, position: int, error: BaseException) -> None:
+        """Note a sample that costs the batch: later ones are not asked for any more."""
+        self._note_fatal(job, position, error)
         if job.started < job.count:
             self._waiting.remove(job)
             job.started = job.count
 
-    def _is_decided(self, job: Job) -> bool:
+    def _note_fatal(self, job: Job, position: int, error: BaseException) -> None:
+        if job.fatal is None or position < job.fatal_at or self._run.ends(error):
+            job.fatal, job.fatal_at = error, position
+
+    def _is_decided(self, job: Job, fatal: BaseException) -> bool:
         """Whether it is known what costs the batch: no sample before that is still on its way."""
-        return job.fatal is not None or (job.costs_at is not None and self._has_all_before(job, job.costs_at))
-
-    def _has_all_before(self, job: Job, position: int) -> bool:
-        """Whether all samples before this one, which were asked for, are here."""
-        return all(other > position for other in job.tasks)
-
-    def _may_go_on(self, error: BaseException) -> bool:
-        """Whether the other samples of the batch are wanted after this one raised."""
-        return self._tolerant and isinstance(error, Exception)
+        return self._run.ends(fatal) or all(other > job.fatal_at for other in job.pending)
 
     def _conclude(self, job: Job) -> None:
         """Finish a job. What comes next is asked for before, to be on its way while the batch is collated."""
@@ -226,15 +172,16 @@ class Base:
             self._waiting.remove(job)
         self._cancel(job)
         self._fill()
-        self._finished(job)
+        self._run.finished(job)
 
     def _cancel(self, job: Job) -> None:
         """Cancel what is in flight of a job. A slot is free again when its task has ended, not before."""
         job.is_over = True
-        for position, task in job.tasks.items():
-            task.cancel()
-            self._cancelled.add(task)
-            task.add_done_callback(partial(self._on_cancelled, job.count if position == sample_context.BATCH else 1))
+        for position, task in job.pending.items():
+            if task is not None:
+                task.cancel()
+                self._cancelled.add(task)
+                task.add_done_callback(partial(self._on_cancelled, job.count if position == BATCH else 1))
 
     def _on_cancelled(self, slots: int, task: asyncio.Task[None]) -> None:
         self._cancelled.discard(task)
@@ -244,17 +191,22 @@ class Base:
         self._fill()
 
 
-class TaskFetcher(Base):
+class TaskFetcher(Overlap):
     """Samples of a map-style dataset, each in a task of its own, but for those that a dataset has at hand."""
 
-    def __init__(self, dataset: Any, whole: WholeBatches, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, dataset: Any, run: OverlapRun) -> None:
+        super().__init__(run)
         self._dataset = dataset
-        self._whole = whole
-        self._get_samples = batch_method(dataset) if self._auto_collation and not whole.by_sample else None
+        self._whole = WholeBatches(dataset, run.spec)
+        self._get_samples: Callable[[Any], Any] | None = None
+        if self._auto_collation and not self._whole.by_sample:
+            self._get_samples = self._batch_method(dataset)
         self._get_nowait = nowait_method(dataset)
         self._is_filling = False
         self._is_stacked = any(isinstance(member, StackDataset) for member in members(dataset))
+
+    def _batch_method(self, dataset: Any) -> Callable[[Any], Any] | None:
+        return batch_method(dataset)
 
     def _fill(self) -> None:
         if self._is_filling:  # whoever takes a sample that was at hand comes here again
@@ -274,21 +226,32 @@ class TaskFetcher(Base):
             job = self._waiting[0]
             if not job.started:
                 job.began = perf_counter()
+                if self._whole.is_in_memory and (rows := self._whole.find(job.keys)) is not None:
+                    job.samples, job.missing = rows, 0
+                    self._conclude(job)
+                    continue
             if self._get_samples is not None:
+                # It takes as many slots; more than there are, if need be.
                 self._waiting.popleft()
-                self._start_whole(job)
+                job.started = job.count
+                self._free -= job.count
+                self._start(job, BATCH)
             else:
                 position = job.started
                 job.started += 1
                 if job.started == job.count:
                     self._waiting.popleft()
                 self._free -= 1
-                if self._get_nowait is None or not self._take_nowait(self._get_nowait, job, position):
-                    self._spawn(job, position, self._get(job, position))
+                self._start(job, position)
+
+    def _start(self, job: Job, position: int) -> None:
+        """Ask for a sample, or for all of them."""
+        if self._get_nowait is None or position == BATCH or not self._take_nowait(self._get_nowait, job, position):
+            self._spawn(job, position, self._get(job, position))
 
     def _take_nowait(self, get_nowait: Callable[[Any], tuple[Any] | None], job: Job, position: int) -> bool:
         """Take a sample if the dataset has it at hand, without a task for it; return whether it has."""
-        outside = sample_context.current.set(sample_context.SampleContext(self._seeder, job.seq, position, job.first))
+        outside = current.set(SampleContext(self._run.seeder, job.seq, position, job.first))
         found: tuple[Any] | None = None
         error: BaseException | None = None
         try:
@@ -296,7 +259,7 @@ class TaskFetcher(Base):
         except BaseException as raised:
             error = raised
         finally:
-            sample_context.current.reset(outside)
+            current.reset(outside)
         try:
             if found is None and error is None:
                 return False
@@ -308,23 +271,25 @@ class TaskFetcher(Base):
         finally:
             del job, found, error  # a traceback refers to this frame
 
-    def _start_whole(self, job: Job) -> None:
-        """Ask for all samples in one call. It takes as many slots; more than there are, if need be."""
-        job.started = job.count
-        self._free -= job.count
-        self._spawn(job, sample_context.BATCH, self._get_whole(job))
+    def _ask(self, job: Job, position: int) -> Any:
+        """Ask the dataset for a sample, or for all of them. What it gives may have to be awaited."""
+        if position == BATCH:
+            assert self._get_samples is not None
+            return self._get_samples(job.keys)
+        return self._dataset[job.keys[position] if self._auto_collation else job.keys]
 
     async def _get(self, job: Job, position: int, begun: Any = None) -> None:
-        sample_context.enter(self._seeder, job.seq, position, job.first)
-        sample, error = None, None
+        enter(self._run.seeder, job.seq, position, job.first)
+        sample: Any = None
+        error: BaseException | None = None
         try:
-            sample = begun
-            if begun is None:
-                sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
+            sample = self._ask(job, position) if begun is None else begun
             if hasattr(type(sample), "__await__"):
                 sample = await sample
-            if self._is_stacked:
-                sample = await settle(sample)
+            if position != BATCH:
+                sample = await settle(sample) if self._is_stacked else sample
+            elif not self._whole.is_collated and any(hasattr(type(each), "__await__") for each in sample):
+                sample = await asyncio.gather(*map(settle, sample))
         except BaseException as raised:
             error = raised
         if job.is_over:
@@ -335,41 +300,22 @@ class TaskFetcher(Base):
         finally:
             del job, sample, error  # a traceback refers to this frame
 
-    async def _get_whole(self, job: Job) -> None:
-        sample_context.enter(self._seeder, job.seq, first=job.first)
-        samples: Any = None
-        error: BaseException | None = None
-        try:
-            assert self._get_samples is not None
-            samples = self._get_samples(job.keys)
-            if hasattr(type(samples), "__await__"):
-                samples = await samples
-            if self._whole.is_collated:
-                samples = self._whole.ready(samples, job.keys)
-            elif any(hasattr(type(sample), "__await__") for sample in samples):
-                samples = await asyncio.gather(*map(settle, samples))
-        except BaseException as raised:
-            error = raised
-        if job.is_over:
-            _pass_on_cancellation(error)
+    def _take(self, job: Job, position: int, sample: Any, error: BaseException | None = None) -> None:
+        if position != BATCH:
+            super()._take(job, position, sample, error)
             return
-        try:
-            self._take_whole(job, samples, error)
-        finally:
-            del job, samples, error
-
-    def _take_whole(self, job: Job, samples: Any, error: BaseException | None) -> None:
-        del job.tasks[sample_context.BATCH]
-        if error is not None and self._may_go_on(error) and has_samples(self._dataset):
-            for position in range(job.count):  # one by one, to find out which are good
-                self._spawn(job, position, self._get(job, position))
+        del job.pending[BATCH]
+        if error is not None and self._tolerates(error) and has_samples(self._dataset):
+            for single in range(job.count):  # one by one, to find out which are good
+                if not job.is_over:
+                    self._start(job, single)
             return
         self._free += job.count
+        job.missing = 0
         if error is None:
-            job.samples = samples
+            job.samples = self._whole.ready(sample, job.keys)
         else:
             job.fatal = error
-        job.missing = 0
         self._conclude(job)
 
 

@@ -9,8 +9,6 @@ line as well, so a new epoch, END, and the question where a batch is are heard a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
 from contextlib import AsyncExitStack
 from functools import partial
 from time import perf_counter
@@ -19,11 +17,10 @@ from typing import Any
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.protocols import is_resource, members
 from asyncloader.worker import loops
-from asyncloader.worker.batch_maker import BatchMaker
-from asyncloader.worker.gather import WholeBatches
 from asyncloader.worker.guarded_loop import GuardedLoop
-from asyncloader.worker.overlap import Job, Overlap, TaskFetcher
-from asyncloader.worker.serial_loop import Ending, SerialLoop
+from asyncloader.worker.job import Job
+from asyncloader.worker.overlap import Overlap, OverlapRun, TaskFetcher
+from asyncloader.worker.serial_loop import SerialLoop, TicketLoop
 from asyncloader.worker.stream import Stream
 from asyncloader.worker.thread_fetcher import ThreadFetcher
 from asyncloader.worker.transport import WorkerTransport
@@ -47,38 +44,17 @@ def make_loop(
     return SerialLoop(worker_id, transport, epoch, spec)
 
 
-class OverlapLoop:
-    """Answers tickets as their samples come. `open` and `run` as in `SerialLoop`; or `serve`, on a loop that runs.
-
-    Args:
-        worker_id: From 0.
-        transport: To the parent.
-        epoch: The run over the data that the first tickets belong to.
-        spec: What to work with.
-    """
+class OverlapLoop(TicketLoop):
+    """Answers tickets as their samples come. `open` and `run` as in `SerialLoop`; or `serve`, on a loop that runs."""
 
     def __init__(self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec) -> None:
-        self._transport = transport
-        self._epoch = epoch
-        self._maker = BatchMaker(worker_id, spec, transport)
-        self._ending = Ending(transport)
+        super().__init__(worker_id, transport, epoch, spec)
         self._loop: asyncio.AbstractEventLoop
         self._guarded: GuardedLoop  # the same: what messages raise ends `serve`
         self._over: asyncio.Future[None]  # done when told to end, or when it cannot go on
         self._overlap: Overlap | None = None
-        self._tickets: deque[tuple[int, Any]] = deque()
         self._is_open = False
-        self._ended = False  # before the tickets that come from now on
-        self._idle_since = perf_counter()
         self._collating: set[asyncio.Task[None]] = set()
-
-    def modes(self) -> contextlib.AbstractContextManager[None]:
-        """Give the calling thread the modes of the one that iterates."""
-        return self._maker.modes()
-
-    def open(self) -> None:
-        """Become a worker. The rest needs the loop."""
-        self._maker.enter(self._epoch)
 
     def run(self) -> None:
         """Answer tickets until END, on a loop of its own."""
@@ -133,9 +109,9 @@ class OverlapLoop:
                 await resources.enter_async_context(member)
 
     def _begin(self) -> None:
-        self._maker.begin(self._epoch, self._open_overlap)
-        self._ending.begin(self._epoch.number)
-        self._ended = False
+        super()._begin()
+        if self._is_open:
+            self._maker.begin(self._epoch, self._open_overlap)
 
     def _open_overlap(self, dataset: Any) -> None:
         spec, keeper = self._maker.spec, self._maker.keeper
@@ -145,18 +121,11 @@ class OverlapLoop:
             closing = self._loop.create_task(self._overlap.aclose(), name="leave the last epoch")
         for task in self._collating:
             task.cancel()
-        tolerant, tell = spec.on_error != "raise", (self._on_finished, self._stop)
-        common = (self._maker.seeder, spec.auto_collation, spec.samples_at_once, tolerant, *tell)
+        run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop)
         if spec.is_iterable:
-            told = self._on_exhausted, self._transport.ends
-            self._overlap = Stream(dataset, spec.drop_last, *told, closing, keeper, *common)
-            return
-        whole = WholeBatches(dataset, spec.auto_collation, spec.collate_fn, spec.knows_places)
-        if spec.is_async:
-            self._overlap = TaskFetcher(dataset, whole, *common)
+            self._overlap = Stream(dataset, run, self._on_exhausted, closing, keeper)
         else:
-            origin = None if spec.num_workers else spec.origin  # a thread of a worker inherits that of the worker
-            self._overlap = ThreadFetcher(dataset, whole, origin, *common)
+            self._overlap = (TaskFetcher if spec.is_async else ThreadFetcher)(dataset, run)
 
     # -------------------------------------------------------------------------------------------------- serving
 
@@ -165,20 +134,15 @@ class OverlapLoop:
             self._on_message(*message)
 
     def _on_message(self, kind: int, contents: Any) -> None:
-        if kind == Kind.TICKETS:
-            self._tickets.extend(contents)
-            self._feed()
-        elif kind == Kind.EPOCH:
-            self._tickets.clear()
-            self._epoch = contents
-            if self._is_open:
-                self._begin()
-        elif kind == Kind.WHERE:
+        if kind == Kind.WHERE:
             self._transport.send(Kind.AWAITS, self.where(contents))
         elif kind == Kind.CONFIRM:
             # Not at once: what stood on the loop when the data seemed to end, the end of the worker too, comes first.
-            self._guarded.call_soon(self._ending.confirm, contents)
-        elif kind == Kind.END and not self._over.done():
+            self._guarded.call_soon(self._confirm, contents)
+        elif kind != Kind.END:
+            self._take_message(kind, contents)
+            self._feed()
+        elif not self._over.done():
             self._over.set_result(None)
 
     def where(self, seq: int) -> str:
@@ -212,7 +176,7 @@ class OverlapLoop:
 
     def _on_exhausted(self, seq: int) -> None:
         self._ended = True
-        self._ending.tell(partial(self._tell_exhausted, self._overlap, seq))
+        self._tell_at_end(partial(self._tell_exhausted, self._overlap, seq))
 
     def _tell_exhausted(self, overlap: Overlap | None, seq: int, task: asyncio.Task[None] | None = None) -> None:
         """Tell so after batches that are still being collated: whoever is told forgets what else is in flight."""
@@ -226,7 +190,7 @@ class OverlapLoop:
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples; at the end of the data, if that is so."""
         if job.is_last and job.fatal is None:
-            self._ending.tell(partial(self._make_batch, job))
+            self._tell_at_end(partial(self._make_batch, job))
         else:
             self._make_batch(job)
 
@@ -281,8 +245,3 @@ class OverlapLoop:
             await asyncio.wait(tuple(self._collating))
         if self._overlap is not None:
             await self._overlap.aclose()
-
-    def close(self) -> None:
-        """Let the dataset, its iterator and what they hold run their own cleanup."""
-        self._transport.leave()
-        self._maker.close()

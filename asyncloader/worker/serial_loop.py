@@ -22,78 +22,102 @@ from asyncloader.worker.transport import WorkerTransport
 _LOOK_EVERY_S = 0.001
 
 
-class Ending:
-    """Holds back what follows from the end of the data until the worker has lived on for a word to the parent and back.
-
-    Data may seem to end because the worker does: their source was killed with it, or it is being taken down.
-    """
-
-    def __init__(self, transport: WorkerTransport) -> None:
-        self._transport = transport
-        self._run = -1
-        self._is_confirmed = False
-        self._untold: list[Callable[[], None]] = []
-
-    def begin(self, run: int) -> None:
-        """Begin another run: what was not told of the last one is for nobody."""
-        self._run, self._is_confirmed = run, False
-        self._untold.clear()
-
-    def tell(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when the end is confirmed."""
-        if self._is_confirmed:
-            tell()
-            return
-        self._untold.append(tell)
-        if len(self._untold) == 1:
-            self._transport.send(Kind.ENDING, self._run)
-
-    def confirm(self, run: int) -> None:
-        """The parent has answered."""
-        if run == self._run:
-            self._is_confirmed = True
-            untold, self._untold = self._untold, []
-            for tell in untold:
-                tell()
-
-
-class SerialLoop:
-    """Answers tickets, one after the other.
+class TicketLoop:
+    """What both ways to answer tickets share: the messages of the parent, and the end of the data.
 
     Args:
         worker_id: From 0.
         transport: To the parent.
         epoch: The run over the data that the first tickets belong to.
         spec: What to work with; or why there is nothing: then that answers every ticket.
+        run: Runs a coroutine to its end, for samples that turn out to be awaitables.
     """
 
     def __init__(
-        self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
+        self,
+        worker_id: int,
+        transport: WorkerTransport,
+        epoch: EpochSpec,
+        spec: WorkerSpec | Exception,
+        run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
     ) -> None:
         self._transport = transport
         self._epoch = epoch
-        self._maker = BatchMaker(worker_id, spec, transport, self._run_coroutine)
-        self._ending = Ending(transport)
+        self._maker = BatchMaker(worker_id, spec, transport, run)
         self._tickets: deque[tuple[int, Any]] = deque()
-        self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
         self._ended = False  # before the tickets that come from now on
         self._idle_since = perf_counter()
-        self._looked_at = 0.0
+        self._untold: list[Callable[[], None]] = []
+        self._is_confirmed = False
 
     def modes(self) -> contextlib.AbstractContextManager[None]:
         """Give the calling thread the modes of the one that iterates."""
         return self._maker.modes()
 
     def open(self) -> None:
-        """Become a worker, and open the dataset. What that raises answers every ticket."""
+        """Become a worker. What that raises answers every ticket."""
         self._maker.enter(self._epoch)
+
+    def _begin(self) -> None:
+        """Begin a run. What was not told of the last one is for nobody."""
+        self._untold.clear()
+        self._ended = self._is_confirmed = False
+
+    def _take_message(self, kind: int, contents: Any) -> None:
+        """Take tickets, or a new run."""
+        if kind == Kind.TICKETS:
+            self._tickets.extend(contents)
+        elif kind == Kind.EPOCH:
+            self._tickets.clear()
+            self._epoch = contents
+            self._begin()
+
+    def _tell_at_end(self, tell: Callable[[], None]) -> None:
+        """Call `tell`, of what follows from the end of the data, when the parent has confirmed the end.
+
+        Until then the worker has lived on for a word to the parent and back. Data may seem to end because the worker
+        does: their source was killed with it, or it is being taken down.
+        """
+        if self._is_confirmed:
+            tell()
+            return
+        self._untold.append(tell)
+        if len(self._untold) == 1:
+            self._transport.send(Kind.ENDING, self._epoch.number)
+
+    def _confirm(self, run: int) -> None:
+        """The parent has answered."""
+        if run == self._epoch.number:
+            self._is_confirmed = True
+            untold, self._untold = self._untold, []
+            for tell in untold:
+                tell()
+
+    def close(self) -> None:
+        """Let the dataset, its iterator and what they hold run their own cleanup."""
+        self._transport.leave()
+        self._maker.close()
+
+
+class SerialLoop(TicketLoop):
+    """Answers tickets, one after the other."""
+
+    def __init__(
+        self, worker_id: int, transport: WorkerTransport, epoch: EpochSpec, spec: WorkerSpec | Exception
+    ) -> None:
+        super().__init__(worker_id, transport, epoch, spec, self._run_coroutine)
+        self._runner: asyncio.Runner | None = None  # for samples that turn out to be awaitables
+        self._looked_at = 0.0
+
+    def open(self) -> None:
+        """Become a worker, and open the dataset. What that raises answers every ticket."""
+        super().open()
         self._begin()
         self._transport.send(Kind.READY)
 
     def _begin(self) -> None:
+        super()._begin()
         self._maker.begin(self._epoch)
-        self._ending.begin(self._epoch.number)
-        self._ended = False
 
     def run(self) -> None:
         """Answer tickets until END."""
@@ -115,23 +139,19 @@ class SerialLoop:
             if message is None:
                 return True
             kind, contents = message
-            if kind == Kind.TICKETS:
-                self._tickets.extend(contents)
-            elif kind == Kind.EPOCH:
-                self._tickets.clear()
-                self._epoch = contents
-                self._begin()
-            elif kind == Kind.CONFIRM:
-                self._ending.confirm(contents)
-            elif kind == Kind.END:
+            if kind == Kind.END:
                 return False
+            if kind == Kind.CONFIRM:
+                self._confirm(contents)
+            else:
+                self._take_message(kind, contents)
         return True
 
     def _answer(self, seq: int, keys: Any) -> None:
         held = [self._maker.make(seq, keys, perf_counter() - self._idle_since)]
         self._ended = type(held[0]) is Exhausted
         if self._ended or self._maker.has_ended:
-            self._ending.tell(partial(self._transport.send_outcome, held))
+            self._tell_at_end(partial(self._transport.send_outcome, held))
         else:
             self._transport.send_outcome(held)
 
@@ -143,7 +163,6 @@ class SerialLoop:
 
     def close(self) -> None:
         """Let the dataset, its iterator and what they hold run their own cleanup."""
-        self._transport.leave()
-        self._maker.close()
+        super().close()
         if self._runner is not None:
             self._runner.close()

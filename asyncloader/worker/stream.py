@@ -19,7 +19,8 @@ from asyncloader.messages.snapshot import Keeper
 from asyncloader.protocols import is_async
 from asyncloader.seeding import sample_context
 from asyncloader.worker.fetch import is_over, settle
-from asyncloader.worker.overlap import Base, Job
+from asyncloader.worker.job import Job
+from asyncloader.worker.overlap import Overlap, OverlapRun
 from asyncloader.worker.stacks import generator_stack, task_stack
 
 _PATIENCE_S = 1.0
@@ -31,7 +32,7 @@ class _End(Exception):
     """There are no more samples."""
 
 
-class Stream(Base):
+class Stream(Overlap):
     """Samples of one run over an iterable dataset.
 
     A batch in which a sample raised is read to its end all the same, so that what the next batch begins with does not
@@ -39,28 +40,22 @@ class Stream(Base):
 
     Args:
         dataset: Async iterable, or an iterable of samples of which some are awaitables.
-        drop_last: Leave out an incomplete last batch.
+        run: The run.
         exhausted: Called once with the first ticket that there are no samples for, after all before it are finished.
-        ends: Tells what a worker cannot go on after; other exceptions stand for their batches.
         after: The end of the run before: the dataset is not read twice at a time.
         keeper: Keeps the state of the dataset, if that is to be kept.
-        arguments: Those of `Base`.
     """
 
     def __init__(
         self,
         dataset: Any,
-        drop_last: bool,
+        run: OverlapRun,
         exhausted: Callable[[int], None],
-        ends: Callable[[BaseException], bool],
-        after: asyncio.Task[None] | None,
-        keeper: Keeper | None,
-        *arguments: Any,
+        after: asyncio.Task[None] | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
-        super().__init__(*arguments)
-        self._drop_last = drop_last
+        super().__init__(run)
         self._exhausted = exhausted
-        self._ends = ends
         self._iterator = open_stream(dataset)
         self._keeper = keeper
         self._is_async = hasattr(type(self._iterator), "__anext__")
@@ -136,27 +131,27 @@ class Stream(Base):
     async def _leave_out(self, job: Job) -> None:
         """Read over a batch that was made already, and that this one comes after. Nothing in it is awaited."""
         for position in range(job.count):
-            sample_context.enter(self._seeder, job.seq, position)
+            sample_context.enter(self._run.seeder, job.seq, position)
             try:
                 _discard(await self._next(job))
             except _End:
                 self._end(job)  # not asked again: some iterators would begin anew
                 return
             except BaseException as error:  # it was raised in its time
-                if job.is_over or self._ends(error):
+                if job.is_over or self._run.ends(error):
                     raise
                 if self._costs_batch(error):
                     return
 
     def _costs_batch(self, error: BaseException) -> bool:
         """Whether a batch ends where the iterator raised this; otherwise it goes on with the next sample."""
-        return not (self._tolerant and isinstance(error, Exception)) or is_over(self._iterator)
+        return not self._tolerates(error) or is_over(self._iterator)
 
     async def _read_sample(self, job: Job) -> None:
         position = job.started
         if not position:
             job.began = perf_counter()
-        sample_context.enter(self._seeder, job.seq, position)
+        sample_context.enter(self._run.seeder, job.seq, position)
         try:
             sample = await self._next(job)
         except _End:
@@ -169,8 +164,8 @@ class Stream(Base):
             return
         self._advance(job)
         if hasattr(type(sample), "__await__"):
-            self._spawn(job, position, self._await(job, position, sample))
-            job.tasks[position].add_done_callback(partial(_close, sample))
+            task = self._spawn(job, position, self._await(job, position, sample))
+            task.add_done_callback(partial(_close, sample))
         else:
             self._take(job, position, sample)
 
@@ -211,7 +206,7 @@ class Stream(Base):
             job.snapshot = self._keeper.take(ended=self._has_ended)
 
     async def _await(self, job: Job, position: int, sample: Any) -> None:
-        sample_context.enter(self._seeder, job.seq, position)
+        sample_context.enter(self._run.seeder, job.seq, position)
         error: BaseException | None = None
         try:
             sample = await settle(sample)
@@ -225,13 +220,16 @@ class Stream(Base):
             finally:
                 del job, sample, error  # a traceback refers to this frame
 
-    def _may_go_on(self, error: BaseException) -> bool:
-        return not self._ends(error)
+    def _cost(self, job: Job, position: int, error: BaseException) -> None:
+        self._note_fatal(job, position, error)  # the other samples are asked for all the same
+
+    def _is_decided(self, job: Job, fatal: BaseException) -> bool:
+        return self._run.ends(fatal)
 
     def _fail(self, job: Job, position: int, error: BaseException) -> None:
         """The iterator raised. If it can go on, this cost a sample; otherwise, or if none may be bad, the batch."""
         if self._costs_batch(error):
-            job.fatal = error
+            self._note_fatal(job, position, error)
             self._cut(job, position)
         else:
             self._advance(job)
@@ -240,7 +238,7 @@ class Stream(Base):
     def _end(self, job: Job) -> None:
         """There are no more samples."""
         self._has_ended = True
-        kept = job.started > 0 and not (self._drop_last and self._auto_collation)
+        kept = job.started > 0 and not (self._run.spec.drop_last and self._auto_collation)
         if not kept:
             self._too_late.append(job.seq)
             self._waiting.popleft()
@@ -262,7 +260,7 @@ class Stream(Base):
         del job.samples[count:]
         self._waiting.popleft()
         self._keep(job)
-        if not job.missing or job.fatal is not None:
+        if not job.missing or (job.fatal is not None and self._is_decided(job, job.fatal)):
             self._conclude(job)
 
     def _conclude(self, job: Job) -> None:

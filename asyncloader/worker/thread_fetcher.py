@@ -1,11 +1,11 @@
 """The samples of a plain map-style dataset, several at once, on threads: for calls that block.
 
     add ──> queue of samples, in order ──> up to `concurrency` threads, each one sample at a time
-                                              └── the last sample of a job, or a bad one ──> the loop: finished(job)
+                                              └── done: a deque, and one call to the loop for all that is in it
 
-The loop has nothing to do with single samples: a thread takes the next one itself. A thread that hangs holds one
-sample, and so one batch. See :mod:`asyncloader.worker.overlap` for the contract. What a thread is at cannot be
-cancelled; the other samples of a job that was dropped are passed over.
+A thread takes its next sample from the queue by itself, whether or not the loop has its turn. A thread that hangs holds
+one sample, and so one batch. See :mod:`asyncloader.worker.overlap` for the contract. A thread cannot be cancelled; the
+samples of a job that was dropped are passed over.
 """
 
 from __future__ import annotations
@@ -16,49 +16,43 @@ import contextvars
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from asyncloader.messages.modes import Modes
-from asyncloader.messages.origin import Origin
-from asyncloader.protocols import has_samples
-from asyncloader.seeding import sample_context
-from asyncloader.seeding.seeder import Seeder
+from asyncloader.seeding.sample_context import enter
 from asyncloader.stack_text import stack_of
 from asyncloader.worker import threads
 from asyncloader.worker.fetch import settle
-from asyncloader.worker.gather import WholeBatches
-from asyncloader.worker.overlap import Base, Job
+from asyncloader.worker.job import Job
+from asyncloader.worker.overlap import OverlapRun, TaskFetcher
 
 
-class ThreadFetcher(Base):
+class ThreadFetcher(TaskFetcher):
     """Samples on threads of their own, started as they are needed."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        batches: WholeBatches,
-        origin: Origin | None,
-        seeder: Seeder,
-        auto_collation: bool,
-        concurrency: int,
-        *rest: Any,
-    ) -> None:
-        super().__init__(seeder, auto_collation, concurrency, *rest)
-        self._dataset = dataset
-        self._batches = batches
-        self._is_filling = False
-        self._most = concurrency
-        self._whole = getattr(dataset, "__getitems__", None) if auto_collation and not batches.by_sample else None
+    def __init__(self, dataset: Any, run: OverlapRun) -> None:
+        super().__init__(dataset, run)
+        self._most = self._free
+        self._free = sys.maxsize  # all samples are in the queue: that there are no more threads bounds what is in work
+        self._get_nowait = None
         self._modes = Modes.of_this_thread()
-        self._origin = origin
+        self._origin = (
+            None if run.spec.num_workers else run.spec.origin
+        )  # a worker's thread inherits that of the worker
         self._samples: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()  # None ends a thread
-        self._at: dict[int, tuple[Job, int]] = {}  # by thread, what it is at
+        self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
+        self._is_told = False  # the loop will look at what is done
+        self._at: dict[int, Job] = {}  # by thread, what it is at
         self._threads: list[threading.Thread] = []
         self._num_running = 0
         self._thread_ended = asyncio.Event()
+
+    def _batch_method(self, dataset: Any) -> Callable[[Any], Any] | None:
+        return getattr(dataset, "__getitems__", None)
 
     def drop(self) -> None:
         """Forget all jobs; threads end after the sample that each is at."""
@@ -79,27 +73,22 @@ class ThreadFetcher(Base):
         """Tell where the threads are that have samples of a job."""
         words = super().where(seq)
         frames = sys._current_frames()
-        for ident, (job, _) in tuple(self._at.items()):
+        for ident, job in tuple(self._at.items()):
             if job.seq == seq and not job.is_over and ident in frames:
                 words += f"A sample is at:\n{stack_of(frames[ident])}"
         return words
 
-    def _fill(self) -> None:
-        """Put all samples into the queue: that there are no more threads bounds what is in flight."""
-        if self._is_filling:  # jobs that are finished at once come here again
-            return
-        self._is_filling = True
+    def _ask_for_samples(self) -> None:
+        super()._ask_for_samples()
         try:
-            while self._waiting:
-                self._begin(self._waiting.popleft())
             while self._samples.qsize() and len(self._threads) < self._most:
-                self._start_thread()
+                run = partial(contextvars.copy_context().run, self._serve)
+                self._threads.append(threads.start(run, f"asyncloader sample thread {len(self._threads)}"))
+                self._num_running += 1
         except RuntimeError as error:  # the system has no room for one more
             self._most = len(self._threads) or self._most
             if not self._threads:
                 self._give_up(error)
-        finally:
-            self._is_filling = False
 
     def _give_up(self, error: RuntimeError) -> None:
         """The system allows not even one thread: that is what becomes of all jobs."""
@@ -111,107 +100,59 @@ class ThreadFetcher(Base):
             job.fatal = error
             self._conclude(job)
 
-    def _begin(self, job: Job) -> None:
-        """Put the samples of a job into the queue, but for rows in memory, where no thread would have to wait."""
-        job.started = job.count
-        began = perf_counter()
-        if (rows := self._batches.find(job.keys)) is not None:
-            job.began, job.samples, job.missing = began, rows, 0
-            self._conclude(job)
-            return
-        for position in range(job.count) if self._whole is None else [sample_context.BATCH]:
-            self._samples.put((job, position))
+    def _start(self, job: Job, position: int) -> None:
+        job.pending[position] = None
+        self._samples.put((job, position))
 
-    def _start_thread(self) -> None:
-        """Start one more thread.
+    def _take_done(self) -> None:
+        """Take what has become of samples: on the loop."""
+        self._is_told = False  # whoever is done with a sample from now on tells again
+        while self._done:
+            job, position, sample, error = self._done.popleft()
+            if not job.is_over:
+                self._take(job, position, sample, error)
+            del job, sample, error
 
-        Raises:
-            RuntimeError: if the system has no room for it.
-        """
-        run = partial(contextvars.copy_context().run, self._run)
-        self._threads.append(threads.start(run, f"asyncloader sample thread {len(self._threads)}"))
-        self._num_running += 1
+    def _on_thread_end(self) -> None:
+        self._num_running -= 1
+        self._thread_ended.set()
 
     # -------------------------------------------------------------------------------------------------- a thread
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         ident = threading.get_ident()
         if self._origin is not None:
             self._origin.adopt()
         try:
             with self._modes.active():
                 while (work := self._samples.get()) is not None:
-                    self._at[ident] = work
-                    self._get(*work)
+                    self._at[ident] = work[0]
+                    self._get_here(*work)
                     del self._at[ident], work
-        except BaseException as error:  # what samples raise is in their jobs
+        except BaseException as error:  # what samples raise is told with them
             self._tell(self._loop.fail, error)
         self._tell(self._on_thread_end)
 
-    def _get(self, job: Job, position: int) -> None:
-        if job.is_over or (job.costs_at is not None and position > job.costs_at):
+    def _get_here(self, job: Job, position: int) -> None:
+        if job.is_over or (job.fatal is not None and position > job.fatal_at):
             return
-        sample_context.enter(self._seeder, job.seq, position, job.first)
+        enter(self._run.seeder, job.seq, position, job.first)
         if position <= 0:
             job.began = perf_counter()
+        sample: Any = None
+        error: BaseException | None = None
         try:
-            if position == sample_context.BATCH:
-                self._get_whole(job)
-            else:
-                sample = self._dataset[job.keys[position] if self._auto_collation else job.keys]
-                job.samples[position] = self._awaited(sample) if hasattr(type(sample), "__await__") else sample
-        except BaseException as error:
-            if position == sample_context.BATCH and self._may_go_on(error) and has_samples(self._dataset):
-                for single in range(job.count):  # to find out which are good
-                    self._samples.put((job, single))
-                return
-            if position == sample_context.BATCH or not self._may_go_on(error):
-                self._tell(self._on_bad, job, position, error)
-                return
-            job.errors[position] = error
-        # Each step is one operation on a list. Two threads may both see that the job is complete: it is told twice.
-        job.arrived.append(position)
-        if position == sample_context.BATCH or len(job.arrived) == job.count:
-            self._tell(self._on_complete, job)
-        elif job.costs_at is not None:  # looked at after this one has arrived: `_on_bad` does it the other way round
-            self._tell(self._conclude_if_decided, job)
-
-    def _get_whole(self, job: Job) -> None:
-        assert self._whole is not None
-        job.samples = self._batches.ready(self._whole(job.keys), job.keys)
-
-    def _awaited(self, sample: Any) -> Any:
-        """Await a sample of a dataset that nobody could know to be async, on the loop."""
-        return asyncio.run_coroutine_threadsafe(settle(sample), self._loop.loop).result()
+            sample = self._ask(job, position)
+            if hasattr(type(sample), "__await__"):  # of a dataset that nobody could know to be async
+                sample = asyncio.run_coroutine_threadsafe(settle(sample), self._loop.loop).result()
+        except BaseException as raised:
+            error = raised
+        self._done.append((job, position, sample, error))
+        del job, sample, error  # a traceback refers to this frame
+        if not self._is_told:  # looked at after the sample is there: `_take_done` does it the other way round
+            self._is_told = True
+            self._tell(self._take_done)
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function, *arguments)
-
-    # -------------------------------------------------------------------------------------------------- the loop
-
-    def _on_thread_end(self) -> None:
-        self._num_running -= 1
-        self._thread_ended.set()
-
-    def _on_complete(self, job: Job) -> None:
-        if not job.is_over:
-            job.missing = 0
-            self._conclude(job)
-
-    def _on_bad(self, job: Job, position: int, error: BaseException) -> None:
-        if job.is_over:
-            return
-        if position == sample_context.BATCH:
-            job.fatal = error
-        else:
-            self._cost(job, position, error)
-            job.errors[position] = error
-        self._conclude_if_decided(job)
-
-    def _conclude_if_decided(self, job: Job) -> None:
-        if not job.is_over and self._is_decided(job):
-            self._conclude(job)
-
-    def _has_all_before(self, job: Job, position: int) -> bool:
-        return sum(other < position for other in job.arrived) == position

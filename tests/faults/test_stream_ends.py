@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader.errors import WorkerDiedError
-from asyncloader.worker.serial_loop import Ending
+from asyncloader.worker.serial_loop import TicketLoop
 from tests.faults.test_deaths import DEATHS
 from tests.faults.test_stream_deaths import (
     LENGTH,
@@ -149,13 +149,13 @@ class Deceived(Declared):
 
 def tell_slowly(worker: int) -> None:
     """Have the parent answer that the end was told before the loop goes on."""
-    tell = Ending.tell
+    tell = TicketLoop._tell_at_end
 
-    def slow(ending: Ending, later: Callable[[], None]) -> None:
-        tell(ending, later)
+    def slow(loop: TicketLoop, later: Callable[[], None]) -> None:
+        tell(loop, later)
         time.sleep(0.02)
 
-    Ending.tell = slow  # type: ignore[method-assign]
+    TicketLoop._tell_at_end = slow  # type: ignore[method-assign]
 
 
 def tell_slowly_without_uvloop(worker: int) -> None:

@@ -21,7 +21,8 @@ from asyncloader.messages.outcome import Batch, Exhausted, Failure, LeftOut
 from asyncloader.messages.snapshot import Frozen, Made, Start
 from asyncloader.seeding import sample_context
 from asyncloader.seeding.seeder import Seeder
-from asyncloader.worker.batch_maker import BatchMaker, Gathered
+from asyncloader.worker.batch_maker import BatchMaker
+from asyncloader.worker.job import Job
 
 KEY = (11, 0, 0)
 
@@ -366,22 +367,24 @@ def test_worker_init_fn_or_the_dataset_raises() -> None:
 # ------------------------------------------------------------------------------------------------- samples gathered
 
 
-def gathered(samples: list[Any], errors: dict[int, BaseException] | None = None) -> Gathered:
+def gathered(samples: list[Any], errors: dict[int, Exception] | None = None) -> Job:
     """Return a ticket whose samples are here."""
-    work = Gathered(3, list(range(100, 100 + len(samples))), len(samples))
-    work.samples, work.errors = samples, errors or {}
-    return work
+    job = Job(3, list(range(100, 100 + len(samples))), len(samples))
+    job.samples, job.errors = samples, errors or {}
+    return job
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
 def test_gathered_samples_are_dealt_with_alike(on_error: str) -> None:
     """As those that are fetched one by one: with none, some, or only bad ones among them."""
     for bad in ((), (1,), (0, 1, 2)):
-        errors = {position: OSError(str(position)) for position in bad}
+        errors: dict[int, Exception] = {position: OSError(str(position)) for position in bad}
         fetching = make_maker(Plain(**{f"_{100 + position}": e for position, e in errors.items()}), on_error=on_error)
         fetched = fetching.make(3, [100, 101, 102])
-        samples = [None if position in bad else (100 + position) * 10 for position in range(3)]
-        outcome = make_maker(Plain(), on_error=on_error).gathered(gathered(samples, dict(errors)))
+        job = gathered([None if position in bad else (100 + position) * 10 for position in range(3)], dict(errors))
+        if on_error == "raise" and bad:  # as what overlaps them notes it
+            job.fatal_at, job.fatal = min(job.errors.items())
+        outcome = make_maker(Plain(), on_error=on_error).gathered(job)
         assert type(outcome) is type(fetched)
         assert told(outcome) == told(fetched)
         if isinstance(fetched, Batch):
@@ -393,12 +396,10 @@ def test_gathered_samples_are_dealt_with_alike(on_error: str) -> None:
 def test_what_no_batch_can_be_made_after() -> None:
     """It costs the batch, whatever the samples are, and the ticket refers to it no more."""
     error = OSError()
-    work = gathered([1, 2])
-    work.fatal = error
-    assert error_of(make_maker(Plain(), on_error="skip").gathered(work)) is error
-    assert work.fatal is None
-    cancelled = asyncio.CancelledError()
-    assert error_of(make_maker(Plain(), on_error="skip").gathered(gathered([1, None], {1: cancelled}))) is cancelled
+    job = gathered([1, 2], {1: KeyError()})
+    job.fatal = error
+    assert error_of(make_maker(Plain(), on_error="skip").gathered(job)) is error
+    assert (job.fatal, job.errors) == (None, {})
 
 
 def test_an_async_collate_fn() -> None:
@@ -408,8 +409,8 @@ def test_an_async_collate_fn() -> None:
         return sum(samples)
 
     maker = make_maker(Plain(), collate_fn=collate)
-    work = gathered([1, 2])
-    outcome = maker.batch(work, asyncio.run(maker.gathered(work)))
+    job = gathered([1, 2])
+    outcome = maker.batch(job, asyncio.run(maker.gathered(job)))
     assert isinstance(outcome, Batch)
     assert outcome.data == 3
-    assert isinstance(error_of(maker.failed(work, KeyError())), KeyError)
+    assert isinstance(error_of(maker.failed(job, KeyError())), KeyError)

@@ -9,7 +9,7 @@ import torch.utils.data._utils.fetch as torch_fetch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.messages.failure import EndOfData
-from asyncloader.worker.fetch import make_fetcher
+from tests.worker.fetching import fetching
 
 
 class Plain(Dataset[int]):
@@ -50,7 +50,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(("auto_collation", "keys"), [(True, [3, 1, 2]), (True, []), (False, 7)])
 def test_map_style_as_torch(dataset: Any, auto_collation: bool, keys: Any) -> None:
     """Sample by sample, together where the dataset can, or a single one."""
-    ours = make_fetcher(dataset, is_iterable=False, auto_collation=auto_collation, drop_last=False)
+    ours = fetching(dataset, auto_collation=auto_collation)
     theirs = torch_fetch._MapDatasetFetcher(dataset, auto_collation, lambda samples: samples, False)
     assert ours(keys) == theirs.fetch(keys)
 
@@ -62,7 +62,7 @@ def test_iterable_as_torch(length: int, drop_last: bool, auto_collation: bool) -
     """Whole batches, a short last one or none, the end, and not one question more than torch asks."""
     keys = [None] * 3 if auto_collation else None
     datasets = Stream(length), Stream(length)
-    ours = make_fetcher(datasets[0], is_iterable=True, auto_collation=auto_collation, drop_last=drop_last)
+    ours = fetching(datasets[0], is_iterable=True, auto_collation=auto_collation, drop_last=drop_last)
     fetcher = torch_fetch._IterableDatasetFetcher(datasets[1], auto_collation, lambda samples: samples, drop_last)
 
     def results(fetch: Any) -> list[Any]:

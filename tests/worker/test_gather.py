@@ -19,9 +19,9 @@ from asyncloader import DataLoader
 from asyncloader.datasets import ArrayDataset
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.whole import Rows, Whole
-from asyncloader.worker.fetch import make_fetcher
 from asyncloader.worker.gather import is_in_memory
 from tests.effort import examples
+from tests.worker.fetching import fetching
 
 LENGTH = 20
 
@@ -157,8 +157,7 @@ def outcome(make: Callable[[], Any]) -> Any:
 
 def fetched(dataset: Any, keys: Any, **options: Any) -> tuple[Any, bool]:
     """What we make of the keys, and whether there was nothing to collate."""
-    options = {"is_iterable": False, "auto_collation": True, "drop_last": False, **options}
-    samples = outcome(lambda: make_fetcher(dataset, collate_fn=default_collate, **options)(keys))
+    samples = outcome(lambda: fetching(dataset, collate_fn=default_collate, **options)(keys))
     if isinstance(samples, tuple) and isinstance(samples[0], type):
         return samples, False
     return outcome(lambda: recycling_collate(default_collate)(samples)), isinstance(samples, Whole)
@@ -240,7 +239,7 @@ def test_changes_between_batches_are_seen() -> None:
     inner = TensorDataset(torch.arange(10))
     subset = Subset(inner, [1, 2, 3])
     parts = ConcatDataset([subset, inner])
-    fetch = make_fetcher(parts, is_iterable=False, auto_collation=True, drop_last=False, collate_fn=default_collate)
+    fetch = fetching(parts, collate_fn=default_collate)
     changes: list[Callable[[], Any]] = [
         lambda: None,
         lambda: inner.tensors[0].mul_(2),
@@ -258,15 +257,14 @@ def test_changes_between_batches_are_seen() -> None:
 
 def test_collation_that_the_user_changed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another function for tensors or tuples in torch's map, or another collate_fn."""
-    options: dict[str, Any] = {"is_iterable": False, "auto_collation": True, "drop_last": False}
-    fetch = make_fetcher(tensors(), collate_fn=default_collate, **options)
+    fetch = fetching(tensors(), collate_fn=default_collate)
     assert isinstance(fetch([1]), Rows)
     for key in (torch.Tensor, tuple, dict, object):
         with monkeypatch.context() as patch:
             patch.setitem(torch_collate.default_collate_fn_map, key, lambda batch, collate_fn_map: "the user's")
             assert type(fetch([1])) is list
-    assert type(make_fetcher(tensors(), collate_fn=list, **options)([1])) is list
-    assert type(make_fetcher(tensors(), collate_fn=default_collate, **options | {"auto_collation": False})(1)) is tuple
+    assert type(fetching(tensors(), collate_fn=list)([1])) is list
+    assert type(fetching(tensors(), collate_fn=default_collate, auto_collation=False)(1)) is tuple
 
 
 WAYS: list[Any] = [

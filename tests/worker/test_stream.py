@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -11,10 +12,14 @@ import hypothesis.strategies as st
 from hypothesis import assume, given, settings
 
 from asyncloader.engine.tracks import Track
+from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.snapshot import Frozen, Keeper, Start
 from asyncloader.seeding.seeder import Seeder
-from asyncloader.worker.overlap import Job
+from asyncloader.worker.job import Job
+from asyncloader.worker.overlap import OverlapRun
 from asyncloader.worker.stream import Stream
+
+SPEC = WorkerSpec(None, True, True, list, False, None, 1, 0, False, is_async=True)
 
 # ------------------------------------------------------------------------------------------------------- what is told
 
@@ -79,17 +84,14 @@ def test_an_end_is_told_of_data_that_have_ended(
 
         stream = Stream(
             Scripted(script, stubborn),
-            False,
+            OverlapRun(
+                replace(SPEC, samples_at_once=concurrency),
+                Seeder((0, 0, 0)),
+                on_finished,
+                lambda error: isinstance(error, SystemExit),
+                over.append,
+            ),
             on_exhausted,
-            lambda error: isinstance(error, SystemExit),
-            None,
-            None,
-            Seeder((0, 0, 0)),
-            True,
-            concurrency,
-            False,
-            on_finished,
-            over.append,
         )
         for seq in range(10):
             stream.add(seq, [None] * batch_size)
