@@ -116,7 +116,7 @@ class LocalWorker:
         self._task: asyncio.Task[None] | None = None
         self._dataset: Any = None
         self._on_thread = on_thread
-        self._home = home
+        self._home = home or loop.loop
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._first_seq: int | None = None
@@ -144,29 +144,24 @@ class LocalWorker:
                 raise could_not_start(OSError(11, str(error))) from error
         else:
             self._dataset = spec.dataset
-            if self._home is None:
-                self._task = self._loop.create_task(self._serve(spec, epoch), name=name)
+            self._at_home(self._start_at_home, spec, epoch, name)
+            if self._home is self._loop.loop:
                 self._silence = self._loop.call_later(_SILENT_S, self._tell_of_silence)
-            else:
-                self._at_home(self._start_at_home, spec, epoch, name)
         self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
 
     def _at_home(self, function: Callable[..., object], *args: Any) -> None:
-        """Call it on the loop that the task is on. A loop of the user's that is closed has ended its tasks before."""
-        if self._home is None:
-            function(*args)
-        else:
-            with contextlib.suppress(RuntimeError):
-                self._home.call_soon_threadsafe(function, *args)
+        """Have the loop call it that the task is on. A loop that is closed has ended its tasks before."""
+        with contextlib.suppress(RuntimeError):
+            self._home.call_soon_threadsafe(function, *args)
 
     def _start_at_home(self, spec: WorkerSpec, epoch: EpochSpec, name: str) -> None:
         if self.state is WorkerState.DEAD:
             return
         self._task = asyncio.get_running_loop().create_task(self._serve(spec, epoch), name=name)
-        self._task.add_done_callback(self._on_left_home)
+        self._task.add_done_callback(self._on_task_end)
 
-    def _on_left_home(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """Note the end of a task that may have been cancelled before its first step, with all others of the loop."""
         with contextlib.suppress(RuntimeError):  # at interpreter exit the portal's loop is closed
             self._loop.call_soon_threadsafe(self._on_end)
@@ -189,9 +184,8 @@ class LocalWorker:
                 self._loop.call_soon_threadsafe(self._on_end)
 
     async def _serve(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
-        """Work on the portal's loop, where others may still be closing what the same dataset has open."""
+        """Work on a loop, where others may still be closing what the same dataset has open."""
         if self.state is WorkerState.ENDING:  # nothing was opened; `_closing` has this very task, too
-            self._at_end()
             return
         closing = [task for task, dataset in list(_closing.items()) if dataset is spec.dataset]
         if (before := self._before) is not None and before._task is not None:
@@ -211,12 +205,6 @@ class LocalWorker:
             pass
         except BaseException as error:
             self._report(error)
-        finally:
-            self._at_end()
-
-    def _at_end(self) -> None:
-        if self._home is None:  # otherwise the end of the task is told
-            self._on_end()
 
     def _make_loop(self, spec: WorkerSpec, epoch: EpochSpec) -> SerialLoop | OverlapLoop:
         if self._on_thread:
@@ -296,7 +284,7 @@ class LocalWorker:
             self._loop.call_soon_threadsafe(self._owner.on_message, self, kind, body)
 
     def _post_outcome(self, outcome: Outcome) -> None:
-        if self._home is not None and self._task is not None and self._task.cancelling():
+        if self._task is not None and self._task.cancelling():
             return  # a loop that ends cancels samples and worker alike: that is no failure of a sample
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._on_outcome, outcome, perf_counter())
@@ -328,13 +316,11 @@ class LocalWorker:
         """Tell where the thread is, and at which awaits the samples of the ticket are.
 
         It is asked when somebody has waited too long, and disturbs nothing. The tasks of a loop can only be looked at
-        safely from its own thread: on the portal we are there; a loop of another thread answers itself, if it turns.
+        safely from its own thread: so the loop answers, if it turns.
         """
         answering = self._answering
         if not isinstance(answering, OverlapLoop):
             tell(self._thread_stack())
-        elif self._home is None and self._task is not None:
-            tell(answering.where(seq))
         else:
             self._stack_waiters.append(tell)
             if len(self._stack_waiters) == 1:

@@ -12,6 +12,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDatas
 from asyncloader import DataLoader
 from asyncloader.backends.threads import worker as local_worker
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
+from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.patience import PATIENCE_S, until
 
 
@@ -109,7 +110,8 @@ async def test_workers_that_end_before_they_begin_wait_for_nobody(monkeypatch: p
     monkeypatch.setattr(local_worker, "_HANDOVER_S", 2 * PATIENCE_S)
     async with aiter(DataLoader(CountsItself(), batch_size=2)) as iterator:
         spec, epoch = iterator._worker_spec(), iterator._run.epoch
-    workers = [LocalWorker(number, asyncio.get_running_loop(), Nobody(), on_thread=False) for number in range(2)]
+    loop = GuardedLoop(asyncio.get_running_loop())
+    workers = [LocalWorker(number, loop, Nobody(), on_thread=False) for number in range(2)]
     for worker in workers:
         worker.start(spec, epoch)
         worker.end(2 * PATIENCE_S)
