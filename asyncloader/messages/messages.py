@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from asyncloader.epochs import Told
 from asyncloader.messages.indices import Indices
+from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.modes import Modes
-from asyncloader.messages.origin import Origin
 from asyncloader.messages.snapshot import Start
 from asyncloader.observe.record import Record as Record
 from asyncloader.options import OnError
@@ -166,7 +166,7 @@ class WorkerSpec:
         keeps_dataset: The worker, and its dataset, are there for the next run too.
         is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
         modes: Of the thread that iterates; None where the worker is not to have them.
-        origin: What else workers take over from that thread.
+        thread: What else workers take over from that thread.
         epochs: What the dataset has been told by `set_epoch`: what this worker's copy was when it was made.
     """
 
@@ -187,7 +187,7 @@ class WorkerSpec:
     snapshot_every: int = 1
     keeps_dataset: bool = False
     modes: Modes | None = None
-    origin: Origin | None = None
+    thread: IteratingThread | None = None
     epochs: tuple[Told, ...] = ()
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.pickled_spec import count_copied_bytes, is_picklable
@@ -29,32 +29,32 @@ _DEEPEST = 8
 _FEW = 100  # parts of what is large; what has more is named as a whole
 
 
-class _Part(NamedTuple):
-    path: str
-    thing: Any
+_Part: TypeAlias = tuple[str, Any]
+"""Part of an object, with its path."""
 
 
 def say_unpicklable(spec: WorkerSpec) -> str:
     """Say which part of a spec cannot be pickled, and what to do about it."""
-    part = _Part("dataset", spec.dataset)
-    inside = [part, _Part("collate_fn", spec.collate_fn), _Part("worker_init_fn", spec.worker_init_fn)]
+    part = ("dataset", spec.dataset)
+    inside = [part, ("collate_fn", spec.collate_fn), ("worker_init_fn", spec.worker_init_fn)]
     for _ in range(_DEEPEST):
         if (bad := _first_bad(inside)) is None:
             break
         part, inside = bad, _parts(bad)
+    path, thing = part
     return (
-        f"{part.path} ({type(part.thing).__name__}) cannot be sent to a worker. Make it in the worker, at its first "
+        f"{path} ({type(thing).__name__}) cannot be sent to a worker. Make it in the worker, at its first "
         'use or in __setstate__; or fork workers: multiprocessing_context="fork".'
     )
 
 
 def _first_bad(parts: list[_Part]) -> _Part | None:
     """Return the first part that cannot be pickled: halves of many are pickled together."""
-    if is_picklable([part.thing for part in parts]):
+    if is_picklable([thing for _, thing in parts]):
         return None
     while len(parts) > 1:
         half = parts[: len(parts) // 2]
-        parts = parts[len(half) :] if is_picklable([part.thing for part in half]) else half
+        parts = parts[len(half) :] if is_picklable([thing for _, thing in half]) else half
     return parts[0]
 
 
@@ -68,17 +68,18 @@ def say_large(spec: WorkerSpec, copied_bytes: int) -> str | None:
     if copied_bytes < MANY_BYTES or type(spec.dataset) in _told:
         return None
     _told.add(type(spec.dataset))
-    part, part_bytes = _Part("dataset", spec.dataset), copied_bytes
+    part, part_bytes = ("dataset", spec.dataset), copied_bytes
     for _ in range(_DEEPEST):
         inside = _parts(part)
-        sizes = ((count_copied_bytes(inner.thing), inner) for inner in inside if len(inside) <= _FEW)
+        sizes = ((count_copied_bytes(inner[1]), inner) for inner in inside if len(inside) <= _FEW)
         size, largest = max(sizes, key=lambda sized: sized[0], default=(0, part))
         if 2 * size < copied_bytes:
             break
         part, part_bytes = largest, size
+    path, thing = part
     return (
         f"Each worker unpickles {copied_bytes >> 20} MB into memory of its own whenever it is started; "
-        f"{part_bytes >> 20} MB of that are {part.path} ({type(part.thing).__name__}). Keep them in an array, a "
+        f"{part_bytes >> 20} MB of that are {path} ({type(thing).__name__}). Keep them in an array, a "
         "tensor, a SharedList or a SharedDict, which workers share; and keep the workers: persistent_workers=True."
     )
 
@@ -89,20 +90,20 @@ def _parts(whole: _Part) -> list[_Part]:
     if isinstance(thing, type):
         return []
     if isinstance(thing, types.FunctionType):
-        found = [_Part(f"{path}'s variable {name}", value) for name, value in closed_over(thing)]
+        found = [(f"{path}'s variable {name}", value) for name, value in closed_over(thing)]
         defaults = [*enumerate(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).items()]
-        return found + [_Part(f"{path}'s default {key}", value) for key, value in defaults]
+        return found + [(f"{path}'s default {key}", value) for key, value in defaults]
     if isinstance(thing, types.MethodType):
-        return [_Part(f"{path}.__self__", thing.__self__)]
+        return [(f"{path}.__self__", thing.__self__)]
     found = _state(whole)
     if isinstance(thing, functools.partial):
-        found += [_Part(f"{path}.{name}", getattr(thing, name)) for name in ("func", "args", "keywords")]
+        found += [(f"{path}.{name}", getattr(thing, name)) for name in ("func", "args", "keywords")]
     elif isinstance(thing, Mapping):
-        found += [_Part(f"{path}[{key!r}]", value) for key, value in thing.items()]
+        found += [(f"{path}[{key!r}]", value) for key, value in thing.items()]
     elif isinstance(thing, (list, tuple)):
-        found += [_Part(f"{path}[{number}]", item) for number, item in enumerate(thing)]
+        found += [(f"{path}[{number}]", item) for number, item in enumerate(thing)]
     elif isinstance(thing, (set, frozenset)):
-        found += [_Part(f"an element of {path}", item) for item in thing]
+        found += [(f"an element of {path}", item) for item in thing]
     return found
 
 
@@ -118,8 +119,6 @@ def _state(whole: _Part) -> list[_Part]:
         state, slots = state
     attributes = [pair for each in (state, slots) if isinstance(each, dict) for pair in each.items()]
     return [
-        _Part(
-            f"{path}.{name}" if getattr(thing, str(name), None) is value else f"{path}.__getstate__()[{name!r}]", value
-        )
+        (f"{path}.{name}" if getattr(thing, str(name), None) is value else f"{path}.__getstate__()[{name!r}]", value)
         for name, value in attributes
     ]

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.messages.parts import Opener, write_parts
+from asyncloader.messages.mapped_pickle import MappedPickle, write_pickle
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class PickledSpec(Generic[T]):
                 raise
             self._late = content
             return
-        self._fd, self._sizes = write_parts([data, *(buffer.raw() for buffer in buffers)])
+        self._fd, self._sizes = write_pickle([data, *(buffer.raw() for buffer in buffers)])
 
     @property
     def copied_bytes(self) -> int:
@@ -75,7 +75,7 @@ class PickledSpec(Generic[T]):
         if self._late is not None:
             data, buffers = _pickle(self._late, _registered())
             return _Late, (data, [bytes(buffer.raw()) for buffer in buffers])
-        return Opener, (DupFd(self._fd), self._sizes)
+        return MappedPickle, (DupFd(self._fd), self._sizes)
 
 
 class _Late:
@@ -237,7 +237,7 @@ def pickle_by_value(content: Any) -> list[Any]:
     """Pickle an object for other machines, by value where those cannot import it: what is in the main module.
 
     Returns:
-        Pieces of bytes, as `write_parts` takes them.
+        Pieces of bytes, as `write_pickle` takes them.
 
     Raises:
         ConfigurationError: if something in it is shared with other processes of this machine.

@@ -34,9 +34,9 @@ from asyncloader.backends.backend import Listener
 from asyncloader.backends.processes.pool import Pool
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.messages.frames import BadFrame, Buffer
+from asyncloader.messages.mapped_pickle import MappedPickle
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, with_loans
 from asyncloader.messages.outcome import OUTCOMES, split
-from asyncloader.messages.parts import Opener
 from asyncloader.messages.snapshot import Start
 from asyncloader.ray.facts import facts
 from asyncloader.ray.handshake import agent_side
@@ -347,7 +347,7 @@ def main() -> None:
     die_with_parent(call.liveness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = call.path
-    sys.exit(run(call.order, Opener(Kept(call.spec_fd), call.sizes)))
+    sys.exit(run(call.order, MappedPickle(Kept(call.spec_fd), call.sizes)))
 
 
 def run(order: Order, source: Any) -> str | None:

@@ -112,7 +112,7 @@ class Fleet:
         self.is_closing = False
         self._loop = loop
         self._owner = owner
-        self._spec = replace(spec, dataset=None, collate_fn=None, worker_init_fn=None, origin=None)
+        self._spec = replace(spec, dataset=None, collate_fn=None, worker_init_fn=None, thread=None)
         self._options = options
         self._launcher = launcher
         self._linked: dict[Link, RemoteAgent] = {}

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from asyncloader.messages.parts import write_parts
+from asyncloader.messages.mapped_pickle import write_pickle
 from asyncloader.ray.launcher import NODE_ID, Order
 
 _LOOK_EVERY_S = 1.0
@@ -58,7 +58,7 @@ class AgentHost:
 
     def load(self, parts: Sequence[Any]) -> None:
         """Take what the agent's workers work with, in pieces. Not with `run`: Ray keeps what a call is given."""
-        self._spec_fd, self._sizes = write_parts(list(parts))
+        self._spec_fd, self._sizes = write_pickle(list(parts))
 
     def run(self, order: Order) -> str:
         """Run the agent to its end.

@@ -156,7 +156,7 @@ class RayWorkers:
         from asyncloader.ray.together import Together
 
         launcher = self.launcher()
-        launcher.open(pickle_by_value(replace(spec, origin=None)))
+        launcher.open(pickle_by_value(replace(spec, thread=None)))
         first, fixed = self._first_id(options), self.num_fixed(options)
         local = make_local() if spec.num_workers else None
         remote = RemotePool(loop, spec, self, launcher, first, traffic, wanted=num_wanted, slots=fixed)

@@ -21,9 +21,9 @@ from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import LoaderClosedError
+from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.modes import Modes
-from asyncloader.messages.origin import Origin
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.notices import warn
 from asyncloader.observe.stats import LoaderStats
@@ -137,7 +137,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             "worker_init_fn": self._init_fn(),
             "base_seed": int(self._base_seed),
             "modes": self._modes(),
-            "origin": Origin.of_this_thread() if options.has_workers or options.overlaps else None,
+            "thread": IteratingThread.of_this_thread() if options.has_workers or options.overlaps else None,
             "epochs": self._epochs(),
         }
         shared = {each.name: getattr(options, each.name) for each in fields(WorkerSpec) if each.name not in own}

@@ -212,14 +212,14 @@ class WorkerIterator(BaseIterator[T_co]):
         portal = get_portal()
         loop = GuardedLoop(portal.loop)
         options, runs = self._options, self._runs
-        original = workplace.make_original(self._dataset, runs)
-        where: Any = {"original": original, "home": self._home}
+        copied = workplace.make_copied(self._dataset, runs)
+        where: Any = {"copied": copied, "home": self._home}
         pool = workplace.make_pool(options, self._worker_spec(), loop, runs.traffic, runs.elsewhere, **where)
         finisher = self._make_finisher(loop)
         auto = workplace.make_auto(options, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
         policy, workforce = workplace.policy_of(options), workplace.make_workforce(options)
         supervisor = Supervisor(loop, pool, policy, workforce, auto)
-        return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), original)
+        return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), copied)
 
     def note_number(self, num_workers: int, in_all: int) -> None:
         """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""

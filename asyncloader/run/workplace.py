@@ -24,7 +24,7 @@ from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
 from asyncloader.messages.messages import WorkerSpec
-from asyncloader.messages.original import Original
+from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.traffic import Traffic
@@ -44,7 +44,7 @@ def make_pool(
     loop: GuardedLoop,
     traffic: Traffic,
     elsewhere: int,
-    original: Original,
+    copied: CopiedDataset,
     home: asyncio.AbstractEventLoop | None = None,
 ) -> Backend:
     """Decide where the workers run: on a loop (0 of them), on threads, in processes, on other machines.
@@ -55,15 +55,15 @@ def make_pool(
         loop: The portal's.
         traffic: Counts what comes from other machines.
         elsewhere: How many there are to be on other machines at the beginning, where that looks after itself.
-        original: The dataset in the spec.
+        copied: The dataset in the spec.
         home: The loop of the user's that the dataset has to run on, where there are no workers; None for the portal's.
 
     Raises:
         Exception: as the pickling of the dataset or a function raises it, or as a provider's backend does.
     """
     if options.is_in_process:
-        return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home, original=original)
-    make_local = partial(_make_local, options, spec, loop, original)
+        return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home, copied=copied)
+    make_local = partial(_make_local, options, spec, loop, copied)
     if options.provider is None:
         return make_local()
     wanted = elsewhere if options.is_auto else None
@@ -71,15 +71,15 @@ def make_pool(
     return backend
 
 
-def _make_local(options: Options, spec: WorkerSpec, loop: GuardedLoop, original: Original) -> Pool:
-    pool = Pool(loop, options.start_context, spec, original)
+def _make_local(options: Options, spec: WorkerSpec, loop: GuardedLoop, copied: CopiedDataset) -> Pool:
+    pool = Pool(loop, options.start_context, spec, copied)
     pool.pack()
     return pool
 
 
-def make_original(dataset: Any, runs: Runs) -> Original:
+def make_copied(dataset: Any, runs: Runs) -> CopiedDataset:
     """Return what knows what a loader's dataset has heard. It keeps neither the runs of the loader alive nor it."""
-    return Original(dataset, partial(_heard, weakref.ref(runs), dataset))
+    return CopiedDataset(dataset, partial(_heard, weakref.ref(runs), dataset))
 
 
 def _heard(runs: weakref.ref[Runs], dataset: Any) -> tuple[Told, ...]:
@@ -87,9 +87,9 @@ def _heard(runs: weakref.ref[Runs], dataset: Any) -> tuple[Told, ...]:
     return () if alive is None or alive.is_telling else alive.heard(dataset)
 
 
-def watched(session: Session, original: Original) -> Session:
+def watched(session: Session, copied: CopiedDataset) -> Session:
     """Have it be known when a run of this session is over, and return the session."""
-    original.is_over = partial(_is_over, weakref.ref(session))
+    copied.is_over = partial(_is_over, weakref.ref(session))
     return session
 
 

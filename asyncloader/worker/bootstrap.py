@@ -30,7 +30,7 @@ from asyncloader.errors import MAIN_IS_IMPORTED, NO_GUARD, WorkerStartError
 from asyncloader.worker.inherited import leave_servers
 
 if TYPE_CHECKING:
-    from asyncloader.messages.origin import Origin
+    from asyncloader.messages.iterating_thread import IteratingThread
 
 if sys.platform != "win32":
     import fcntl
@@ -91,30 +91,20 @@ class Later:
     What that sets before it imports torch, environment variables for example, is in force then.
     """
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content: Any, pickled: bytes | None = None) -> None:
         self._content = content
+        self._pickled = pickled
 
     def __reduce__(self) -> Any:
-        return _Pickled, (bytes(ForkingPickler.dumps(self._content)),)
+        return Later, (None, bytes(ForkingPickler.dumps(self._content)))
 
     def open(self) -> Any:
         """Return it."""
-        return self._content
-
-
-class _Pickled:
-    """What has become of a `Later` on its way to another process."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def open(self) -> Any:
-        """Unpickle it."""
-        return pickle.loads(self._data)
+        return self._content if self._pickled is None else pickle.loads(self._pickled)
 
 
 def start(
-    worker_id: int, ends: Ends, work: Later, start_method: str, origin: Origin | None, main: dict[str, str]
+    worker_id: int, ends: Ends, work: Later, start_method: str, thread: IteratingThread | None, main: dict[str, str]
 ) -> None:
     """Make this process a worker and stay until told to end.
 
@@ -128,14 +118,14 @@ def start(
         work: A WorkerSpec under fork, else a PickledSpec of one; handle of the shared memory, or None; the run over the
             data that the first tickets belong to.
         start_method: How the process was started.
-        origin: The thread that iterates.
+        thread: The thread that iterates.
         main: The main module, if it is to be imported here, as multiprocessing names it.
     """
     try:
-        if origin is not None:
+        if thread is not None:
             if start_method == "fork":
-                origin.forget_imports_of_others()  # before anything is imported
-            origin.adopt()
+                thread.forget_imports_of_others()  # before anything is imported
+            thread.adopt()
         _become_worker(ends, start_method)
         if main:
             _import_main(main, ends.output)

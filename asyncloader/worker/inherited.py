@@ -13,13 +13,10 @@ import os
 import socket
 import stat
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import TypeAlias
 
-
-class _Stream(NamedTuple):
-    fd: int
-    address: Hashable  # at this end; None if it has none
-    listens: bool
+_Stream: TypeAlias = tuple[int, Hashable, bool]
+"""A socket: its descriptor, its address at this end (None if it has none), and whether it listens."""
 
 
 def leave_servers() -> None:
@@ -29,8 +26,8 @@ def leave_servers() -> None:
     close what has got the same number since.
     """
     streams = _inherited()
-    servers = {stream.address for stream in streams if stream.listens} - {None}
-    left = [stream.fd for stream in streams if stream.listens or stream.address in servers]
+    servers = {address for _, address, listens in streams if listens} - {None}
+    left = [fd for fd, address, listens in streams if listens or address in servers]
     if not left:
         return
     null = os.open(os.devnull, os.O_RDWR)
@@ -62,6 +59,6 @@ def _look_at(fd: int) -> _Stream | None:
             address = sock.getsockname()[1]  # the port: a server on all interfaces is found by any of their addresses
         elif sock.family == socket.AF_UNIX:
             address = sock.getsockname() or None
-        return _Stream(fd, address, bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+        return fd, address, bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     finally:
         sock.detach()

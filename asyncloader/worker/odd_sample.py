@@ -7,19 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 _FEW = 64  # parts of a sample that are looked into; a sequence with more is known by its length
 _DEEPEST = 8
 
 
-class _Part(NamedTuple):
-    path: str
-    words: str
-
-
-Outline = tuple[_Part, ...]
-"""A sample from outside: its parts from the outermost on, each with its path in Python's notation."""
+Outline: TypeAlias = tuple[tuple[str, str], ...]
+"""A sample from outside: its parts from the outermost on, each with its path in Python's notation, and words for it."""
 
 
 def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int, str] | None:
@@ -39,10 +34,10 @@ def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int
         return None
     if not outlines:
         return None
-    has_none = [any(part.words == "None" for part in outline) for outline in outlines]
+    has_none = [any(words == "None" for _, words in outline) for outline in outlines]
     if any(has_none) and (must_be_alike or not all(has_none)):
         position = has_none.index(True)
-        path = next(part.path for part in outlines[position] if part.words == "None")
+        path = next(path for path, words in outlines[position] if words == "None")
         return position, f"has None at {path}" if path else "is None"
     usual = Counter(outlines).most_common(1)[0][0]
     position = next((number for number, outline in enumerate(outlines) if outline != usual), -1)
@@ -53,14 +48,14 @@ def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int
 
 def _difference(odd: Outline, usual: Outline) -> str:
     """Say in which part two outlines differ first. Lengths and keys come before what is in them, so both have it."""
-    ours, theirs = next((one, other) for one, other in zip(odd, usual, strict=False) if one != other)
-    at = f" at {ours.path}" if ours.path else ""
+    (path, ours), (_, theirs) = next(pair for pair in zip(odd, usual, strict=False) if pair[0] != pair[1])
+    at = f" at {path}" if path else ""
     verb = "has" if at else "is"
-    return f"{verb} {ours.words}{at}, where others of the batch {'have' if at else 'are'} {theirs.words}"
+    return f"{verb} {ours}{at}, where others of the batch {'have' if at else 'are'} {theirs}"
 
 
-def _outline(thing: Any, path: str, depth: int) -> Iterator[_Part]:
-    yield _Part(path, _words(thing))
+def _outline(thing: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    yield path, _words(thing)
     if depth == _DEEPEST:
         return
     if isinstance(thing, Mapping) and len(thing) <= _FEW:

@@ -28,8 +28,8 @@ _PATIENCE_S = 1.0
 may be its own cleanup, as `async with` in a generator does it after the last sample. From outside both look alike."""
 
 
-class _End(Exception):
-    """There are no more samples."""
+_END: Any = object()
+"""In place of a sample: there are no more."""
 
 
 class Stream(Overlap):
@@ -133,15 +133,17 @@ class Stream(Overlap):
         for position in range(job.count):
             sample_context.enter(self._run.seeder, job.seq, position)
             try:
-                _discard(await self._next(job))
-            except _End:
-                self._end(job)  # not asked again: some iterators would begin anew
-                return
+                sample = await self._next(job)
             except BaseException as error:  # it was raised in its time
                 if job.is_over or self._run.ends(error):
                     raise
                 if self._costs_batch(error):
                     return
+                continue
+            if sample is _END:
+                self._end(job)  # not asked again: some iterators would begin anew
+                return
+            _discard(sample)
 
     def _costs_batch(self, error: BaseException) -> bool:
         """Whether a batch ends where the iterator raised this; otherwise it goes on with the next sample."""
@@ -154,13 +156,13 @@ class Stream(Overlap):
         sample_context.enter(self._run.seeder, job.seq, position)
         try:
             sample = await self._next(job)
-        except _End:
-            self._end(job)
-            return
         except BaseException as error:
             if job.is_over:
                 raise
             self._fail(job, position, error)
+            return
+        if sample is _END:
+            self._end(job)
             return
         self._advance(job)
         if hasattr(type(sample), "__await__"):
@@ -170,12 +172,10 @@ class Stream(Overlap):
             self._take(job, position, sample)
 
     async def _next(self, job: Job) -> Any:
-        """Read a sample for a job; what comes of that after the job was dropped is a cancellation, whatever it is.
+        """Read a sample for a job; `_END` at the end of the data.
 
-        The iterator may have caught the one that it got, and have ended, or yielded, or raised something else.
-
-        Raises:
-            _End: at the end of the data.
+        Whatever comes of that after the job was dropped is a cancellation. The iterator may have caught the one that it
+        got, and have ended, or yielded, or raised something else.
         """
         try:
             self._is_awaited = self._is_async
@@ -184,7 +184,7 @@ class Stream(Overlap):
             if job.is_over:
                 raise asyncio.CancelledError from None
             if isinstance(error, self._ends_with):
-                raise _End from None
+                return _END
             raise
         finally:
             self._is_awaited = False

@@ -40,8 +40,8 @@ class ThreadFetcher(TaskFetcher):
         self._free = sys.maxsize  # all samples are in the queue: that there are no more threads bounds what is in work
         self._get_nowait = None
         self._modes = Modes.of_this_thread()
-        self._origin = (
-            None if run.spec.num_workers else run.spec.origin
+        self._iterating = (
+            None if run.spec.num_workers else run.spec.thread
         )  # a worker's thread inherits that of the worker
         self._samples: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()  # None ends a thread
         self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
@@ -121,8 +121,8 @@ class ThreadFetcher(TaskFetcher):
 
     def _serve(self) -> None:
         ident = threading.get_ident()
-        if self._origin is not None:
-            self._origin.adopt()
+        if self._iterating is not None:
+            self._iterating.adopt()
         try:
             with self._modes.active():
                 while (work := self._samples.get()) is not None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
-from asyncloader.messages.origin import Origin
+from asyncloader.messages.iterating_thread import IteratingThread
 from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
 from tests.programs import run_python
 
@@ -323,10 +323,10 @@ def test_a_worker_that_cannot_be_set_up_says_why(
 ) -> None:
     """An ImportError before any of the user's code is told as what it is, and nothing is tried again."""
 
-    def cannot_import(self: Origin) -> None:
+    def cannot_import(self: IteratingThread) -> None:
         raise ImportError("no such library here")
 
-    monkeypatch.setattr(Origin, "adopt", cannot_import)
+    monkeypatch.setattr(IteratingThread, "adopt", cannot_import)
     iterator = iter(DataLoader(range(100), num_workers=num_workers))  # type: ignore[arg-type]
     with pytest.raises(WorkerStartError) as caught:
         next(iterator)

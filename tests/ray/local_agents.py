@@ -10,7 +10,7 @@ from functools import partial
 from multiprocessing.reduction import DupFd
 from typing import Any, Literal
 
-from asyncloader.messages.parts import Opener, write_parts
+from asyncloader.messages.mapped_pickle import MappedPickle, write_pickle
 from asyncloader.ray import RayWorkers
 from asyncloader.ray.agent import Kept, run
 from asyncloader.ray.host import AgentHost
@@ -83,7 +83,7 @@ class LocalLauncher:
 
     def open(self, parts: list[Any]) -> None:
         self._parts = parts
-        self._fd, self._sizes = write_parts(parts)
+        self._fd, self._sizes = write_pickle(parts)
         self._liveness, self._writing = os.pipe()
 
     def begin(self, yard: Yard, loop: GuardedLoop) -> None:
@@ -145,7 +145,7 @@ class LocalLauncher:
         self._tell(order.number, host.run(order))
 
     def _run_process(self, order: Order) -> None:
-        args = (order, Opener(DupFdLater(self._fd), self._sizes), DupFdLater(self._liveness))
+        args = (order, MappedPickle(DupFdLater(self._fd), self._sizes), DupFdLater(self._liveness))
         process = multiprocessing.get_context("forkserver").Process(target=_be_agent, args=args)
         process.start()
         self._processes[order.number], self.pids[order.number] = process, process.pid or 0
@@ -205,7 +205,7 @@ def _identity(fd: Any) -> Any:
 def _be_agent(order: Order, opener: Any, liveness: Any) -> None:
     os.setpgid(0, 0)
     die_with_parent(liveness.detach())
-    opener = Opener(Kept(opener._fd.detach()), opener._sizes)
+    opener = MappedPickle(Kept(opener._fd.detach()), opener._sizes)
     failure = run(order, opener)
     if failure:
         os.write(2, f"{failure}\n".encode())

@@ -25,6 +25,7 @@ from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.errors import could_not_start
+from asyncloader.messages.copied_dataset import CopiedDataset, ForkedSpec
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import (
@@ -35,7 +36,6 @@ from asyncloader.messages.messages import (
     pack_tickets,
     pickle_tickets,
 )
-from asyncloader.messages.original import Forked, Original
 from asyncloader.messages.outcome import OUTCOMES, unpack
 from asyncloader.messages.pickle_paths import say_large, say_unpicklable
 from asyncloader.messages.pickled_spec import PickledSpec
@@ -52,7 +52,7 @@ class Pool:
         loop: The portal's.
         context: How processes are started.
         spec: What the workers work with.
-        original: The dataset in that, if it may change while workers are made of it.
+        copied: The dataset in that, if it may change while workers are made of it.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Pool:
         loop: GuardedLoop,
         context: BaseContext,
         spec: WorkerSpec,
-        original: Original | None = None,
+        copied: CopiedDataset | None = None,
     ) -> None:
         self.processes: dict[int, WorkerProcess] = {}
         self.listener: Listener | None = None
         self._loop = loop
         self._context = context
         self._spec = spec
-        self._original = original
+        self._copied = copied
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
         self._slabs.live_on(loop.loop)
@@ -162,7 +162,7 @@ class Pool:
                 self._source_of(epoch),
                 self._slabs.handle(),
                 epoch,
-                self._spec.origin,
+                self._spec.thread,
             )
         except BaseException:
             loans.reclaim()
@@ -172,9 +172,9 @@ class Pool:
 
     def _source_of(self, epoch: EpochSpec) -> Any:
         """Return what a worker that is started now works with."""
-        if self._original is None or self._context.get_start_method() != "fork":
+        if self._copied is None or self._context.get_start_method() != "fork":
             return self._source
-        return Forked(self._spec, self._original, epoch)
+        return ForkedSpec(self._spec, self._copied, epoch)
 
     def discard(self, worker: int) -> None:
         """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""
@@ -204,7 +204,7 @@ class Pool:
         self._let_go(before, END_GRACE_S)
 
     def _start_other(self, worker: int, num_workers: int) -> WorkerProcess:
-        epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
+        epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
         process = carry_out(self._start_one(worker, epoch._replace(num_workers=num_workers)))
         try:
             self._adopt([process])

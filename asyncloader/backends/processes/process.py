@@ -37,8 +37,8 @@ from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import Forking, handlers_wait, masked, start_process, try_descriptors
 from asyncloader.errors import could_not_start
 from asyncloader.messages.frames import BadFrame
+from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import EpochSpec, Kind
-from asyncloader.messages.origin import Origin
 from asyncloader.stack_text import shorten
 from asyncloader.worker import bootstrap
 from asyncloader.worker.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
@@ -109,7 +109,13 @@ class WorkerProcess:
     # -------------------------------------------------------------------------------------------------- start
 
     def start(
-        self, context: BaseContext, forking: Forking, source: Any, arena: Any, epoch: EpochSpec, origin: Origin | None
+        self,
+        context: BaseContext,
+        forking: Forking,
+        source: Any,
+        arena: Any,
+        epoch: EpochSpec,
+        thread: IteratingThread | None,
     ) -> Iterator[Launch]:
         """Start the process. In the middle what launches it is yielded, to be called in any thread.
 
@@ -122,7 +128,7 @@ class WorkerProcess:
             ends = self._connect()
             try:
                 context, main = fresh.own(context)
-                initargs = (self.worker_id, ends, Later((source, arena, epoch)), method, origin, main)
+                initargs = (self.worker_id, ends, Later((source, arena, epoch)), method, thread, main)
                 yield partial(self._launch, context, forking, initargs)
             finally:
                 ends.close()

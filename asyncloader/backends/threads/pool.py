@@ -17,8 +17,8 @@ from asyncloader.backends.backend import Launch, Listener
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
 from asyncloader.epochs import listeners
 from asyncloader.errors import LoaderClosedError
+from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.original import Original
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -36,7 +36,7 @@ class LocalPool:
         spec: What the workers work with.
         on_threads: Each on a thread; otherwise there is one, on a loop.
         home: The loop of the user's that it is on; None for the portal's.
-        original: The dataset in the spec, if it may change while workers are made of it. One that hears of epochs is
+        copied: The dataset in the spec, if it may change while workers are made of it. One that hears of epochs is
             copied here, in the consumer's thread: copies that are made later, of this one, have not heard of others.
     """
 
@@ -47,14 +47,14 @@ class LocalPool:
         *,
         on_threads: bool,
         home: asyncio.AbstractEventLoop | None = None,
-        original: Original | None = None,
+        copied: CopiedDataset | None = None,
     ) -> None:
         self.processes: dict[int, LocalWorker] = {}
         self.listener: Listener | None = None
         self._loop = loop
         is_copied = on_threads and any(True for _ in listeners(spec.dataset))
         self._spec = spec.with_dataset(private_copy(spec.dataset)) if is_copied else spec
-        self._original = original
+        self._copied = copied
         self._on_threads = on_threads
         self._home = home
         self._epoch: EpochSpec
@@ -100,7 +100,7 @@ class LocalPool:
 
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id: one more, or in the place of one that has ended or was discarded."""
-        epoch = self._epoch if self._original is None else self._original.run_of_newcomer(self._epoch)
+        epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
         epoch = epoch._replace(num_workers=num_workers if self._on_threads else 0)
         before = self.processes.pop(worker, None)
         self.processes[worker] = self._start_one(worker, epoch, before)

@@ -167,8 +167,8 @@ class LocalWorker:
             self._loop.call_soon_threadsafe(self._on_end)
 
     def _run(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
-        if spec.origin is not None:
-            spec.origin.adopt()
+        if spec.thread is not None:
+            spec.thread.adopt()
         try:
             answering = self._make_loop(spec, epoch)
             with answering.modes():

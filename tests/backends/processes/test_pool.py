@@ -63,7 +63,7 @@ class Played:
         self.heard: list[Any] = []
         self.made.append(self)
 
-    def start(self, context: Any, forking: Any, source: Any, arena: Any, epoch: EpochSpec, origin: Any) -> Any:
+    def start(self, context: Any, forking: Any, source: Any, arena: Any, epoch: EpochSpec, thread: Any) -> Any:
         """Be launched."""
         self.source, self.epoch = source, epoch
         yield lambda: self.heard.append("launched")

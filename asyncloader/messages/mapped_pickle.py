@@ -1,6 +1,6 @@
 """Pieces of bytes in one file in memory, for all workers of a machine: a pickle, and the buffers that it refers to.
 
-    write_parts ──> pickle │ buffer │ buffer ...  ──> Opener, in a worker: maps it privately, unpickles around that
+    write_pickle ──> pickle │ buffer │ buffer ...  ──> MappedPickle, in a worker: maps the file privately, unpickles
 
 Imports little: who launches an agent has no need of torch.
 """
@@ -16,7 +16,7 @@ from typing import Any
 _ALIGNMENT = 64
 
 
-class Opener:
+class MappedPickle:
     """Carry the spec as a worker gets it.
 
     Args:
@@ -41,7 +41,7 @@ class Opener:
         return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def write_parts(parts: list[Any]) -> tuple[int, list[int]]:
+def write_pickle(parts: list[Any]) -> tuple[int, list[int]]:
     """Write pieces of bytes into a file in memory; return its descriptor, and the size of each.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 _imports = cast(Any, importing)
 
 
-class Origin(NamedTuple):
+class IteratingThread(NamedTuple):
     """The thread that began to iterate.
 
     Attributes:
@@ -30,7 +30,7 @@ class Origin(NamedTuple):
     importing: frozenset[str]
 
     @classmethod
-    def of_this_thread(cls) -> Origin:
+    def of_this_thread(cls) -> IteratingThread:
         """Look at the calling thread."""
         cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         return cls(cores, os.getpriority(os.PRIO_PROCESS, 0), frozenset(_imports_of(threading.get_ident())))
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
         """In a forked child: let modules that other threads were importing be imported anew.
 
         Those threads are not here: an import of the same module would wait for them for ever, or find half a module. A
-        module that the origin was in the middle of stays as it is, as it would be there for a child of its own: to run
+        module that the thread was in the middle of stays as it is, as it would be there for a child of its own: to run
         it again would iterate again.
         """
         me = threading.get_ident()

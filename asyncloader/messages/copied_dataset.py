@@ -17,7 +17,7 @@ from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.protocols import probe
 
 
-class Original:
+class CopiedDataset:
     """Knows what the trainer's dataset has heard of epochs, at the moment when a copy is made.
 
     Args:
@@ -38,7 +38,7 @@ class Original:
         """Return a run as a worker is to know it that is started now: it is told of none that is over."""
         return epoch._replace(epochs=()) if self.is_over() else epoch
 
-    def copied(self, epochs: tuple[Told, ...]) -> tuple[Told, ...]:
+    def heard_by_a_copy(self, epochs: tuple[Told, ...]) -> tuple[Told, ...]:
         """Return what a copy has heard that was just made. To be called in the copy.
 
         Nobody could tell it that it was told nothing: then it is given the attributes again that it had.
@@ -55,23 +55,23 @@ class Original:
         return heard
 
 
-class Forked:
+class ForkedSpec:
     """What a forked worker works with, which it has of the trainer.
 
     Args:
         spec: As it was when the iterator was made.
-        original: The dataset in it.
+        copied: The dataset in it.
         epoch: The run that the worker begins with.
     """
 
-    def __init__(self, spec: WorkerSpec, original: Original, epoch: EpochSpec) -> None:
+    def __init__(self, spec: WorkerSpec, copied: CopiedDataset, epoch: EpochSpec) -> None:
         self._spec = spec
-        self._original = original
+        self._copied = copied
         self._epoch = epoch
 
     def open(self) -> WorkerSpec:
         """Return it, in the worker."""
-        return replace(self._spec, epochs=self._original.copied(self._epoch.epochs))
+        return replace(self._spec, epochs=self._copied.heard_by_a_copy(self._epoch.epochs))
 
 
 def _attributes(listener: Any, told: Told) -> dict[str, Any] | None:
