@@ -16,7 +16,6 @@ import os
 import pickle
 import sys
 import types
-from collections import ChainMap
 from collections.abc import Callable, Mapping
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -31,6 +30,9 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.messages.mapped_pickle import MappedPickle, write_pickle
 
 T = TypeVar("T")
+
+_AT_LAUNCH = "this is shared between processes through inheritance only"
+"""As multiprocessing says it of its own objects: they are pickled while a process is launched."""
 
 
 class PickledSpec(Generic[T]):
@@ -52,8 +54,8 @@ class PickledSpec(Generic[T]):
         self._sizes: list[int] = []
         try:
             data, buffers = _pickle(content)
-        except (_AtLaunchError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "inheritance" not in str(error):
+        except RuntimeError as error:
+            if not _works_at_launch(error):
                 raise
             self._late = content
             return
@@ -90,48 +92,46 @@ class _Late:
         return pickle.loads(self._data, buffers=[bytearray(buffer) for buffer in self._buffers])
 
 
-class _AtLaunchError(Exception):
-    """Something can only be pickled while a process is launched."""
+def _works_at_launch(error: Exception) -> bool:
+    """Whether an object could not be pickled only because no process is being launched, in multiprocessing's words."""
+    return isinstance(error, RuntimeError) and "inheritance" in str(error)
 
 
 Table = Mapping[type, Any]
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles by reference.
+def _pickler(base: Any, usual: Table) -> Any:
+    """Return a pickler that has large buffers outside of its pickle.
 
     Args:
-        file: Where to.
-        collect: Called with each large buffer, which stays outside the pickle.
-        reducers: multiprocessing's own, which only work while a process is launched; None before that.
+        base: Pickles by reference, or by value.
+        usual: Its reducers.
     """
 
-    def __init__(self, file: io.BytesIO, collect: Callable[[pickle.PickleBuffer], Any], reducers: Table | None) -> None:
-        super().__init__(file, 5, buffer_callback=collect)
-        self._is_launching = reducers is not None
-        if reducers is not None:
-            self.dispatch_table = {**copyreg.dispatch_table, **reducers}
+    class Pickler(base):  # type: ignore[misc]
+        """See above; ``reducers`` are multiprocessing's own, which only work while a process is launched."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        return _reduce(obj, self._is_launching)
+        def __init__(self, file: io.BytesIO, collect: Callable[[Any], Any], reducers: Table | None) -> None:
+            self._is_launching = reducers is not None
+            self._reducers = {**usual, **reducers} if reducers else usual
+            super().__init__(file, 5, buffer_callback=collect)
+
+        @property
+        def dispatch_table(self) -> Any:
+            # The C code asks for it as it begins. An attribute would be hidden behind that of cloudpickle's class.
+            return self._reducers
+
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduce(obj, self._is_launching)
+            if reduced is NotImplemented and base is cloudpickle.Pickler:
+                return super().reducer_override(obj)
+            return reduced
+
+    return Pickler
 
 
-class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value; see `_Pickler`."""
-
-    def __init__(self, file: io.BytesIO, collect: Callable[[pickle.PickleBuffer], Any], reducers: Table | None) -> None:
-        self._reducers = ChainMap(dict(reducers or {}), cloudpickle.Pickler.dispatch_table)
-        super().__init__(file, 5, buffer_callback=collect)
-        self._is_launching = reducers is not None
-
-    @property
-    def dispatch_table(self) -> Any:
-        """What the C code asks for as it begins. An attribute would be hidden behind that of cloudpickle's class."""
-        return self._reducers
-
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = _reduce(obj, self._is_launching)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+_by_reference = _pickler(pickle.Pickler, copyreg.dispatch_table)
+_by_value = _pickler(cloudpickle.Pickler, cloudpickle.Pickler.dispatch_table)
 
 
 def _registered() -> Table:
@@ -158,9 +158,9 @@ def _reduce(obj: Any, is_launching: bool) -> Any:
     if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):
         untyped = obj._untyped_storage if isinstance(obj, torch.TypedStorage) else obj  # the typed one's method warns
         if untyped.is_shared():
-            raise _AtLaunchError
+            raise RuntimeError(_AT_LAUNCH)
     elif type(obj) in _registered() and not isinstance(obj, _ANY_TIME):
-        raise _AtLaunchError
+        raise RuntimeError(_AT_LAUNCH)
     return NotImplemented
 
 
@@ -178,7 +178,7 @@ def _reduce_tensor(tensor: torch.Tensor, is_launching: bool) -> Any:
     if tensor.is_shared():  # type: ignore[no-untyped-call]
         if is_launching:
             return NotImplemented
-        raise _AtLaunchError
+        raise RuntimeError(_AT_LAUNCH)
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
         return NotImplemented
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -196,19 +196,17 @@ def _pickle(content: Any, reducers: Table | None = None) -> tuple[bytes, list[pi
         noted: list[int] = getattr(get_spawning_popen(), "_fds", [])
         count = len(noted)
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-            return _dump(_Pickler, content, reducers)
+            return _dump(_by_reference, content, reducers)
         del noted[count:]
-    return _dump(_CloudPickler, content, reducers)
+    return _dump(_by_value, content, reducers)
 
 
 def is_picklable(content: Any) -> bool:
     """Whether workers can be sent it, now or while their process is launched."""
     try:
         _pickle(content)
-    except _AtLaunchError:
-        return True
     except Exception as error:
-        return isinstance(error, RuntimeError) and "inheritance" in str(error)
+        return _works_at_launch(error)
     return True
 
 
@@ -244,9 +242,9 @@ def pickle_by_value(content: Any) -> list[Any]:
         Exception: whatever else its pickling raises.
     """
     try:
-        data, buffers = _dump(_CloudPickler, content, None)
-    except (_AtLaunchError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inheritance" not in str(error):
+        data, buffers = _dump(_by_value, content, None)
+    except RuntimeError as error:
+        if not _works_at_launch(error):
             raise
         raise ConfigurationError(
             "the dataset, or a function that it is used with, holds what processes of one machine share: a tensor "

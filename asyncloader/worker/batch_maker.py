@@ -47,7 +47,7 @@ from asyncloader.transport.collate import is_default
 from asyncloader.transport.join import collated
 from asyncloader.transport.loans import Rows
 from asyncloader.worker.data_pipes import one_walks
-from asyncloader.worker.fetch import Fetcher, IterableFetcher, fetch_and_drop, make_fetcher
+from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
 
@@ -120,7 +120,7 @@ class BatchMaker:
         self._host = host
         self._run = run
         self._aside = aside
-        self._fetch: Fetcher | None = None
+        self._fetch: Any = None  # a `Fetcher`, where samples are fetched one by one
         self._own: OwnGenerators | None = None
         self._epoch: EpochSpec
         self._cpu_clock = host.cpu_clock
@@ -260,23 +260,16 @@ class BatchMaker:
 
     def _make(self, seq: int, keys: Any, waited_s: float) -> Outcome:
         job, fetch, keeper = Job(seq, waited_s=waited_s), self._fetch, self.keeper
-        assert fetch is not None
         rows: Sequence[Rows] | None = None
         if type(keys) is Slice:
             keys, rows = keys
-        if type(keys) is Placed:
-            here, keys = self._placed(self.seeder, seq, keys)
-        else:
-            here = SampleContext(self.seeder, seq)
-            if self._seeds:
-                self.seeder(seq)
-        job.keys = keys
+        here, job.keys = self._context(self.seeder, seq, keys)
         outside = sample_context.current.set(here)
         try:
             try:
                 if keeper is not None and (gap := keeper.gap()):
                     with self._aside():
-                        self._leave_out(gap, seq, keys)
+                        self._leave_out(gap, job)
                 fetch(job)
                 if keeper is not None:
                     job.snapshot = keeper.take(ended=self.has_ended)
@@ -287,14 +280,17 @@ class BatchMaker:
                 job.fatal, job.fatal_at = error, here.position
             if here.first is not None and job.fatal is None:
                 here.position = COLLATION
-            outcome: Outcome = self._finish(job, rows)
-            return outcome
+            return self._finish(job, rows)  # type: ignore[no-any-return]
         finally:
             sample_context.current.reset(outside)
 
-    def _placed(self, seeder: Seeder, seq: int, placed: Placed) -> tuple[SampleContext, Any]:
-        """Return the context of a batch whose samples know their places, and its keys."""
-        keys, first = placed
+    def _context(self, seeder: Seeder, seq: int, keys: Any) -> tuple[SampleContext, Any]:
+        """Return the context of a batch, for which generators are seeded, and its keys alone."""
+        if type(keys) is not Placed:
+            if self._seeds:
+                seeder(seq)
+            return SampleContext(seeder, seq), keys
+        keys, first = keys
         if not self._seeds:
             return SampleContext(seeder, seq, first=first), keys
         if not self.spec.auto_collation:
@@ -305,28 +301,18 @@ class BatchMaker:
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
         with self._own.left_alone() if self._own else contextlib.nullcontext():
-            self._make_again(keeper)
+            for made in keeper.made:
+                here, keys = self._context(Seeder(made.key, self.seeder.own), made.seq, made.keys)
+                sample_context.current.set(here)
+                fetch_and_drop(self._fetch, keys)
 
-    def _make_again(self, keeper: Keeper) -> None:
-        for made in keeper.made:
-            seeder = Seeder(made.key, self.seeder.own)
-            here, keys = SampleContext(seeder, made.seq), made.keys
-            if type(keys) is Placed:
-                here, keys = self._placed(seeder, made.seq, keys)
-            elif self._seeds:
-                seeder(made.seq)
-            sample_context.current.set(here)
-            assert self._fetch is not None
-            fetch_and_drop(self._fetch, keys)
-
-    def _leave_out(self, count: int, seq: int, keys: Any) -> None:
+    def _leave_out(self, count: int, job: Job) -> None:
         """Read over the batches of a stream that come before this one, and were made already."""
-        assert self._fetch is not None
         for _ in range(count):
-            sample_context.enter(self.seeder, seq)
-            if not fetch_and_drop(self._fetch, keys):
+            sample_context.enter(self.seeder, job.seq)
+            if not fetch_and_drop(self._fetch, job.keys):
                 break
-        sample_context.enter(self.seeder, seq)  # the generator of a sample begins anew
+        sample_context.enter(self.seeder, job.seq)  # the generator of a sample begins anew
 
     # ------------------------------------------------------------------------------------ samples that are all here
 

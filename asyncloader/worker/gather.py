@@ -17,9 +17,9 @@ it raises, or is skipped, as it would have been.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from asyncloader.transport.collate import is_default, stacks_tuples
 from asyncloader.transport.whole import Column, Ready, Rows, Source, Tree
 
 Array = NDArray[np.int64]
+_Piece: TypeAlias = "tuple[Sequence[Source], Array, Array | None]"
+"""Rows of one dataset: its tensors or arrays, the numbers of the rows, and their places in the batch."""
 
 _METHODS = {
     kind: (kind.__getitem__, getattr(kind, "__getitems__", None))
@@ -94,9 +96,8 @@ def is_in_memory(dataset: Any) -> bool:
 def rows_of(dataset: Any, keys: Any) -> Rows | None:
     """Return the rows of a batch; None if it is to be fetched sample by sample."""
     try:
-        tree = _tree(dataset, keys)
-        return None if tree is None or not len(keys) else Rows(tree, len(keys))
-    except Exception:  # it is raised by the sample that it is about
+        return Rows(_tree(dataset, keys), len(keys)) if len(keys) else None
+    except Exception:  # what it is about is raised by its sample
         return None
 
 
@@ -119,112 +120,95 @@ def _has_methods(dataset: Any, getitem: Any, getitems: Any) -> bool:
     return is_same and type(dataset).__getitem__ is getitem
 
 
-def _tree(dataset: Any, keys: Any) -> Tree | None:
-    """Return the columns of a batch; of stacked datasets those of each, as their samples are put together."""
+def _tree(dataset: Any, keys: Any) -> Tree:
+    """Return the columns of a batch; of stacked datasets those of each, as their samples are put together.
+
+    Raises:
+        LookupError: the samples have to be fetched one by one.
+    """
     kind = _kind(dataset)
     if kind is Subset:
         return _tree(dataset.dataset, _picked(dataset.indices, keys))
     if kind is not StackDataset:
-        return _columns(dataset, keys)
-    parts = dataset.datasets
-    if type(parts) not in (dict, tuple):
-        return None
-    names, members = zip(*(parts.items() if type(parts) is dict else enumerate(parts)), strict=True)
-    trees = [_tree(member, keys) for member in members]
-    if any(tree is None for tree in trees):
-        return None
-    return dict(zip(names, trees, strict=True)) if type(parts) is dict else tuple(trees)
+        return _columns([*_pieces(dataset, keys)])
+    members = dataset.datasets
+    if type(members) is dict:
+        return {name: _tree(member, keys) for name, member in members.items()}
+    if type(members) is tuple:
+        return tuple(_tree(member, keys) for member in members)
+    raise LookupError
 
 
-def _columns(dataset: Any, keys: Any) -> list[Column] | None:
+def _pieces(dataset: Any, keys: Any, places: Array | None = None) -> Iterator[_Piece]:
+    """Yield the rows of each dataset that holds some of a batch.
+
+    Args:
+        dataset: The rows of it, or of the parts it is made of.
+        keys: Of the samples.
+        places: Of these samples in the batch; None for all of it.
+    """
     kind = _kind(dataset)
     if kind is Subset:
-        return _columns(dataset.dataset, _picked(dataset.indices, keys))
-    if kind is ConcatDataset:
-        return _columns_of_parts(dataset, keys)
-    if kind is None or kind is StackDataset:
-        return None
-    sources = dataset.tensors if kind is TensorDataset else dataset.arrays
-    length = sources[0].shape[0]
-    numbers = _numbers(keys, length)
-    if numbers is None:
-        return None
-    for source in sources:
-        if source.shape[0] != length or not _is_plain(source):
-            return None
-    return [Column([(source, numbers)]) for source in sources]
+        yield from _pieces(dataset.dataset, _picked(dataset.indices, keys), places)
+    elif kind is ConcatDataset:
+        numbers, ends = _numbers(keys, len(dataset)), np.array(dataset.cumulative_sizes)
+        parts = ends.searchsorted(numbers, side="right")
+        by_part = parts.argsort(kind="stable")
+        for here in np.split(by_part, np.flatnonzero(np.diff(parts[by_part])) + 1):
+            part = parts[here[0]]
+            within = numbers[here] - (ends[part - 1] if part else 0)
+            yield from _pieces(dataset.datasets[part], within, here if places is None else places[here])
+    elif kind is None or kind is StackDataset:
+        raise LookupError
+    else:
+        sources = dataset.tensors if kind is TensorDataset else dataset.arrays
+        length = sources[0].shape[0]
+        if not all(source.shape[0] == length and _is_plain(source) for source in sources):
+            raise LookupError
+        yield sources, _numbers(keys, length), places
+
+
+def _columns(pieces: list[_Piece]) -> list[Column]:
+    """Make the columns of a batch, whose rows are in some datasets."""
+    order = None
+    if len(pieces) > 1:
+        places = np.concatenate([places for _, _, places in pieces if places is not None])
+        order = np.empty_like(places)
+        order[places] = np.arange(len(places))
+    columns = []
+    for sources in zip(*(sources for sources, _, _ in pieces), strict=True):
+        if order is not None and len(set(map(_form, sources))) > 1:
+            raise LookupError
+        rows = [(source, numbers) for source, (_, numbers, _) in zip(sources, pieces, strict=True)]
+        columns.append(Column(rows, order))
+    return columns
 
 
 def _picked(indices: Any, keys: Any) -> Any:
     """Return ``[indices[key] for key in keys]``."""
     if type(indices) is np.ndarray and indices.ndim == 1:
-        numbers = _numbers(keys, len(indices))
-        return None if numbers is None else indices[numbers]
+        return indices[_numbers(keys, len(indices))]
     if type(keys) is np.ndarray:
         keys = keys.tolist()
     return itemgetter(*keys)(indices) if len(keys) > 1 else [indices[key] for key in keys]
 
 
-def _columns_of_parts(dataset: ConcatDataset[Any], keys: Any) -> list[Column] | None:
-    numbers = _numbers(keys, len(dataset))
-    if numbers is None:
-        return None
-    ends = np.array(dataset.cumulative_sizes)
-    parts = ends.searchsorted(numbers, side="right")
-    if (parts == parts[0]).all():
-        return _columns(dataset.datasets[parts[0]], _within(numbers, ends, parts[0]))
-    by_part = parts.argsort(kind="stable")
-    places = np.split(by_part, np.flatnonzero(np.diff(parts[by_part])) + 1)  # in the batch, of the rows of each part
-    found = []
-    for own in places:
-        part = parts[own[0]]
-        columns = _columns(dataset.datasets[part], _within(numbers[own], ends, part))
-        if columns is None:
-            return None
-        found.append(columns)
-    return _joined(found, by_part)
-
-
-def _within(numbers: Array, ends: Array, part: Any) -> Array:
-    return numbers - ends[part - 1] if part else numbers
-
-
-def _joined(found: list[list[Column]], by_part: Array) -> list[Column] | None:
-    """Make one column of those of several parts, whose rows are to be at the places ``by_part`` one after the other."""
-    if len(set(map(len, found))) > 1:
-        return None
-    order = np.empty_like(by_part)
-    order[by_part] = _in_order([columns[0] for columns in found])
-    parts = [[part for column in columns for part in column.parts] for columns in zip(*found, strict=True)]
-    are_alike = all(_are_alike([source for source, _ in of_column]) for of_column in parts)
-    return [Column(of_column, order) for of_column in parts] if are_alike else None
-
-
-def _in_order(columns: Sequence[Column]) -> Array:
-    """Return, of all rows of these columns, one column after the other, the numbers in the order of each."""
-    counts = [sum(len(numbers) for _, numbers in column.parts) for column in columns]
-    begins = np.cumsum([0, *counts])
-    orders = (np.arange(n) if c.order is None else c.order for n, c in zip(counts, columns, strict=True))
-    return np.concatenate([begin + order for begin, order in zip(begins, orders, strict=False)])
-
-
-def _numbers(keys: Any, count: int) -> Array | None:
-    """Return keys as numbers from 0 on below ``count``; None if one of them is none."""
-    numbers: Array | None
+def _numbers(keys: Any, count: int) -> Array:
+    """Return keys as numbers from 0 on below ``count``."""
     if type(keys) is Numbers or type(keys) is Indices:
         numbers = keys.array
-    elif type(keys) is np.ndarray:
-        numbers = keys.astype(np.int64) if keys.ndim == 1 and keys.dtype.type in _WHOLE_NUMBERS else None
+    elif type(keys) is np.ndarray and keys.ndim == 1 and keys.dtype.type in _WHOLE_NUMBERS:
+        numbers = keys.astype(np.int64)
     elif type(keys) in (list, tuple, range) and _WHOLE_NUMBERS.issuperset(map(type, keys)):
         numbers = np.fromiter(keys, np.int64, len(keys))
     else:
-        return None
-    if numbers is None or not len(numbers):
-        return None
-    if int(numbers.view(np.uint64).max()) < count:  # negative ones are large then
+        raise LookupError
+    if len(numbers) and int(numbers.view(np.uint64).max()) < count:  # negative ones are large then
         return numbers
     numbers = np.where(numbers < 0, numbers + count, numbers)
-    return numbers if numbers.min() >= 0 and numbers.max() < count else None
+    if not (numbers.min() >= 0 and numbers.max() < count):
+        raise LookupError
+    return numbers
 
 
 def _is_plain(source: Source) -> bool:
@@ -238,9 +222,6 @@ def _is_plain(source: Source) -> bool:
     )
 
 
-def _are_alike(sources: list[Source]) -> bool:
-    def form(source: Source) -> Any:
-        return type(source), source.dtype, source.shape[1:], source.device if isinstance(source, torch.Tensor) else None
-
-    first = form(sources[0])
-    return all(form(source) == first for source in sources)
+def _form(source: Source) -> Any:
+    """Return what parts of one column have in common."""
+    return type(source), source.dtype, source.shape[1:], source.device if isinstance(source, torch.Tensor) else None
