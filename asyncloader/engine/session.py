@@ -353,7 +353,6 @@ class Session:
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = Item(outcome, number, worker, times)
         if run.tracks:
-            supervisor.moved(worker)
             item = run.answered(item, ticket)
         if type(outcome) is Batch and not is_slice and self._finisher is not None and self._finisher.pins:
             emptied = item._replace(outcome=outcome._replace(data=None))  # it does not refer to the batch

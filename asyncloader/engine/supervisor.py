@@ -105,17 +105,12 @@ class Supervisor:
         self._pool = pool
         self._to_start: deque[int] = deque()
         self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
-        # Workers whose dataset was put in the middle of its data, and has not read on: the next run would begin there.
-        self._unmoved: set[int] = set()
-        self._is_put_back = policy.has_initial_state
         self._watch = MemoryWatch()
         self._watch_due = perf_counter() + LOOK_S
 
     def attach(self, session: Session) -> None:
         """Look after the workers of this session."""
         self._session = weakref.ref(session)  # which has the supervisor
-        for worker in session.run.tracks:
-            self._note_start(worker)
 
     @property
     def session(self) -> Session:
@@ -135,12 +130,9 @@ class Supervisor:
     def begin(self) -> None:
         """A run has begun with workers that are there: fill places, and have those go that are not wanted."""
         run, processes = self.session.run, self._pool.processes
-        unmoved, self._unmoved = self._unmoved, set()
-        for worker in unmoved & processes.keys():
-            self._pool.discard(worker)
         for worker in processes:
             self._note_node(worker)
-        for worker in self.stop() | unmoved:
+        for worker in self.stop():
             if (process := processes.get(worker)) is not None:
                 self.session.apply(self.recovery.fill(process, run.start_of(worker)))
             elif run.scheduler.roster.takes(worker):
@@ -164,10 +156,6 @@ class Supervisor:
             self._look_who_is_renewed(now)
         if now >= self.due:
             self._look(now)
-
-    def moved(self, worker: int) -> None:
-        """A worker has read on."""
-        self._unmoved.discard(worker)
 
     def ready(self, worker: int) -> None:
         """A worker has opened the dataset."""
@@ -338,7 +326,6 @@ class Supervisor:
             return
         if run.epoch.starts is not None:
             run.epoch.starts[worker] = run.tracks[worker].start
-            self._note_start(worker)
         if self._launch(worker):
             run.faults.replacements += 1
 
@@ -408,11 +395,6 @@ class Supervisor:
             self.session.apply(self.session.run.scheduler.lost(worker))
 
     # ----------------------------------------------------------------------------------------------------- notes
-
-    def _note_start(self, worker: int) -> None:
-        """Note where a worker begins."""
-        if self._is_put_back and self.session.run.tracks[worker].start.snapshot is not None:
-            self._unmoved.add(worker)
 
     def _note_node(self, worker: int) -> None:
         """Note for the statistics on which machine a worker is."""

@@ -249,6 +249,7 @@ class Keeper:
     Attributes:
         made: The batches of a map-style dataset that were made after its state was taken: to be made again at once, for
             it may be that none follows in this run.
+        is_put_back: The dataset has begun in a state that was told.
     """
 
     def __init__(self, dataset: Any, every: int, start: Start, *, sends: bool = False) -> None:
@@ -258,6 +259,7 @@ class Keeper:
         self._every = every
         self._sends = sends
         self._snapshot = _thawed(start.snapshot) or {}
+        self.is_put_back = bool(self._snapshot) and is_stateful(dataset)
         self._things: dict[str, Any] = {"dataset": dataset} if is_stateful(dataset) else {}
         self._since = 0  # batches since the last snapshot
         self._keeps_keys = True  # of batches since the last snapshot: those of a stream are only counted

@@ -23,8 +23,8 @@ from asyncloader.engine.supervisor import Auto
 from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
-from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.copied_dataset import CopiedDataset
+from asyncloader.messages.messages import WorkerSpec
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.traffic import Traffic

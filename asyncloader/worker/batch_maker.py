@@ -182,12 +182,14 @@ class BatchMaker:
             open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered elsewhere.
         """
         self._epoch = epoch
-        self.failure, self.keeper = self._unfit, None
+        before, self.keeper = self.keeper, None
+        self.failure = self._unfit
         if self.failure is not None:
             return
         self.seeder = Seeder(epoch.key)
         spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
         try:
+            self._leave(before)
             dataset = self._reseed_pipe(spec.dataset)
             tell(dataset, epoch.epochs, self._epochs)
             self._epochs = epoch.epochs or self._epochs
@@ -204,6 +206,16 @@ class BatchMaker:
             self.failure = error
         finally:
             sample_context.current.reset(outside)
+
+    def _leave(self, keeper: Keeper | None) -> None:
+        """Leave the run before, and begin it if it was not begun.
+
+        A dataset that was put in the middle of its data would begin there in the next run otherwise.
+        """
+        fetch = self._fetch
+        is_stream = isinstance(fetch, IterableFetcher)
+        if is_stream and keeper is not None and keeper.is_put_back and fetch.is_unread and not fetch.ended:
+            fetch_and_drop(fetch, [None])
 
     def _find_generators(self, dataset: Any) -> None:
         """Look for generators of the dataset's own, where samples are seeded."""

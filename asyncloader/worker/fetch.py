@@ -100,11 +100,13 @@ class IterableFetcher:
     Attributes:
         iterator: The iterator.
         ended: It has come to its end, and is not asked again.
+        is_unread: It was not asked yet.
     """
 
     def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine, iterator: Any = None) -> None:
         self.iterator = iter(dataset) if iterator is None else iterator
         self.ended = False
+        self.is_unread = True
         self._spec = spec
         self._run = run
 
@@ -112,6 +114,7 @@ class IterableFetcher:
         """Get as many samples as there are keys, or what is left; without automatic batching the next one."""
         if self.ended:
             raise EndOfData
+        self.is_unread = False
         here, samples, spec = sample_context.here(), list[Any](), self._spec
         auto_collation, tolerates = spec.auto_collation, spec.tolerates
         for here.position, _ in enumerate(job.keys if auto_collation else (None,)):

@@ -105,8 +105,8 @@ class Overlap:
         """Forget all jobs; what is in flight is cancelled, or comes to its end by itself."""
         self.drop()
 
-    async def aclose(self) -> None:
-        """Leave everything, and wait until nothing runs any more."""
+    async def aclose(self, *, runs_on: bool = False) -> None:
+        """Leave everything, and wait until nothing runs any more. With `runs_on` the dataset has another run."""
         self.leave()
         while self._cancelled:
             await asyncio.wait(tuple(self._cancelled))

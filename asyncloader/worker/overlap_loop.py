@@ -118,7 +118,7 @@ class OverlapLoop(TicketLoop):
         closing: asyncio.Task[None] | None = None
         if self._overlap is not None:
             self._overlap.leave()  # nothing of it may be finished from now on
-            closing = self._loop.create_task(self._overlap.aclose(), name="leave the last epoch")
+            closing = self._loop.create_task(self._overlap.aclose(runs_on=True), name="leave the last epoch")
         for task in self._collating:
             task.cancel()
         run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop)

@@ -7,6 +7,7 @@ such samples are in flight, and the reader goes on. See :mod:`asyncloader.worker
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
@@ -65,6 +66,7 @@ class Stream(Overlap):
         self._work = asyncio.Event()
         self._reading: Job | None = None
         self._is_awaited = False  # the iterator, by the reader
+        self._is_unread = not self._has_ended
         self._reader = self._loop.create_task(self._read(after), name="stream")
 
     def add(self, seq: int, keys: Any, waited_s: float = 0.0) -> None:
@@ -87,7 +89,7 @@ class Stream(Overlap):
         if not self._is_awaited:
             self._reader.cancel()
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, runs_on: bool = False) -> None:
         """Leave everything, and let the iterator end in its own way."""
         self.leave()
         try:
@@ -98,8 +100,13 @@ class Stream(Overlap):
         if not self._reader.cancelled():
             self._reader.result()
         await super().aclose()
+        if runs_on and self._is_unread and self._keeper is not None and self._keeper.is_put_back:
+            with contextlib.suppress(Exception):  # see `BatchMaker`: otherwise the next run would begin there
+                iterator, is_async = self._iterator, self._is_async
+                _discard(await asyncio.wait_for(anext(iterator), _PATIENCE_S) if is_async else next(iterator))
         if (close := getattr(self._iterator, "aclose", None)) is not None:
             await close()
+        self._iterator = None  # a plain one ends with its last reference
 
     def where(self, seq: int) -> str:
         """Tell at which await the samples of a job are, or the reader."""
@@ -178,7 +185,7 @@ class Stream(Overlap):
         got, and have ended, or yielded, or raised something else.
         """
         try:
-            self._is_awaited = self._is_async
+            self._is_awaited, self._is_unread = self._is_async, False
             sample = await anext(self._iterator) if self._is_async else next(self._iterator)
         except BaseException as error:
             if job.is_over:

@@ -60,7 +60,7 @@ class ThreadFetcher(TaskFetcher):
         for _ in self._threads:
             self._samples.put(None)
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, runs_on: bool = False) -> None:
         """Drop everything, and wait until the threads have ended."""
         self.drop()
         while self._num_running:

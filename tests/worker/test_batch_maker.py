@@ -301,6 +301,25 @@ def test_a_stream_begins_where_another_worker_was() -> None:
     assert data == [[6, 7], [10, 11]]
 
 
+def test_a_run_that_was_not_begun_is_over_before_the_next() -> None:
+    """A dataset that was put in the middle of its data, and left there, begins the next run at the beginning."""
+
+    class Counts(Numbers):
+        run = 0
+
+        def __iter__(self) -> Iterator[int]:
+            try:
+                while self.at < self.length:
+                    self.at += 1
+                    yield self.run * 100 + self.at
+            finally:
+                self.run, self.at = self.run + 1, 0
+
+    maker = make_maker(Counts(3), {0: Start(0, {"dataset": {"at": 2}, "iterator": None, "ended": False})})
+    maker.begin(EpochSpec(2, KEY, starts={0: Start()}))
+    assert cast("Batch", maker.make(0, [None] * 3)).data == [101, 102, 103]
+
+
 def test_what_was_made_after_a_state_is_made_again() -> None:
     """At once, with its seeds, aside, and for nobody."""
     asked = []

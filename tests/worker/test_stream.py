@@ -151,6 +151,20 @@ class CountsAtTheEnd(CountsAtTheBeginning):
             self.run, self.at = self.run + 1, 0
 
 
+def test_a_run_that_was_not_begun_is_over_before_the_next() -> None:
+    """A dataset that was put in the middle of its data, and left there, begins the next run at the beginning."""
+    dataset = CountsAtTheEnd(5)
+    state = {"dataset": {"run": 3, "at": 2}, "iterator": None, "ended": False}
+
+    async def run() -> None:
+        run = OverlapRun(SPEC, Seeder((0, 0, 0)), print, bool, print)  # type: ignore[arg-type]
+        stream = Stream(dataset, run, print, keeper=Keeper(dataset, 1, Start(0, state)))
+        await stream.aclose(runs_on=True)
+
+    asyncio.run(run())
+    assert (dataset.run, dataset.at) == (4, 0)
+
+
 class Worker:
     """Reads batches of a stream, one run after the other, with its state kept."""
 
