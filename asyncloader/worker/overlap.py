@@ -106,7 +106,11 @@ class Overlap:
         self.drop()
 
     async def aclose(self, *, runs_on: bool = False) -> None:
-        """Leave everything, and wait until nothing runs any more. With `runs_on` the dataset has another run."""
+        """Leave everything, and wait until nothing runs any more.
+
+        Args:
+            runs_on: The dataset goes on from here in another run.
+        """
         self.leave()
         while self._cancelled:
             await asyncio.wait(tuple(self._cancelled))
@@ -159,7 +163,8 @@ class Overlap:
 
     def _note_fatal(self, job: Job, position: int, error: BaseException) -> None:
         if job.fatal is None or position < job.fatal_at or self._run.ends(error):
-            job.fatal, job.fatal_at = error, position
+            job.fatal_at = position  # before the error: threads that see that look at the position
+            job.fatal = error
 
     def _is_decided(self, job: Job, fatal: BaseException) -> bool:
         """Whether it is known what costs the batch: no sample before that is still on its way."""

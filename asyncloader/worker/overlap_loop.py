@@ -118,7 +118,8 @@ class OverlapLoop(TicketLoop):
         closing: asyncio.Task[None] | None = None
         if self._overlap is not None:
             self._overlap.leave()  # nothing of it may be finished from now on
-            closing = self._loop.create_task(self._overlap.aclose(runs_on=True), name="leave the last epoch")
+            runs_on = keeper is None or not keeper.is_put_back
+            closing = self._loop.create_task(self._overlap.aclose(runs_on=runs_on), name="leave the last epoch")
         for task in self._collating:
             task.cancel()
         run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop)
