@@ -78,8 +78,8 @@ class SlabPool:
         self._arena: Arena | None = None
         self._cold = Extents(0)
         self._free = FreeList()
-        self._dying: deque[Region] = deque()  # to be swept
-        self._dying_bytes = 0
+        self._keep = 0  # bytes that may stay reserved, as of the last look
+        self._swept: Region | None = None  # that is given back, piece by piece
         self._reserved = 0
         self._unused = 0  # of what is leased
         self._numbers = 0
@@ -137,8 +137,7 @@ class SlabPool:
     def trim(self) -> None:
         """Give all free memory back, now."""
         self._drain()
-        self._shed(0)
-        self._sweep(self._dying_bytes)
+        self._sweep(self._reserved, keep=0)
 
     def close(self) -> None:
         """Unmap the arena, for pools of their own in tests: there must be no lease and no worker."""
@@ -182,13 +181,12 @@ class SlabPool:
         now = monotonic()
         if now >= self._period_ends:
             self._period_ends = now + PERIOD_S
-            self._shed(self._allowed())
+            self._keep = self._allowed()
             self._peaks = [self._peaks[1], self._in_use()]
-        if self._dying:
-            self._sweep(SWEEP_BYTES)
+        self._sweep(SWEEP_BYTES, self._keep)
 
     def _in_use(self) -> int:
-        return self._reserved - self._free.nbytes - self._dying_bytes
+        return self._reserved - self._free.nbytes - (self._swept.capacity if self._swept is not None else 0)
 
     def _allowed(self) -> int:
         """What may stay reserved without being in use: an eighth over the recent peak, for sizes that vary."""
@@ -199,53 +197,39 @@ class SlabPool:
         if self._arena is None:
             return None
         self._peaks[1] = max(self._peaks[1], self._in_use() + capacity)
-        self._shed(max(0, self._allowed() - capacity))
         limit = self._limit(self._reserved)
         if self._reserved + capacity > limit:
             # Pressed for memory: what is free goes first, at about the price that the new region costs the worker.
-            self._shed(max(0, limit - capacity))
-            self._sweep(capacity)
+            self._sweep(capacity, keep=max(0, limit - capacity))
         if self._reserved + capacity > limit or (offset := self._cold.take(capacity)) is None:
             return None
         self._numbers += 1
         self._reserved += capacity
+        self._keep = self._allowed()
         region = self._regions[self._numbers] = Region(self._numbers, offset, capacity)
         return region
 
-    def _shed(self, keep: int) -> None:
-        """Mark free regions as dying, oldest first, until no more than `keep` bytes are left."""
-        while self._can_sweep and self._reserved - self._dying_bytes > keep:
-            region = self._free.take_oldest()
-            if region is None:
+    def _sweep(self, nbytes: int, keep: int) -> None:
+        """Give free regions back, oldest first, about `nbytes` of them, until no more than `keep` are reserved."""
+        while nbytes > 0 and self._can_sweep:
+            if self._swept is None and self._reserved > keep:
+                self._swept = self._free.take_oldest()
+            if (region := self._swept) is None:
                 return
-            self._dying.append(region)
-            self._dying_bytes += region.capacity
-
-    def _sweep(self, nbytes: int) -> None:
-        """Give memory of dying regions back, about `nbytes` of it."""
-        while self._dying and nbytes > 0:
-            region = self._dying[0]
             piece = min(region.capacity, SWEEP_BYTES)
             if self._arena is None or not self._arena.punch(region.offset, piece):
-                self._revive()
+                # The platform cannot punch holes: what is reserved stays, to be used again.
+                self._can_sweep, self._swept = False, None
+                self._free.put(region)
                 return
             self._cold.give(region.offset, piece)
             region.offset += piece
             region.capacity -= piece
-            self._dying_bytes -= piece
             self._reserved -= piece
             nbytes -= piece
             if region.capacity == 0:
-                self._dying.popleft()
+                self._swept = None
                 del self._regions[region.number]
-
-    def _revive(self) -> None:
-        """The platform cannot punch holes: what is reserved stays, to be used again."""
-        self._can_sweep = False
-        for region in self._dying:
-            self._free.put(region)
-        self._dying.clear()
-        self._dying_bytes = 0
 
     # ---------------------------------------------------------------------------------------------------- leases
     @property
@@ -377,9 +361,8 @@ class SlabPool:
         if self._workers:
             return
         self._drain()
-        self._shed(0)
-        self._sweep(SWEEP_BYTES)
-        if self._dying:
+        self._sweep(SWEEP_BYTES, keep=0)
+        if self._can_sweep and (self._swept is not None or self._free.nbytes):
             self.plan_trim(0.0)
 
 
