@@ -66,7 +66,7 @@ def one_of(name: str, value: object, kind: object) -> None:
 
 
 def says_auto(num_workers: object) -> bool:
-    """Whether a number of workers is "auto", with which a loader is made. Of other words torch says what they are not.
+    """Whether a number of workers is "auto", with which a loader is made. Other words are left to torch to refuse.
 
     Raises:
         ConfigurationError: if it is nearly that word.

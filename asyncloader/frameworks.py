@@ -23,7 +23,7 @@ def name_options(init: Any, options: Mapping[str, inspect.Parameter]) -> None:
 
 
 class AskedByAccelerate:
-    """What Accelerate reads of a loader, False, just before it builds another one in its place: time to warn.
+    """An attribute, False, that Accelerate reads just before it builds another loader in place of this: time to warn.
 
     Not a data descriptor, so that a value which is set on a loader, as Accelerate does, goes before it.
     """

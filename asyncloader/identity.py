@@ -53,7 +53,7 @@ RANKS = ("rank", "world_size")
 
 
 def of(thing: Any) -> dict[str, Any]:
-    """Return the identity of a sampler or a dataset, as plain data. Of a user's own, only the kind is known."""
+    """Return the identity of a sampler or a dataset, as plain data. For a class of the user's it is the name alone."""
     kind = {"kind": type(thing).__name__}
     if callable(own := probe(thing, "_state_identity")):
         return {**kind, **own()}
@@ -90,7 +90,7 @@ def check(
         saved: The identity in the state. Names that an earlier version did not save are not compared.
         now: The identity of the object that is to load the state.
         free: Names that may differ.
-        advice: What to do about a difference, by name, in place of the general advice.
+        advice: By name, the advice about a difference, in place of the general one.
 
     Raises:
         StateMismatchError: if it does not; it says what differs.

@@ -328,9 +328,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: in the middle of a run, or between two, with persistent workers or without.
 
-        Order and content of the batches do not change by it. Who comes takes part when it has opened its copy of the
-        dataset; who goes finishes the batches that it has. For map-style datasets without a state of their own, and
-        ``seeding="batch"`` or "sample". To be called by the thread that iterates. Does not wait, and ends
+        Order and content of the batches do not change by it. A new worker takes part when it has opened its copy
+        of the dataset; a worker that leaves finishes the batches that it has. For map-style datasets without a state of
+        their own, and ``seeding="batch"`` or "sample". Call it in the thread that iterates. Does not wait, and ends
         ``num_workers="auto"``. Of workers on other machines there are as many as ``worker_backend`` says.
 
         Args:
@@ -359,7 +359,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         it is a state from which the next run begins; after a ``break`` one from which that run goes on.
 
         Returns:
-            Plain data, which goes through JSON if the states of your own objects do. It never changes afterwards.
+            Plain data, which goes through JSON if the states of your own objects do. A state never changes later.
         """
         return self._runs.state_dict(self._options)
 
@@ -367,7 +367,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.
 
         Args:
-            state: What `state_dict` returned. An empty one resets the loader.
+            state: A state from `state_dict`. An empty one resets the loader.
 
         Raises:
             StateMismatchError: if it was taken of something else; it says what differs.
@@ -389,7 +389,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Load the state that `save_state` has written: see `load_state_dict`.
 
         Args:
-            path: Of the file.
+            path: The file.
             weights_only: As for :func:`torch.load`; False where states of your own objects are in it that are more than
                 numbers, strings, tensors and the like. Reading such a file can run any code.
         """
@@ -409,7 +409,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[Any]]]:
-    """Import the engine once a loader is made. Who only imports this module, as spawned workers do, goes without."""
+    """Import the engine once a loader is made. Spawned workers only import this module, and go without."""
     from asyncloader.run.inline_iterator import InlineIterator
     from asyncloader.run.worker_iterator import WorkerIterator
 

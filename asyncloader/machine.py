@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as every cgroup around it allows.
+"""The cores and the memory of the machine that this process may use, as every cgroup around it allows.
 
 A cgroup that limits a process may be its own or any above it (a pod limits what its containers do not), in the files of
 version 1 or 2. Each function reads files below ``root``, which is another folder in tests.
@@ -42,9 +42,9 @@ class Room(NamedTuple):
 
     Attributes:
         what: "the machine", or the folder of a cgroup.
-        left_bytes: That could be allocated still; may be less than 0.
+        left_bytes: Bytes that could be allocated still; may be less than 0.
         limit_bytes: In all.
-        cache_bytes: What the kernel would give up of files that are in use, beside `left_bytes`.
+        cache_bytes: Bytes of files in use that the kernel would give up, beside `left_bytes`.
     """
 
     what: str
@@ -82,7 +82,7 @@ def private_bytes(folder: Path = Path("/proc/self")) -> int | None:
     some sandboxes) those that are shared with the trainer are in it.
 
     Args:
-        folder: Of the process.
+        folder: The folder of the process in /proc.
     """
     try:
         lines = (folder / "smaps_rollup").read_text().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""What one iterator works with: torch's arguments and our options, frozen, and what follows from them.
+"""The options of one iterator: torch's arguments and ours, frozen, and what follows from them.
 
     DataLoader (its attributes may be set at any time) ── iter ──> Options ──> everything below
 
@@ -67,7 +67,7 @@ OF_WORKERS = frozenset(
 class AutoWorkers(int):
     """A number of workers that looks after itself, as it is now: an int, for libraries that read `loader.num_workers`.
 
-    Those that make a loader anew from that hand it on, and the new one looks after itself too.
+    Libraries that make a loader anew hand it on, and the number of the new loader looks after itself too.
     """
 
 
@@ -97,14 +97,14 @@ def implied_by(scheduling: Scheduling) -> Seeding:
 class Options:
     """Torch's arguments, as its loader has checked them, and ours, which are checked here.
 
-    Made by ``loader.py`` alone: once at construction, to check, and once for each iterator. What they mean is told by
-    :class:`asyncloader.DataLoader`.
+    Made by ``loader.py`` alone: once at construction, to check, and once for each iterator. What an option means is in
+    the docstring of :class:`asyncloader.DataLoader`.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work.
 
     Attributes:
-        index_sampler: What names the keys of each batch: the batch sampler, or without batching the sampler.
+        index_sampler: Yields the keys of each batch: the batch sampler, or without batching the sampler.
         auto_collation: A batch is made of several samples.
         multiprocessing_context: A context as torch has made it of a name, or None for the default one.
         worker_backend: Where workers run, or the object that brings some. "thread" also where what the context calls
@@ -166,7 +166,7 @@ class Options:
         derive(self, "is_iterable", isinstance(self.dataset, IterableDataset))
         derive(self, "is_async", awaits)
         derive(self, "samples_at_once", samples)
-        # One more to begin with when the first is finished, and one on its way through the channel.
+        # A worker begins with the next one when the first is finished, and another is on its way through the channel.
         tickets = math.ceil(samples / self.samples_in_batch) + 2 if awaits or samples > 1 else 0
         derive(self, "tickets_at_once", tickets)
         if self.splits and (why := self._why_whole()):
@@ -342,7 +342,7 @@ class Options:
 
     @property
     def start_context(self) -> BaseContext:
-        """What worker processes are started by. To ask for it settles the program's default start method."""
+        """The context that starts worker processes. To ask for it settles the program's default start method."""
         return self.multiprocessing_context or multiprocessing.get_context()
 
     def with_workers_of(self, first: Options) -> Options:

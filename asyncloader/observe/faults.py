@@ -1,4 +1,4 @@
-"""What went wrong in one run over the data and was mended, so that nothing is mended in silence."""
+"""Faults that were handled in one run over the data, so that nothing is handled in silence."""
 
 from __future__ import annotations
 

@@ -12,15 +12,15 @@ from asyncloader.observe.traffic import Received
 
 @dataclass(slots=True)
 class WorkerStats:
-    """What one worker did. Statistics have copies, which do not change.
+    """The work of one worker. Statistics have copies, which do not change.
 
     Attributes:
         worker_id: From 0.
         batches: Batches that it made.
         busy_s: Seconds that it worked.
         idle_s: Seconds that it waited for something to do, its first ticket left aside.
-        private_bytes: Memory that it has to itself, looked at about once a second; 0 if that is not known. What it
-            shares with this process or with other workers does not count: batches, the dataset that it was forked with.
+        private_bytes: Memory that it has to itself, looked at about once a second; 0 if that is not known. Memory
+            shared with this process or with other workers does not count: batches, the dataset of a forked worker.
         grown_bytes: How much more that is than it was at the first look in this run, or since the worker was renewed.
         node: The machine that it is on, by name; "" for this one.
     """
@@ -53,7 +53,7 @@ class Change(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a run has come to at one moment: sums since its beginning. Times in seconds.
+    """Sums of a run from its beginning to one moment. Times in seconds.
 
     Attributes:
         at_s: When that is.
@@ -108,7 +108,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run over the data, as it is at one moment; :class:`asyncloader.LoaderStats` says what each figure is."""
+    """Figures of a run over the data at one moment; :class:`asyncloader.LoaderStats` says what each figure is."""
 
     epoch: int
     num_workers: int

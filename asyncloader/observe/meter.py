@@ -41,7 +41,7 @@ Times: TypeAlias = tuple[float, float, float, float, float, float, float]
 
 
 class SliceTimes(NamedTuple):
-    """What is counted of a slice when its batch is joined."""
+    """Figures of a slice, which are counted when its batch is joined."""
 
     samples: int
     nbytes: int
@@ -66,10 +66,10 @@ class Meter:
         epoch: Which run of the loader, from 0.
         num_workers: 0 if the consumer's process makes the batches.
         window: Batches being made or waiting at a time.
-        faults: What was mended in this run.
+        faults: Faults that were handled in this run.
         trace: Where a timeline is written.
         traffic: Counts what comes from other machines.
-        options: What the verdict wants to know of the loader's options.
+        options: Options of the loader that the verdict builds on.
 
     Attributes:
         held_back: Batches that were taken, and are held until ranks have agreed on a step for them.
@@ -141,12 +141,12 @@ class Meter:
         """Count a batch that a worker made, and has just been read.
 
         Args:
-            worker: Who made it.
-            record: What the worker noted.
+            worker: The id of the worker that made it.
+            record: The worker's notes about it.
             sent_at: When its ticket was sent.
             arrived_at: When it began to be read.
             nbytes: Its size.
-            number: Of the batch in the plan.
+            number: The batch's number in the plan.
         """
         row, now = self._count(worker, record, sent_at, arrived_at, number)
         self._made.add(list(row))
@@ -164,8 +164,8 @@ class Meter:
         """Count a batch of slices: the work of all of them, the first's wait for its ticket, the last's way.
 
         Args:
-            number: Of the batch in the plan.
-            slices: What was noted of each that has samples, in their order.
+            number: The batch's number in the plan.
+            slices: The figures of each slice that has samples, in their order.
         """
         samples, sizes, times = zip(*slices, strict=True)
         _, fetch, collate, encode, _, _, work = map(sum, zip(*times, strict=True))
@@ -260,7 +260,7 @@ class Meter:
 
         Args:
             asked_at: Since when the consumer waited for it, 0.0 if it did not.
-            times: Of the batch.
+            times: The batch's own.
             used: Batches being made or waiting.
             ready: Batches that lay ready.
         """

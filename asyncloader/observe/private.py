@@ -19,7 +19,7 @@ class PrivateBytes:
     """The private memory of the calling process, as of a look that is not much older than a second.
 
     Args:
-        folder: Of the process, in /proc.
+        folder: The folder of the process in /proc.
     """
 
     def __init__(self, folder: Path = Path("/proc/self")) -> None:

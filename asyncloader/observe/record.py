@@ -1,4 +1,4 @@
-"""What a worker notes about a batch, for the figures."""
+"""A worker's notes about a batch, for the figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Record(NamedTuple):
-    """What a worker tells about a ticket, beside its outcome. Times in seconds.
+    """A worker's notes about a ticket, which it sends with the outcome. Times in seconds.
 
     ``began`` is on the clock of :func:`time.perf_counter`, which all processes of a machine share; ``wait_s`` is how
     long an idle worker had waited for the ticket, ``cpu_s`` what the process used since the one before, ``stalled_s``

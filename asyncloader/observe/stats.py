@@ -23,7 +23,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats(Figures):
-    """One run over the data (an epoch), as it is at one moment.
+    """Figures of a run over the data (an epoch) at one moment.
 
     Attributes:
         epoch: Which run of the loader, from 0.
@@ -34,19 +34,19 @@ class LoaderStats(Figures):
         samples: Samples in the batches that were made, as far as they can be counted.
         bytes: Bytes of the batches that were made.
         elapsed_s: From ``iter()`` to the last batch taken.
-        first_batch_s: Of it, until the first batch: starting workers, opening the dataset.
+        first_batch_s: The part of `elapsed_s` until the first batch: starting workers, opening the dataset.
         training_s: Seconds between the first batch and the last in which nobody waited for one: training.
         ranks_s: Seconds between these in which other ranks were waited for, with ``equal_steps``.
         waited: How long the consumer waited for each batch after the first.
         ready: How long each batch waited for the consumer, once it was its turn.
         stages: How long each stage took.
         work: Fetch, collate and encode of a batch together.
-        workers: What each worker did, those that have left included.
+        workers: The work of each worker, those that have left included.
         worker_cpu_s: CPU seconds of the workers.
         worker_stalled_s: Seconds that workers were ready to run while others had the cores.
-        remote_cpu_s: What these two come to for workers on other machines.
-        received: Of batches from other machines, those in one piece left aside: bytes, how long at least one was on
-            its way, CPU seconds of the thread that receives meanwhile.
+        remote_cpu_s: The part of these two that is of workers on other machines.
+        received: Bytes of batches from other machines that did not come in one piece, how long at least one was on its
+            way, and CPU seconds of the receiving thread meanwhile.
         main_cpu_s: CPU seconds of this process since the first batch, those of workers that are threads included.
         window: Batches that are being made or waiting at a time: ``prefetch_factor * num_workers``.
         window_used: Batches that were being made or waiting when the consumer came, on average; more than `window`
@@ -61,7 +61,7 @@ class LoaderStats(Figures):
         left_out: Keys of the last thousand batches that were left out.
         changes: When workers came or went, and how many there were then.
         renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
-        options: What of the loader's options the verdict builds on.
+        options: Options of the loader that the verdict builds on.
     """
 
     @property
@@ -76,7 +76,7 @@ class LoaderStats(Figures):
 
     @property
     def verdict(self) -> Verdict:
-        """What limited the training, and what would help."""
+        """The limit of the training, and what would help."""
         return judge(self)
 
     def as_dict(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Tally:
 
     @property
     def all(self) -> Folded:
-        """Everything, added up. Of a tally that is still added to, a snapshot (`take`) is looked at."""
+        """Everything, added up. While rows are still added, ask a snapshot for it (`take`)."""
         folded, rows = self._state
         if rows:
             folded = folded.with_rows(rows, self._late)
@@ -137,7 +137,7 @@ class Timing:
 
     @property
     def p99_s(self) -> float:
-        """What 99 in 100 did not exceed."""
+        """The duration that 99 in 100 did not exceed."""
         return self.quantile(0.99)
 
     def quantile(self, share: float) -> float:

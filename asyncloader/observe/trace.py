@@ -65,7 +65,7 @@ class Trace:
     def note(self, event: Event, *values: Any) -> None:
         """Note an event with the values that it takes: its events for viewers are made when the file is written.
 
-        Of a `batch`, the machine that its worker is on comes first, "" for this one.
+        The values of a `batch` begin with the machine that its worker is on, "" for this one.
         """
         self._events.append((event, *values))
 
@@ -118,7 +118,7 @@ class Trace:
         self._end_at += len(text)
 
     def close(self) -> None:
-        """Write what is left. What is noted later is dropped."""
+        """Write the events that are left. Events that are noted later are dropped."""
         self.write()
         self._is_open = False
 
@@ -189,7 +189,7 @@ def epoch(at: float, number: int) -> Iterator[dict[str, Any]]:
 
 
 def workers(at: float, number: int) -> Iterator[dict[str, Any]]:
-    """There are so many workers from now on."""
+    """The number of workers has changed to this."""
     yield {"ph": "i", "s": "g", "tid": _CONSUMER, "name": f"{number} workers", "ts": at}
     yield {"ph": "C", "tid": _CONSUMER, "name": "workers", "ts": at, "args": {"workers": number}}
 
@@ -211,7 +211,7 @@ def batch(
     """A batch has come, from a worker or from this process (noted as worker -1).
 
     Args:
-        seq: Of its ticket.
+        seq: The number of its ticket.
         track: Where it is shown; noted is the worker.
         sent_at: When its ticket was sent, 0.0 for never.
         began: When the work began.
@@ -263,7 +263,7 @@ def shared_trace(path: str | os.PathLike[str], loader: Any) -> Trace:
 
     Args:
         path: The file.
-        loader: What there is as long as the loader.
+        loader: An object that lives as long as the loader.
     """
     with _sharing:
         found = (trace for trace in _by_loader.values() if trace.is_written_here(path))
@@ -296,7 +296,7 @@ def to_html(source: str | os.PathLike[str], target: str | os.PathLike[str] | Non
     """Make a page of a timeline, which shows it in any browser, without the network.
 
     Args:
-        source: What the option ``trace``, or `tracing`, wrote.
+        source: A file that the option ``trace``, or `tracing`, has written.
         target: The page; by default beside the timeline, with ".html". A page that was made so is replaced.
 
     Returns:

@@ -1,8 +1,8 @@
 """How much comes from other machines, and whether the network or the thread that receives it has time left.
 
 A batch is *on its way* from its first byte here to its last one, if they do not come in one piece. While one is, or
-several at once, somebody is at work: the network, or the thread that receives. What share of the time that is says
-whether the two have any left; the thread's CPU time meanwhile says which of the two is full.
+several at once, somebody is at work: the network, or the thread that receives. Their share of the time says whether
+the two have any left; the thread's CPU time meanwhile says which of the two is full.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 
 class Received(NamedTuple):
-    """What has come while batches were on their way.
+    """Traffic while batches were on their way.
 
     Attributes:
-        nbytes: So much of it.
+        nbytes: Bytes that have come.
         seconds: How long at least one was on its way.
-        cpu_s: What the thread that receives was at work meanwhile, with whatever.
+        cpu_s: CPU seconds of the receiving thread meanwhile, whatever it did.
     """
 
     nbytes: int = 0

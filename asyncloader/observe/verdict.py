@@ -54,7 +54,7 @@ _SHORT_LIFE = 10  # batches
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What limits a run, in words and in numbers.
+    """The limit of a run, in words and in numbers.
 
     Attributes:
         limit: "training" (nothing to gain here), "fetch", "collate", "transfer", "pin" (that stage of the batches),

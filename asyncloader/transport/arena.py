@@ -9,7 +9,7 @@ The file is a memfd, which /dev/shm (64 MB in Docker) does not bound. Where ther
 memory, whose name is removed at once. So in neither case a name is left behind after kill -9.
 
 Memory of a region is reserved (`fallocate`) before the first byte is written: writing to a sparse file that cannot grow
-is SIGBUS, reserving is an error that can be handled. It is given back by punching a hole.
+is SIGBUS, reserving is an error that can be handled. Punching a hole gives memory back.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Arena:
     """Shared memory, mapped in this process. Pickled while a worker is launched, it is mapped by the worker too.
 
     Args:
-        fd: Of the file; the arena closes it.
-        size: Of the file, in bytes.
+        fd: The file; the arena closes it.
+        size: Bytes of the file.
 
     Attributes:
         base: The address of the first byte.
@@ -123,7 +123,7 @@ def _nameless_file(size: int) -> int:
     except (AttributeError, OSError) as error:
         if getattr(error, "errno", errno.ENOSYS) not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
-        # There are none on this platform, or a sandbox forbids them.
+        # This platform has no memfds, or a sandbox forbids them.
         memory = SharedMemory(create=True, size=size)
         try:
             memory.unlink()

@@ -58,14 +58,14 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     @property
     def dispatch_table(self) -> Any:
-        """What the C code asks for as it begins. An attribute would be hidden behind that of cloudpickle's class."""
+        """The table, for the C code, which asks as it begins. An attribute would be hidden behind cloudpickle's own."""
         return self._table
 
 
 class Encoder:
     """Turns batches into payloads, in one worker process. Not for several threads at once.
 
-    It is entered around the call of collate_fn: then `allocate` gives memory in slabs, in this thread.
+    Enter it around the call of collate_fn: then `allocate` gives memory in slabs, in this thread.
 
     Args:
         slabs: shared memory on loan, or None to send everything through the channel.
@@ -287,7 +287,7 @@ class Opened(NamedTuple):
 
     Attributes:
         stream: The pickle.
-        buffers: What the pickle refers to, in its order. Slabs are on lease as long as these are referred to.
+        buffers: The buffers that the pickle refers to, in its order. While they are referred to, slabs are on lease.
         is_placed: The pickle is in a slab, as the buffers are: it is large.
         nbytes: In all.
     """

@@ -2,7 +2,7 @@
 
 torch collates by a map from element type to function. Our functions take the places of torch's own in that map: nested
 structures, errors and edge cases stay torch's, a user's additions to the map stay the user's, and a `collate_fn` that
-calls `default_collate` profits as well. What is not plainly the common case is left to torch.
+calls `default_collate` profits as well. All but the plainly common cases are left to torch.
 
 In a worker, torch's own functions would put every tensor into a shared memory file of its own.
 """
@@ -34,7 +34,7 @@ def install(encoder: Encoder) -> Stacker:
     """Put our functions into torch's own map, in a worker process, where the user has not replaced torch's.
 
     Returns:
-        What gathers a `Whole`.
+        The stacker, which gathers a `Whole`.
     """
     stacker = Stacker(encoder.allocate, INLINE_MAX, in_worker=True)
     torch_collate.default_collate_fn_map.update(_replacements(stacker))
@@ -64,7 +64,7 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return an equivalent of `collate_fn` that uses the memory of dropped batches again, if it is torch's default.
 
     For batches made in the trainer's process. The memory belongs to what is returned, and is freed with it and the
-    batches. It may be called in several threads.
+    batches. Several threads may call the function.
     """
     if not is_default(collate_fn):
         return collate_fn

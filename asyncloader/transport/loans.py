@@ -41,8 +41,8 @@ class Rows(NamedTuple):
     """Where a worker may write rows of a tensor, which is in a slab of the batch that its slice is of.
 
     Attributes:
-        dtype: Of the tensor.
-        shape: Of these rows.
+        dtype: The tensor's.
+        shape: The shape of these rows.
         region: Number of its slab.
         begin: Where the rows begin there.
         at: Where they begin in the arena.
@@ -62,8 +62,8 @@ class Rows(NamedTuple):
 def fits(nbytes: int, capacity: int, is_loose: bool = False) -> bool:
     """Whether a region that is there should serve a buffer, rather than a new one.
 
-    It may be a quarter too large: whoever keeps the buffer keeps all of the region. Batches whose sizes vary would then
-    find nothing most of the time, so as long as little is lost (`is_loose`) it may be four times as large.
+    The region may be a quarter too large: whoever keeps the buffer keeps all of the region. Batches whose sizes vary
+    would then find nothing most of the time, so as long as little is lost (`is_loose`) it may be four times as large.
     """
     return nbytes <= capacity <= nbytes + max(3 * nbytes if is_loose else nbytes >> 2, 8 * PAGE)
 
@@ -81,7 +81,7 @@ class LeaseRef(weakref.ref[Any]):
     """Stands guard over the object that all tensors, arrays and views of one buffer refer to.
 
     Attributes:
-        lease: What ends with that object.
+        lease: The lease that ends with that object.
     """
 
     __slots__ = ("lease",)
@@ -91,7 +91,8 @@ class LeaseRef(weakref.ref[Any]):
 def exporter_at(address: int, nbytes: int) -> Any:
     """Return an object that exports the memory there, as the buffer protocol has it, and can be weakly referred to.
 
-    Of a ctypes array type for each power of two (ctypes never frees array types), so it exports more than `nbytes`.
+    Its type is the ctypes array of the next power of two, since ctypes never frees array types; so it exports more than
+    `nbytes`.
     """
     bits = nbytes.bit_length()
     kind = _exporter_types.get(bits)

@@ -45,7 +45,7 @@ _FORKED = "forked process"  # one we know nothing of, for want of descriptors: f
 class _Fork:
     """A process that the trainer forked, for as long as it may look at what was leased then.
 
-    Of a pipe it has the only end for writing: when that hangs up the process has ended, or runs another program.
+    The process has the only writing end of a pipe, which hangs up when the process ends or runs another program.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class SlabPool:
         return self._reserved - self._free.nbytes - (self._swept.capacity if self._swept is not None else 0)
 
     def _allowed(self) -> int:
-        """What may stay reserved without being in use: an eighth over the recent peak, for sizes that vary."""
+        """Bytes that may stay reserved without being in use: an eighth over the recent peak, for sizes that vary."""
         peak = max(self._peaks)
         return peak + (peak >> 3) + SWEEP_BYTES
 

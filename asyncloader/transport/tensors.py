@@ -1,18 +1,18 @@
-"""What tensors and arrays look like in a payload: a few numbers, a shape, and a buffer.
+"""Tensors and arrays in a payload: a few numbers, a shape, and a buffer.
 
     worker                                                     parent
     tensor ── numpy() ──> (dtype code, shape, buffer) ──────> numpy array over the buffer ── from_numpy ──> tensor
                                        └ small: a bytearray in the pickle. large: placed outside it (see codec)
 
 torch's own pickling of a small tensor costs some 80 us (it saves the storage as a file), and torch's DataLoader pays
-for a descriptor, a segment and a mapping on top; through numpy it is 1-2 us on each side. What numpy cannot hold
-(bfloat16, float8, conjugate views, ...) goes as plain bytes; what is not a dense CPU tensor goes by torch's own
-pickling, whose parts come here again.
+for a descriptor, a segment and a mapping on top; through numpy it is 1-2 us on each side. Tensors that
+numpy cannot hold (bfloat16, float8, conjugate views, ...) go as plain bytes; tensors that are not dense, or not on the
+CPU, go by torch's own pickling, whose parts come here again.
 
 Tensors of one batch that overlap in memory still do so when they arrive, with the strides that they had, as long as the
 memory that they span is at most twice the bytes of their elements. Others use a small part of some memory: the columns
-of a wide matrix, windows of a long series. Those travel one by one, without the gaps, which keeps their values and the
-order of their strides; what is written to one of them is then not seen through another. Arrays of numpy always travel
+of a wide matrix, windows of a long series. Such tensors travel one by one, without the gaps, which keeps their values
+and the order of their strides; a write to one of them is then not seen through another. Arrays of numpy always travel
 one by one.
 """
 
@@ -74,7 +74,7 @@ def held(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
 
     `share_memory_()`, and torch's pickling for another process, replace the memory of a storage in place. Arrays and
     other views made before refer to the storage alone, and go on looking at the old memory, which would be freed and
-    used again under their eyes. What is set on a storage's Python object stays as long as the storage itself.
+    used again under their eyes. An attribute of a storage's Python object stays as long as the storage itself.
     """
     tensor.untyped_storage()._memory = buffer  # type: ignore[attr-defined]
     return tensor

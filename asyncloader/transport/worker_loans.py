@@ -1,4 +1,4 @@
-"""What one worker process has of the parent's slabs, and what its next batches will need."""
+"""The slabs that one worker process has of the parent, and those that its next batches will need."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class WorkerLoans:
         return self._grant(self._lacking(num_batches)[:missing], num_new)
 
     def grant(self, sizes: list[int], returned: list[int]) -> list[Loan]:
-        """Answer a worker that asks for slabs of these sizes and returns others. What is over the budget is missing."""
+        """Answer a worker that asks for slabs of these sizes and returns others. Slabs over the budget are missing."""
         self._pool.turn()
         self._num_asks += 1
         for number in returned:
