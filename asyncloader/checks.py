@@ -38,22 +38,28 @@ class Least(NamedTuple):
     unit: str = ""
 
 
-def as_declared(name: str, value: object, kind: Any) -> None:
-    """Check an option against its type, as far as that says what is allowed: by `Literal`, or by `Least`.
+def check_of(kind: Any) -> Callable[[str, object], None] | None:
+    """Return what checks an option, by name and value, against its type; None where that does not say what is allowed.
 
-    Raises:
-        ConfigurationError: for another value.
+    The check raises a ConfigurationError for another value.
     """
     kind, *marks = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     kinds = (kind,) if get_origin(kind) is Literal else get_args(kind)
-    if value is None and type(None) in kinds:
-        return
-    kinds = tuple(each for each in kinds if each is not type(None))
-    for words in (each for each in kinds if get_origin(each) is Literal):
-        if len(kinds) == 1 or isinstance(value, str):  # otherwise objects are allowed as well
+    words = next((each for each in kinds if get_origin(each) is Literal), None)
+    bound = next((mark for mark in marks if isinstance(mark, Least)), None)
+    if words is None and bound is None:
+        return None
+    takes_objects = bool(set(kinds) - {words, type(None)})
+
+    def check(name: str, value: object) -> None:
+        if value is None and type(None) in kinds:
+            return
+        if words is not None and (isinstance(value, str) or not takes_objects):
             one_of(name, value, words)
-    for bound in (mark for mark in marks if isinstance(mark, Least)):
-        at_least(name, value, least=bound.least, unit=bound.unit)
+        if bound is not None:
+            at_least(name, value, least=bound.least, unit=bound.unit)
+
+    return check
 
 
 def one_of(name: str, value: object, kind: object) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 from torch.utils.data import IterableDataset
 
-from asyncloader.checks import Least, as_declared, at_least, no_word, says_auto
+from asyncloader.checks import Least, at_least, check_of, no_word, says_auto
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import WorkerProvider, is_async, is_stateful, makes_processes, probe
@@ -376,8 +376,8 @@ class Options:
 
     def _check_options(self) -> None:
         no_word(self.num_workers)
-        for name, kind in _TYPES.items():
-            as_declared(name, getattr(self, name), kind)
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
         self._check_max_errors()
         if self.equal_steps is not None and not isinstance(self.dataset, IterableDataset):
             raise ConfigurationError(
@@ -446,5 +446,7 @@ ASKED = tuple(each.name for each in fields(Options) if each.init)
 """What is asked for; the other fields follow from it."""
 
 _TYPES = {name: kind for name, kind in get_type_hints(Options, include_extras=True).items() if name in ASKED}
+
+_CHECKS = {name: check for name, kind in _TYPES.items() if (check := check_of(kind)) is not None}
 
 _KEPT_BY_WORKERS = tuple(name for name, kind in _TYPES.items() if _KEPT in getattr(kind, "__metadata__", ()))
