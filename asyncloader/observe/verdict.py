@@ -42,14 +42,11 @@ _MOST_CONCURRENCY = 4096
 _LEAST_BATCH_S = 50e-6  # what handing over a batch takes at the least
 _SMALL_BATCH_S = 300e-6
 _MAX_BUFFERED_BYTES = 64 << 20
-_DIVIDED_S = 0.02  # a batch that takes a worker less is not divided under scheduling="split"
 _WELL_DIVIDED_S = 0.1  # behind one that takes less, other batches keep workers busier than its few slices would
-_LARGE_WINDOW_BYTES = 2 << 30  # batches that wait take much memory from so many bytes on
 _ON_THREADS = " (samples on threads, if the dataset bears that)"
 _SPLIT = {"scheduling": "split", "seeding": "sample"}
 _MUCH_GROWN = 1 << 30  # bytes of all workers together
 _LEAST_BOUND = 256 << 20
-_SHORT_LIFE = 10  # batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +172,6 @@ def judge(stats: Figures) -> Verdict:
         text = verdict.text + ' (num_workers="auto" looks after that)' * (is_auto and not costs.elsewhere)
         verdict = replace(verdict, text=text, advice=advice)
     late = stats.first_batch_s / stats.elapsed_s
-    verdict = _with_split(stats, costs, verdict, is_late=late > _LATE)
     if start_s > _LATE * stats.elapsed_s and not stats.options.get("persistent_workers"):
         text = (
             f"{verdict.text}; {late:.0%} of the time passed before the first batch: persistent_workers=True spares "
@@ -201,40 +197,14 @@ def _starting(stats: Figures, start_s: float) -> Verdict:
 
 
 def _with_memory(stats: Figures, verdict: Verdict) -> Verdict:
-    """Add what is to be said of workers that grow, or are renewed too often."""
+    """Add a word about workers that grow, where they could be renewed."""
     grown = sum(worker.grown_bytes for worker in stats.workers)
-    if grown > _MUCH_GROWN and stats.options.get("can_renew") and not stats.options.get("renews"):
-        fresh = max(worker.private_bytes - worker.grown_bytes for worker in stats.workers)
-        bound = max(_LEAST_BOUND, 2 * fresh) >> 20 << 20
-        more = f"; workers have grown by {show_bytes(grown)} meanwhile: max_worker_memory={bound} would renew them"
-        return replace(verdict, text=verdict.text + more, advice={**verdict.advice, "max_worker_memory": bound})
-    lived = stats.work.count / max(1, stats.renewals)
-    if stats.renewals > stats.num_workers and lived < _SHORT_LIFE and stats.waited_share >= _HARDLY:
-        more = f"; a worker is renewed after every {lived:.0f} batches, and each time another one has to start"
-        return replace(verdict, text=verdict.text + more)
-    return verdict
-
-
-def _with_split(stats: Figures, costs: _Costs, verdict: Verdict, *, is_late: bool) -> Verdict:
-    """Say what it would spare if all workers made a batch together, where that is possible and worth a word."""
-    if not _could_split(stats, costs) or "scheduling" in verdict.advice:
+    if grown <= _MUCH_GROWN or not stats.options.get("can_renew") or stats.options.get("renews"):
         return verdict
-    spared_s = costs.work * (1 - 1 / costs.workers)
-    each_bytes = stats.bytes / stats.work.count
-    found = []
-    if is_late and spared_s > 0.3 * stats.first_batch_s:
-        found.append(f"the first batch would come about {spared_s:.2g} s sooner")
-    if stats.window * each_bytes > _LARGE_WINDOW_BYTES:
-        found.append(f"2 batches of {each_bytes / 1e6:.0f} MB would be made or wait at a time, not {stats.window}")
-    if not found:
-        return verdict
-    text = f'{verdict.text}; with scheduling="split" (and seeding="sample") {" and ".join(found)}'
-    return replace(verdict, text=text, advice={**verdict.advice, **_SPLIT})
-
-
-def _could_split(stats: Figures, costs: _Costs) -> bool:
-    """Whether several workers could make one batch together, and its samples take long enough for that."""
-    return bool(stats.options.get("could_split")) and costs.workers > 1 and costs.work >= _DIVIDED_S
+    fresh = max(worker.private_bytes - worker.grown_bytes for worker in stats.workers)
+    bound = max(_LEAST_BOUND, 2 * fresh) >> 20 << 20
+    more = f"; workers have grown by {show_bytes(grown)} meanwhile: max_worker_memory={bound} would renew them"
+    return replace(verdict, text=verdict.text + more, advice={**verdict.advice, "max_worker_memory": bound})
 
 
 def _judge(stats: Figures, costs: _Costs) -> Verdict:
@@ -384,7 +354,7 @@ def _order(stats: Figures, costs: _Costs, told: str) -> Verdict:
     advice: dict[str, Any] = {}
     if ahead > options.get("max_buffered_bytes", 0):
         advice["max_buffered_bytes"] = max(_MAX_BUFFERED_BYTES, ahead)
-    if _could_split(stats, costs) and costs.work >= _WELL_DIVIDED_S:
+    if options.get("could_split") and costs.workers > 1 and costs.work >= _WELL_DIVIDED_S:
         advice |= _SPLIT
     elif options.get("scheduling") == "static":
         advice["scheduling"] = "dynamic"

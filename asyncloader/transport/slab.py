@@ -38,19 +38,29 @@ SWEEP_BYTES = 4 << 20  # given back at a time: 1 ms
 _LARGEST_ARENA = 1 << 40
 
 
-_LEASE = "lease"  # users of a region that are no worker
-_FORKED = "forked process"  # one we know nothing of, for want of descriptors: for ever
+_LEASE = "lease"
+"""The user of a region that tensors refer to."""
 
 
 class _Fork:
-    """A process that the trainer forked, for as long as it may look at what was leased then.
+    """A process that the trainer forks, for as long as it may look at slabs that were leased then.
 
-    The process has the only writing end of a pipe, which hangs up when the process ends or runs another program.
+    `WorkerLoans` notices the end of a worker. Any other process has the only writing end of a pipe, which hangs up when
+    the process ends or runs another program. Without descriptors for a pipe its slabs are never used again.
+
+    Attributes:
+        worker: The record of the worker that it starts, a user of these slabs; None where the fork itself is one.
+        regions: The slabs.
+        ended: Leases that had ended before, by id.
+        reading: The pipe, of which this process has the end for reading; -1 for none.
+        writing: The other end.
     """
 
-    def __init__(self) -> None:
-        self.regions: list[Region] = []
-        self.reading, self.writing = os.pipe()
+    def __init__(self, worker: object | None, regions: list[Region], ended: set[int]) -> None:
+        self.worker = worker
+        self.regions = regions
+        self.ended = ended
+        self.reading = self.writing = -1
 
 
 class Statistics(NamedTuple):
@@ -93,9 +103,8 @@ class SlabPool:
         self._can_sweep = True
         self._trim_planned = False
         self._loop: AbstractEventLoop | None = None  # sees that what comes free while nobody uses slabs is given back
-        self._forking: dict[int, set[int]] = {}  # by thread, between the hooks of a fork: ids of leases ended before
-        self._forks: dict[int, _Fork] = {}  # by thread, likewise
-        self._forked: set[_Fork] = set()
+        self._forks: dict[int, _Fork] = {}  # by thread, between the hooks of a fork
+        self._forked: set[_Fork] = set()  # whose ends are waited for
         self._starting: dict[int, tuple[object, list[Region]]] = {}  # by thread: the worker, what its fork shows it
 
     def __repr__(self) -> str:
@@ -265,7 +274,7 @@ class SlabPool:
     def _drain(self) -> None:
         """Take back regions whose leases have ended."""
         # Between the hooks of a fork nothing is taken back: a lease that ended after the fork may live on in the child.
-        while self._ended and not self._forking:
+        while self._ended and not self._forks:
             number = self._ended.popleft()
             del self._leases[number]
             region = self._regions[number]
@@ -290,10 +299,12 @@ class SlabPool:
     def before_fork(self) -> None:
         """Called in the thread that forks."""
         thread = threading.get_ident()
-        if self._regions and self._loop is not None and thread not in self._starting:
+        worker, watched = self._starting.get(thread, (None, []))
+        fork = _Fork(worker, watched, {id(ref) for ref in list(self._leases.values()) if ref() is None})
+        if worker is None and self._regions and self._loop is not None:
             with suppress(OSError):
-                self._forks[thread] = _Fork()
-        self._forking[thread] = {id(ref) for ref in list(self._leases.values()) if ref() is None}
+                fork.reading, fork.writing = os.pipe()
+        self._forks[thread] = fork
 
     def after_fork(self) -> None:
         """Called in the thread that forked. The child has a copy of every batch, so no region leased may be reused.
@@ -304,14 +315,12 @@ class SlabPool:
            started, until it ends, or a process that we know by a pipe alone, until that hangs up.
         """
         thread = threading.get_ident()
-        worker, watched = self._starting.get(thread, (None, []))
-        fork = self._forks.pop(thread, None)
-        ended = self._forking[thread]
-        for region in [self._regions[n] for n, ref in self._leases.copy().items() if id(ref) not in ended]:
-            region.users.add(worker or fork or _FORKED)
-            (watched if fork is None else fork.regions).append(region)
-        del self._forking[thread]
-        if fork is not None:
+        fork = self._forks[thread]
+        for region in [self._regions[n] for n, ref in self._leases.copy().items() if id(ref) not in fork.ended]:
+            region.users.add(fork.worker or fork)
+            fork.regions.append(region)
+        del self._forks[thread]
+        if fork.reading >= 0:
             self._await_end(fork)
 
     def _await_end(self, fork: _Fork) -> None:

@@ -110,27 +110,6 @@ def test_cores_of_other_machines_are_not_ours() -> None:
 DIVISIBLE = {"could_split": True, "scheduling": "static", "max_buffered_bytes": 64 << 20}
 
 
-def test_a_late_first_batch_of_slow_samples_could_be_made_by_all() -> None:
-    """Where making it is what takes the time, and not starting workers."""
-    slow = {"train": 0.05, "waited": 0.05, "fetch": 0.4, "busy": 0.95, "workers": 4, "cpu": 0.1}
-    verdict = figures(**slow, first_batch_s=2.0, options=DIVISIBLE).verdict
-    assert "the first batch would come about 0.3 s sooner" not in verdict.text  # 0.4 of the 2 s is making it
-    assert verdict.advice.get("scheduling") is None
-    verdict = figures(**slow, first_batch_s=0.9, options=DIVISIBLE).verdict
-    assert 'scheduling="split" (and seeding="sample") the first batch would come about 0.3 s sooner' in verdict.text
-    assert verdict.advice["scheduling"] == "split"
-    assert figures(**slow, first_batch_s=0.9, options={}).verdict.advice.get("scheduling") is None
-
-
-def test_large_batches_that_wait_could_be_fewer() -> None:
-    """By their bytes, whether training waits or not."""
-    verdict = figures(
-        train=0.2, waited=0.0, fetch=0.4, busy=0.5, workers=4, bytes=(512 << 20) * 40, options=DIVISIBLE
-    ).verdict
-    assert "2 batches of 537 MB would be made or wait at a time, not 8" in verdict.text
-    assert verdict.advice["scheduling"] == "split"
-
-
 def test_workers_that_are_idle_behind_slow_batches_could_share_them() -> None:
     """If these take long enough for many slices; others go to whoever is free."""
     verdict = figures(train=0.004, waited=0.2, fetch=0.2, busy=0.4, workers=4, cpu=0.1, options=DIVISIBLE).verdict
@@ -159,15 +138,6 @@ def test_workers_that_grow_are_told_of() -> None:
         (900 << 20, 700 << 20, {"can_renew": False}),
     ):
         assert with_memory(stats, private_bytes, grown_bytes, options=options).verdict == stats.verdict
-
-
-def test_workers_that_are_renewed_all_the_time_are_told_of() -> None:
-    """Where training waits."""
-    stats = figures(train=0.001, waited=0.03, fetch=0.06, busy=0.95)
-    assert "a worker is renewed after every 4 batches" in replace(stats, renewals=10).verdict.text
-    assert replace(stats, renewals=2).verdict == stats.verdict
-    waits_not = figures(train=0.03, waited=0.0, fetch=0.02, busy=0.3)
-    assert replace(waits_not, renewals=10).verdict == waits_not.verdict
 
 
 @pytest.mark.parametrize("workers", [0, 1])
