@@ -10,7 +10,7 @@
         ├── WorkerStartError                                       a worker did not come up
         └── WorkerDiedError                                        a worker process ended on its own
 
-What a dataset, sampler or ``collate_fn`` raises is not in this tree: it is raised as it was (see
+Errors that a dataset, sampler or ``collate_fn`` raises are not in this tree: they are raised as they were (see
 :mod:`asyncloader.messages.failure`).
 """
 
@@ -102,9 +102,9 @@ class StateMismatchError(AsyncLoaderError, ValueError):
     """A state does not fit what it is loaded into.
 
     Attributes:
-        field: What differs.
-        saved: What it was when the state was taken.
-        now: What it is.
+        field: The name that differs.
+        saved: Its value when the state was taken.
+        now: Its value now.
     """
 
     def __init__(self, field: str, saved: Any = None, now: Any = None, advice: str = "") -> None:
@@ -140,7 +140,7 @@ class WorkerDiedError(WorkerError):
         pid: Its process id.
         exitcode: Its exit code; negative for a signal, as in :mod:`multiprocessing`; None if unknown.
         keys: The indices it held, one entry a batch, the batch in work first.
-        output: What :mod:`faulthandler` wrote before the end; may be empty.
+        output: The text that :mod:`faulthandler` wrote before the end; may be empty.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""What an async dataset is: protocols for type checkers, and how one is told from a plain one.
+"""Async datasets: protocols for type checkers, and how an async dataset is told from a plain one.
 
     AsyncDataset            async def __getitem__(key)         one sample
     AsyncBatchDataset       async def __getitems__(keys)       the samples of a batch at once
     AsyncIterableDataset    def __aiter__()                    also as an async generator
     AsyncResource           async def __aenter__, __aexit__    opened and closed where the dataset runs
 
-A dataset needs none of them as a base class. It is async if it has one of these methods, or if something inside torch's
-wrappers (Subset, ConcatDataset, ChainDataset, StackDataset) does.
+A dataset needs none of them as a base class. A dataset is async if it has one of these methods, or if one inside
+torch's wrappers (Subset, ConcatDataset, ChainDataset, StackDataset) does.
 
 Workers may be threads in place of processes (`makes_processes`), or be brought by an object (`WorkerProvider`).
 """
@@ -59,9 +59,9 @@ class AsyncIterableDataset(Protocol[T_co]):
 
 @runtime_checkable
 class AsyncResource(Protocol):
-    """What is opened in the place where the dataset runs, on its loop, and closed there at the end.
+    """A dataset that is opened in the place where it runs, on its loop, and closed there at the end.
 
-    What ``__aenter__`` returns is not used: the dataset itself is.
+    The result of ``__aenter__`` is not used: the dataset itself is.
     """
 
     async def __aenter__(self) -> Any:
@@ -132,7 +132,7 @@ def is_stateful(thing: Any) -> bool:
 def leaves_out_buffer(dataset: Any) -> bool:
     """Whether it is a stream of Hugging Face's `datasets` that shuffles through a buffer.
 
-    What is in the buffer is lost to its state: a run that is resumed from that lacks these rows (as of 5.2, also in its
+    Its state leaves out the rows in the buffer: a resumed run lacks these rows (as of 5.2, also in its
     documentation of `state_dict`). Such a stream begins alike each time, so it can be read again.
     """
     rest = [vars(dataset).get("_ex_iterable")] if hasattr(dataset, "_ex_iterable") else []

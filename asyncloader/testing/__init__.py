@@ -76,21 +76,22 @@ def assert_reproducible(
     other values those that must be the same, bit for bit; and each number of workers with the first values. They are
     compared as the dataset gives them, before any ``collate_fn``.
 
-    What a sample draws from the global generators is its own with ``seeding="sample"``, the default here; where samples
+    With ``seeding="sample"``, the default here, a sample has draws of its own from the global generators; where samples
     are fetched at the same time (an async dataset, ``concurrency``, worker threads), only in a
-    :class:`asyncloader.sample_seed` block. What it draws from :func:`asyncloader.sample_rng` is its own anywhere.
+    :class:`asyncloader.sample_seed` block. Draws from
+    :func:`asyncloader.sample_rng` are a sample's own anywhere.
 
     Args:
         make_dataset: Makes the dataset, a new one for each loader: map-style, with a few samples.
-        num_workers: Of loaders.
-        batch_sizes: Of loaders. Give one where the dataset makes something of whole batches.
+        num_workers: Numbers of workers, each for a loader.
+        batch_sizes: Batch sizes, each for a loader. Give one where the dataset makes something of whole batches.
         concurrency: Samples that one worker fetches at once.
         worker_backends: "process", "thread".
         scheduling: Which worker makes which batch. "split" divides none here, for samples are not collated.
         epochs: How many of each loader are compared.
-        seed: What torch is seeded with before each loader.
-        options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``. What is about workers only
-            those with workers get.
+        seed: Seeds torch before each loader.
+        options: Further arguments of all loaders: ``shuffle=True``, or another ``seeding``. Loaders
+            without workers are not given options about workers.
 
     Raises:
         AssertionError: with the likely cause and what to do, then the loader, the epoch and the place in its order of
@@ -128,10 +129,10 @@ def _cause(again: list[list[Any]], expected: list[list[Any]], dataset: Any, opti
     """Say why samples differ, as far as it can be known, and what to do.
 
     Args:
-        again: What a second run of the first loader gave.
-        expected: What the first run gave.
+        again: The samples of a second run of the first loader.
+        expected: The samples of its first run.
         dataset: A new one.
-        options: Of the loader that gave others.
+        options: The options of the loader that gave other samples.
     """
     if any(difference(one, other) is not None for one, other in zip(again, expected, strict=True)):
         return (

@@ -31,7 +31,7 @@ _LONG = 400
 
 
 class CannotCompareError(Exception):
-    """Of two parts of samples nothing says whether they are the same."""
+    """Nothing says whether two parts of samples are the same."""
 
 
 class Difference(NamedTuple):
@@ -69,7 +69,7 @@ class _Comparison:
     """Compares two samples, or parts of them. Each method returns the first difference as seen from a path."""
 
     def __init__(self) -> None:
-        # What has been compared, or is about to be, and has not been found to differ: samples may hold themselves.
+        # Pairs that are compared, or have been and did not differ: samples may hold themselves.
         self._met: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def difference(self, one: Any, other: Any, path: str) -> _Found:
@@ -213,7 +213,7 @@ class _Comparison:
 
 
 class _Reduction(NamedTuple):
-    """What an object is pickled as."""
+    """The parts that pickle writes of an object."""
 
     maker: Any
     made_of: Any
@@ -238,7 +238,7 @@ def _reduction(thing: Any) -> _Reduction:
 
 
 def _says_equal(one: Any, other: Any) -> bool | None:
-    """What the class of two objects says of them, if it says anything."""
+    """Return the answer of the class's ``__eq__`` about two objects; None if it has none."""
     if not _has_own(one, "__eq__"):
         return None
     try:
@@ -260,7 +260,7 @@ def _fields(thing: Any) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------------------- bits
 def _parts(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """What a tensor is made of; None if that is dense memory."""
+    """Return the parts of a tensor; None if it is dense memory."""
     if tensor.is_nested:
         names = ["unbind"]
     elif tensor.is_mkldnn:

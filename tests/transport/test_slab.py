@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import subprocess
@@ -16,10 +17,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch.utils.data import default_collate
 
 from asyncloader import DataLoader
 from asyncloader.transport import arena, slab
+from asyncloader.transport.free_list import Region
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests.forks import forked
@@ -689,3 +694,92 @@ def test_forks_while_batches_come_and_go(process_pool: SlabPool) -> None:
     current.clear()
     assert all(right)
     assert leased(pool) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ its accounts
+class Accounts(RuleBasedStateMachine):
+    """Slabs that are lent, leased, dropped and given back in any order, with pauses, in a budget that may be too small.
+
+    A batch that somebody holds keeps what is in it, and each byte of the arena has one place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(slab, "monotonic", lambda: self.now)
+        self.limit = 96 * MIB
+        self.pool = SlabPool(lambda reserved: self.limit)
+        assert self.pool.handle() is not None
+        self.lent: list[Region] = []
+        self.held: list[tuple[int, memoryview]] = []
+        self.count = 0
+
+    @rule(nbytes=st.sampled_from([1, 100 << 10, MIB, 5 * MIB, 30 * MIB]), may_carve=st.booleans())
+    def lend(self, nbytes: int, may_carve: bool) -> None:
+        self.pool.turn()
+        region = self.pool.obtain(nbytes, may_carve)
+        if region is not None:
+            assert region.capacity >= nbytes
+            assert not region.users
+            region.users.add(self)
+            self.lent.append(region)
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        region = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
+        shared = self.pool.handle()
+        assert shared is not None
+        assert shared.reserve(region.offset, region.capacity)
+        self.count += 1
+        memory = self.pool.lease(region, 1)[:4]
+        memory[:] = self.count.to_bytes(4, "little")
+        region.users.discard(self)
+        self.held.append((self.count, memory))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        number, memory = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        assert int.from_bytes(memory, "little") == number
+
+    @precondition(lambda self: self.lent)
+    @rule()
+    def give_up(self) -> None:
+        self.pool.release(self.lent.pop(), self)
+
+    @rule(seconds=st.sampled_from([0.1, 6.0]), limit=st.sampled_from([8, 40, 96]))
+    def wait(self, seconds: float, limit: int) -> None:
+        self.now += seconds
+        self.limit = limit * MIB
+        self.pool.turn()
+
+    @rule()
+    def trim(self) -> None:
+        self.pool.trim()
+        assert self.pool.statistics().free == 0
+
+    @invariant()
+    def each_byte_has_one_place(self) -> None:
+        pool, shared = self.pool, self.pool.handle()
+        assert shared is not None
+        regions = [region for region in pool._regions.values() if region.capacity]
+        places = sorted([*pool._cold._free, *((region.offset, region.capacity) for region in regions)])
+        assert [offset for offset, _ in places] == [0, *itertools.accumulate(size for _, size in places)][:-1]
+        assert sum(places[-1]) == shared.size
+        assert pool._reserved == sum(region.capacity for region in regions)
+        used = [region.number for region in regions if region.users]
+        swept = [pool._swept.number] if pool._swept is not None else []
+        assert sorted([*pool._free._by_age, *used, *swept]) == sorted(region.number for region in regions)
+
+    def teardown(self) -> None:
+        self.held.clear()
+        for region in self.lent:
+            self.pool.release(region, self)
+        self.pool.close()
+        self.patch.undo()
+
+
+Accounts.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAccounts = Accounts.TestCase
