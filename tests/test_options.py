@@ -246,9 +246,9 @@ def test_options_are_made_anew_where_something_was_set() -> None:
 
 
 def test_the_record_has_what_the_signature_names_and_the_rest_follows_from_it() -> None:
-    """Samplers, automatic batching and workers on other machines are what torch and we make of arguments."""
+    """Which sampler yields keys, and automatic batching, are what torch makes of arguments."""
     asked = set(inspect.signature(DataLoader.__init__).parameters) - OF_TORCH_ALONE
-    assert set(ASKED) - asked == {"index_sampler", "auto_collation", "remote"}
+    assert set(ASKED) - asked == {"index_sampler", "auto_collation"}
     assert asked <= set(ASKED)
     assert set(_KEPT_BY_WORKERS) <= set(ASKED)
 
