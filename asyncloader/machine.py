@@ -37,7 +37,7 @@ def cores_of_rank() -> int:
     return usable_cores()
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     """Memory that something allows.
 
     Attributes:
@@ -53,20 +53,20 @@ class Room(NamedTuple):
     cache_bytes: int = 0
 
 
-def rooms(root: Path = Path("/")) -> list[Room]:
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """Return what bounds the memory of this process: the machine, and each cgroup around it that has a limit."""
     limited = (
-        _room(group, "memory.max", "memory.current", "")
+        _limit_of(group, "memory.max", "memory.current", "")
         if version == 2
-        else _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else _limit_of(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         for version, group in _cgroups(root, "memory")
     )
-    return [Room("the machine", _machine_bytes(root), total_bytes()), *filter(None, limited)]
+    return [MemoryLimit("the machine", _machine_bytes(root), total_bytes()), *filter(None, limited)]
 
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that could be allocated here: the least of what machine and cgroups have left."""
-    return max(0, min(room.left_bytes for room in rooms(root)))
+    return max(0, min(limit.left_bytes for limit in memory_limits(root)))
 
 
 def total_bytes() -> int:
@@ -144,7 +144,7 @@ def _machine_bytes(root: Path) -> int:
     return total_bytes() // 2
 
 
-def _room(group: Path, limit_name: str, usage_name: str, prefix: str) -> Room | None:
+def _limit_of(group: Path, limit_name: str, usage_name: str, prefix: str) -> MemoryLimit | None:
     """Return what a cgroup allows; None if it has no limit."""
     try:
         limit = (group / limit_name).read_text().strip()
@@ -153,6 +153,6 @@ def _room(group: Path, limit_name: str, usage_name: str, prefix: str) -> Room | 
         used = int((group / usage_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         left = int(limit) - used + int(stat.get(f"{prefix}inactive_file", 0))  # it is given up when memory is wanted
-        return Room(str(group), left, int(limit), int(stat.get(f"{prefix}active_file", 0)))
+        return MemoryLimit(str(group), left, int(limit), int(stat.get(f"{prefix}active_file", 0)))
     except (OSError, ValueError):
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.machine import Room, available_bytes, private_bytes, rooms, total_bytes, usable_cores
+from asyncloader.machine import MemoryLimit, available_bytes, memory_limits, private_bytes, total_bytes, usable_cores
 
 GIB = 1 << 30
 
@@ -95,9 +95,9 @@ def test_each_limit_is_told(root: Path) -> None:
     limit_v2(root / "sys/fs/cgroup/a/b", "max", GIB)
     limit_v2(root / "sys/fs/cgroup/a", 3 * GIB, 2 * GIB)
     write(root / "sys/fs/cgroup/a/memory.stat", f"inactive_file {GIB // 2}\nactive_file {GIB // 4}")
-    machine, group = rooms(root)
-    assert machine == Room("the machine", 16 * GIB, total_bytes())
-    assert group == Room(str(root / "sys/fs/cgroup/a"), 3 * GIB // 2, 3 * GIB, GIB // 4)
+    machine, group = memory_limits(root)
+    assert machine == MemoryLimit("the machine", 16 * GIB, total_bytes())
+    assert group == MemoryLimit(str(root / "sys/fs/cgroup/a"), 3 * GIB // 2, 3 * GIB, GIB // 4)
 
 
 ROLLUP = """55d0c0000000-7ffd00000000 ---p 00000000 00:00 0    [rollup]

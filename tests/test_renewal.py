@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.machine import Room
+from asyncloader.machine import MemoryLimit
 from asyncloader.observe import private
 from asyncloader.observe.memory_watch import MemoryWatch
 from tests.patience import until, wait_until
@@ -429,7 +429,7 @@ def test_it_is_in_the_log_the_timeline_and_the_figures(tmp_path: Path, caplog: A
 
 def test_a_machine_that_runs_out_of_memory_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """In the log, once; no option is needed for it."""
-    watch = MemoryWatch(lambda: [Room("the machine", 0, 1 << 34)])
+    watch = MemoryWatch(lambda: [MemoryLimit("the machine", 0, 1 << 34)])
     monkeypatch.setattr("asyncloader.engine.supervisor.LOOK_S", 0.0)
     monkeypatch.setattr("asyncloader.engine.supervisor.MemoryWatch", lambda: watch)
     for _ in DataLoader(Drawing(), 2, num_workers=1):

@@ -21,7 +21,7 @@ from asyncloader.cli.finding import Finding
 from asyncloader.cli.large import find_large
 from asyncloader.cli.report import Report
 from asyncloader.loader import DataLoader
-from asyncloader.machine import available_bytes, private_bytes, rooms, usable_cores
+from asyncloader.machine import available_bytes, memory_limits, private_bytes, usable_cores
 from asyncloader.options import AutoWorkers
 from asyncloader.ray import RayWorkers
 
@@ -74,10 +74,10 @@ def torch_threads() -> Finding:
 
 def memory() -> Finding:
     """What is left, by the machine and by the cgroups."""
-    room = min(rooms(), key=lambda room: room.left_bytes)
-    left = max(0, room.left_bytes)
-    where = f" in {room.what}" * (room.what != "the machine")
-    found = f"{left / 2**30:.1f} of {room.limit_bytes / 2**30:.1f} GiB free{where}"
+    limit = min(memory_limits(), key=lambda limit: limit.left_bytes)
+    left = max(0, limit.left_bytes)
+    where = f" in {limit.what}" * (limit.what != "the machine")
+    found = f"{left / 2**30:.1f} of {limit.limit_bytes / 2**30:.1f} GiB free{where}"
     if left < _FEW_BYTES:
         advice = "Batches use at most half of what is free; what does not fit is copied through a socket, slowly."
         return Finding("memory", found, advice, is_bad=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncloader.machine import Room, rooms
+from asyncloader.machine import MemoryLimit, memory_limits
 
 LOOK_S = 1.0
 _FEW = 20  # one part in so many of a limit
@@ -23,7 +23,7 @@ class MemoryWatch:
         look: Returns what bounds memory.
     """
 
-    def __init__(self, look: Callable[[], Sequence[Room]] = rooms) -> None:
+    def __init__(self, look: Callable[[], Sequence[MemoryLimit]] = memory_limits) -> None:
         self._look = look
         self._told: set[str] = set()
 
@@ -34,20 +34,20 @@ class MemoryWatch:
             private: By worker, the bytes that it has to itself, as far as they are known.
         """
         told = ""
-        for room in self._look():
-            least, left = min(room.limit_bytes // _FEW, _LEAST_BYTES), room.left_bytes + room.cache_bytes
+        for limit in self._look():
+            least, left = min(limit.limit_bytes // _FEW, _LEAST_BYTES), limit.left_bytes + limit.cache_bytes
             if left >= _CALM * least:
-                self._told.discard(room.what)
-            elif left < least and room.what not in self._told:
-                self._told.add(room.what)
-                told = told or _words(room, max(0, left), private)
+                self._told.discard(limit.what)
+            elif left < least and limit.what not in self._told:
+                self._told.add(limit.what)
+                told = told or _words(limit, max(0, left), private)
         return told
 
 
-def _words(room: Room, left: int, private: Mapping[int, int]) -> str:
+def _words(limit: MemoryLimit, left: int, private: Mapping[int, int]) -> str:
     words = (
-        f"Memory runs out: {room.what} has {show_bytes(left)} left of "
-        f"{show_bytes(room.limit_bytes)}. Who takes more may be killed."
+        f"Memory runs out: {limit.what} has {show_bytes(left)} left of "
+        f"{show_bytes(limit.limit_bytes)}. A process that takes more may be killed."
     )
     known = sorted(((taken, worker) for worker, taken in private.items() if taken), reverse=True)
     if known:

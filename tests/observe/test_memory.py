@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.machine import Room
+from asyncloader.machine import MemoryLimit
 from asyncloader.observe import private
 from asyncloader.observe.memory_watch import MemoryWatch, show_bytes
 from asyncloader.observe.private import PrivateBytes
@@ -22,9 +22,9 @@ class Machine:
         self.left = {"the machine": 50 * GB, "/sys/fs/cgroup/job": 5 * GB}
         self.cache = 0
 
-    def __call__(self) -> list[Room]:
+    def __call__(self) -> list[MemoryLimit]:
         limits = {"the machine": 100 * GB, "/sys/fs/cgroup/job": 10 * GB}
-        return [Room(what, left, limits[what], self.cache) for what, left in self.left.items()]
+        return [MemoryLimit(what, left, limits[what], self.cache) for what, left in self.left.items()]
 
 
 def test_it_is_told_when_little_is_left_and_once() -> None:
@@ -35,7 +35,7 @@ def test_it_is_told_when_little_is_left_and_once() -> None:
     machine.left["/sys/fs/cgroup/job"] = GB // 3
     told = watch.look({0: GB, 1: 3 * GB, 2: 0})
     assert told.startswith(
-        "Memory runs out: /sys/fs/cgroup/job has 333 MB left of 10.0 GB. Who takes more may be killed."
+        "Memory runs out: /sys/fs/cgroup/job has 333 MB left of 10.0 GB. A process that takes more may be killed."
     )
     assert "have to themselves: worker 1 3.0 GB, worker 0 1.0 GB." in told
     assert "max_worker_memory=" in told
