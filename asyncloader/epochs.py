@@ -1,10 +1,10 @@
-"""What `set_epoch` has told samplers and datasets, and how it reaches the copies of a dataset in workers.
+"""Epochs that `set_epoch` has told samplers and datasets, and the way to copies of a dataset in workers.
 
     loader.set_epoch(n) ──> samplers, batch samplers, dataset: at once
                        └──> each worker's copy of the dataset, before the first sample of the next run
 
-A copy that was made after the call has heard of it. One in a persistent worker has not: it is told, if there is
-something new; else what it counts by itself is left alone.
+A copy that was made after the call has heard of the epoch. A copy in a persistent worker has not: it is told when a run
+begins, if `set_epoch` was called since. Otherwise it is left alone, because it may count epochs by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncloader.protocols import members, probe
 
 
 class Told(NamedTuple):
-    """What a dataset was told of epochs.
+    """The epoch that a dataset was told last.
 
     Attributes:
         number: The epoch; None if it was told nothing, or nobody can know.
@@ -53,12 +53,12 @@ def as_number(epoch: Any) -> int | None:
 
 
 def numbers(things: Iterable[Any], last: int | None = None, restored: Sequence[int | None] = ()) -> list[int | None]:
-    """Return what each of some samplers or datasets was told; None for those that cannot be told, or were not.
+    """Return the epoch of each of some samplers or datasets; None for those that cannot be told, or were not.
 
     Args:
-        things: As ``epoch`` shows it, where they have that; so it may have been the user who has told them.
-        last: What the loader has told all of them at last.
-        restored: What a state has told each of them since then, or None.
+        things: Their attribute ``epoch`` counts, where they have one: the user may have told them.
+        last: The epoch that the loader has told all of them last.
+        restored: The epoch that a state has told each of them since then, or None.
     """
     pairs = zip(things, chain(restored, repeat(None)), strict=False)
     return [_first(epoch_of(thing), since, last) if hears(thing) else None for thing, since in pairs]
@@ -70,12 +70,12 @@ def told(dataset: Any, last: Told, restored: Sequence[int | None] = ()) -> tuple
 
 
 def tell(dataset: Any, epochs: Sequence[Told], known: Sequence[Told]) -> None:
-    """Tell a copy of a dataset what is new to it.
+    """Tell a copy of a dataset the epochs that are new to it.
 
     Args:
         dataset: The copy.
-        epochs: What the original was told.
-        known: What the original had been told when the copy was made, or told last.
+        epochs: The epochs of the original now.
+        known: The epochs that the copy has heard of: when it was made, or told last.
     """
     for listener, epoch, before in zip_longest(listeners(dataset), epochs, known[: len(epochs)]):
         if epoch is not None and epoch.number is not None and epoch != before:
@@ -83,7 +83,7 @@ def tell(dataset: Any, epochs: Sequence[Told], known: Sequence[Told]) -> None:
 
 
 def restore(things: Iterable[Any], numbers: Sequence[int | None]) -> None:
-    """Tell samplers or datasets what they had been told when a state was taken."""
+    """Tell samplers or datasets their epochs of the time when a state was taken."""
     for thing, number in zip(things, numbers, strict=False):
         if number is not None and hears(thing) and epoch_of(thing) != number:
             thing.set_epoch(number)

@@ -172,10 +172,10 @@ MUTATIONS = (
     ),
     Mutation(
         "the second number of a pair that random.gauss draws is lost in a state",
-        "run/rng_snapshot.py",
+        "seeding/generators.py",
         "_unpacked(words, np.uint32).tolist()), gauss",
         "_unpacked(words, np.uint32).tolist()), None",
-        "run/test_rng_snapshot.py run/test_generators.py test_resume_generators.py",
+        "seeding/test_generators.py run/test_rng_snapshot.py test_resume_generators.py",
     ),
     Mutation(
         "the next epoch is guessed as before, whatever is set",
@@ -183,6 +183,13 @@ MUTATIONS = (
         "        self._told_steps = [_told_step(*pair)",
         "        self._told_steps = self._told_steps or [_told_step(*pair)",
         "run/test_foresight.py run/test_foreseen_epochs.py",
+    ),
+    Mutation(
+        "a batch whose maker was interrupted is lost without workers",
+        "run/inline_run.py",
+        "        except BaseException:\n            self.is_torn",
+        "        except BaseException:\n            del self.to_do[0]\n            self.is_torn",
+        "run/test_inline_run.py faults/test_interrupts_everywhere.py",
     ),
     Mutation(
         "a sample that overlaps forgets its place in the epoch",

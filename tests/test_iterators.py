@@ -72,7 +72,7 @@ def numbers(num_workers: int, length: int = 40, **options: Any) -> DataLoader[An
 
 def num_waiting(iterator: Any) -> int:
     """Return how many consumers wait for a batch."""
-    return int(iterator._handoff.waiting)
+    return int(iterator._run.handoff.waiting)
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(
     with no_collection():
         iterator = aiter(loader)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(iterator._wait_started_async(iterator._started), 10)
+            await asyncio.wait_for(iterator._until_started(), 10)
         workers = iterator._workers
         assert workers
         if after == "cancellation":
@@ -388,9 +388,10 @@ async def test_a_thread_and_a_task_want_the_batch_of_one_that_is_cancelled(num_w
     await until(first.done)
     with ThreadPoolExecutor(1) as threads:
         in_thread = asyncio.wrap_future(threads.submit(next, iterator))
-        await until(lambda: num_waiting(iterator) == 1)
+        at_the_gate = min(num_workers, 1)  # without workers the thread waits until the batch in work is made
+        await until(lambda: num_waiting(iterator) == at_the_gate)
         in_task = asyncio.ensure_future(anext(iterator))
-        await until(lambda: num_waiting(iterator) == 2)
+        await until(lambda: num_waiting(iterator) == at_the_gate + 1)
         gate.touch()
         async with asyncio.timeout(SOON_S):
             found = await asyncio.gather(in_thread, in_task)
@@ -493,9 +494,12 @@ async def test_a_task_asks_while_a_thread_makes_a_batch() -> None:
     assert iterator.stats().batches == 3
 
 
+@pytest.mark.parametrize("num_tasks", [1, 3])
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-async def test_a_task_waits_for_the_last_batch_that_a_thread_makes(error: type[BaseException] | None) -> None:
-    """Its maker may be interrupted: then the task gets the batch, and otherwise the end when the thread has it."""
+async def test_a_task_waits_for_the_last_batch_that_a_thread_makes(
+    error: type[BaseException] | None, num_tasks: int
+) -> None:
+    """Its maker may be interrupted: then a task gets the batch, and all others the end when the batch is taken."""
     dataset = Held(4, error)
     iterator: Any = iter(DataLoader(dataset, batch_size=4))
 
@@ -508,12 +512,12 @@ async def test_a_task_waits_for_the_last_batch_that_a_thread_makes(error: type[B
     with ThreadPoolExecutor(1) as threads:
         in_thread = asyncio.wrap_future(threads.submit(take))
         await until(dataset.began.is_set)
-        in_task = asyncio.ensure_future(anext(iterator, None))
-        await until(lambda: num_waiting(iterator) == 1)
+        in_tasks = [asyncio.ensure_future(anext(iterator, None)) for _ in range(num_tasks)]
+        await until(lambda: num_waiting(iterator) == num_tasks)
         assert not iterator.state_dict()["finished"]
         dataset.may_go_on.set()
         async with asyncio.timeout(SOON_S):
-            found = await asyncio.gather(in_thread, in_task)
+            found = await asyncio.gather(in_thread, *in_tasks)
     assert [batch.tolist() for batch in found if batch is not None] == [[0, 1, 2, 3]]
     assert [batch async for batch in iterator] == []
 

@@ -17,8 +17,8 @@ def found(state: dict[str, Any], options: Options, now: int) -> AutoWorkers:
     """Return with how many workers a run goes on from a state: with what it had come to, as far as that may be here.
 
     Args:
-        state: It says nothing of a number that was fixed.
-        options: Of the loader.
+        state: The state. A loader with a fixed number of workers leaves the number out.
+        options: The loader's.
         now: How many there are.
     """
     return AutoWorkers(min(state.get("num_workers") or now, options.most_waiting))

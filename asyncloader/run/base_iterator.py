@@ -1,4 +1,4 @@
-"""What both kinds of iterators share: statistics, state, context managers, and a loop that turns."""
+"""The base of both kinds of iterators: statistics, state, context managers, and a loop that turns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import LoaderClosedError
+from asyncloader.messages.failure import stand_in
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.messages.modes import Modes
@@ -79,18 +79,20 @@ class ClosableIterator:
 
 
 class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
-    """What both kinds of iterators share: statistics, state, context managers, and a loop that turns.
+    """The base of both kinds of iterators: statistics, state, context managers, and a loop that turns.
 
     Args:
         loader: For torch's constructor, and nothing else.
-        options: What is iterated over, and how.
-        runs: Of the loader, which is told of this one.
+        options: The loader's.
+        runs: The loader's; they are told of this iterator's runs.
     """
 
     _last_turn = 0.0
     _last_warned = 0
     _meter: Meter
     _checkpointer: Checkpointer
+    _run: Any
+    """A `Run` or an `InlineRun`."""
 
     def __init__(self, loader: DataLoader[T_co], options: Options, runs: Runs) -> None:
         self._loader = weakref.ref(loader)
@@ -198,7 +200,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     def __next__(self) -> Any:
         call = Call()
         try:
-            item = self.next_item(call)
+            item = self.next_item(call) if _profiler_enabled() else self._next(call)
             batch, error = item.open()
             if error is None and self._IterableDataset_len_called is not None:
                 self.check_length()
@@ -209,7 +211,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             raise
         except BaseException:
             call.is_over = True
-            self._handoff.wake()  # somebody else may take it
+            self._run.handoff.wake()  # somebody else may take it
             raise
         if error is None:
             self._num_yielded += 1
@@ -236,7 +238,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             raise
         except BaseException:
             call.is_over = True
-            self._handoff.wake()
+            self._run.handoff.wake()
             raise
         if error is None:
             self._num_yielded += 1
@@ -247,11 +249,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             raise error
         finally:
             del item, error
-
-    @property
-    def _handoff(self) -> Handoff[Item]:
-        """What is taken from."""
-        raise NotImplementedError
 
     def next_item(self, call: Call) -> Item:
         """Take what comes next, for this call: it is on its way then, until ``call.item`` is None.
@@ -270,10 +267,47 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         Raises:
             StopAsyncIteration: if everything was taken.
         """
-        raise NotImplementedError
+        asked_at, has_waited = time.perf_counter(), False
+        await self._until_started()
+        deadline = self._deadline()
+        try:
+            while (item := self._take_or_ask(call, asked_at, has_waited=has_waited)) is None:
+                run = self._run  # another one, if the iterator has begun it meanwhile
+                if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
+                    await self._raise_overdue()
+                    deadline = self._deadline()
+                self._last_turn, has_waited = time.monotonic(), True
+        except StopIteration:
+            raise StopAsyncIteration from None
+        except StopAsyncIteration as error:  # of the sampler
+            raise stand_in(error, in_async_for=True) from error
+        try:
+            return item
+        finally:
+            del item  # the traceback of an error of the sampler may refer to this frame
+
+    def _deadline(self) -> float | None:
+        """Return until when a consumer that comes now waits for a batch."""
+        timeout = self._options.timeout
+        return time.monotonic() + timeout if timeout > 0 else None
 
     def _next(self, call: Call) -> Item:
         raise NotImplementedError
+
+    async def _until_started(self) -> None:
+        """Wait for what a batch cannot come before."""
+        raise NotImplementedError
+
+    def _take_or_ask(self, call: Call, asked_at: float, *, has_waited: bool) -> Item | None:
+        """Take what is there. Otherwise do what can be done before waiting.
+
+        Raises:
+            StopIteration: if everything was taken.
+        """
+        raise NotImplementedError
+
+    async def _raise_overdue(self) -> None:
+        """Raise what there is to say of a batch that has not come in time."""
 
     def check_length(self) -> None:
         """Warn as torch does when an iterable dataset gives more than it said; once a batch, also if that raises."""

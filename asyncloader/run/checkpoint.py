@@ -24,9 +24,10 @@ which torch.distributed.checkpoint needs.
 Two kinds of states: one in the middle of a run, from which that run is resumed, and one between two runs (before the
 first, or after the end of one), where ``base_seed`` is None unless persistent workers keep theirs.
 
-What samplers and datasets count over epochs is in the latter too. Samplers load their last state of the run that was
-over and are drawn to its end, so they do by themselves what they do then. Datasets that outlast a run, without workers
-or in persistent ones, provide their state after its end; others begin each run as the trainer's process has them.
+A state between two runs also contains the counts of epochs that samplers and datasets keep. Samplers load their last
+state of the run that was over and are drawn to its end, so they do by themselves what they do then. Datasets that
+outlast a run, without workers or in persistent ones, provide their state after its end; others begin each run as the
+trainer's process has them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def check(state: dict[str, Any], options: Options) -> None:
     if not isinstance(state, dict) or state.get("version") != VERSION:
         version = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise StateMismatchError("version", version, VERSION, "It is not a state of this version of asyncloader.")
-    keys = _state("", 0, {}, "").keys() - {"asked", "has_past"}  # which earlier versions did not say
+    keys = _state("", 0, {}, "").keys()
     if missing := keys - state.keys():
         advice = f"It is not all that a loader had given: without {', '.join(sorted(missing))}."
         raise StateMismatchError("keys", sorted(state), sorted(keys), advice)
@@ -111,8 +112,7 @@ def check(state: dict[str, Any], options: Options) -> None:
         _same("num_replicas", saved_ranks, ranks, _OTHER_RANKS)
     identity.check(saved, here, free=free, advice=_ADVICE)
     for name in ("samplers", "datasets"):
-        if name in saved:  # earlier versions did not save them
-            _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
+        _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
 
 
 def _check_each(name: str, saved: list[dict[str, Any]], here: list[dict[str, Any]], free: Collection[str]) -> None:
@@ -188,16 +188,16 @@ class Checkpointer:
     """Makes states of one run. Held by its iterator and by the loader.
 
     Attributes:
-        options: What is iterated over, and how.
+        options: The loader's.
         progress: How far it is.
         rng: The generators that its order is drawn from.
-        begun: What they were when the order began to be drawn.
+        begun: The generators' states when the order began to be drawn.
         epoch: Runs of the loader before this one.
-        base_seed: Of this run.
-        shared_seed: Of data pipes.
+        base_seed: This run's.
+        shared_seed: The seed that data pipes share.
         inline: The base seed was drawn between `begun` and the first batch.
-        dataset_epochs: What `set_epoch` had told the dataset.
-        has_past: Its workers had made runs before it.
+        dataset_epochs: The epochs that `set_epoch` had told the dataset.
+        has_past: The workers of this run had made runs before it.
     """
 
     options: Options

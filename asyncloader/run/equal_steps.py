@@ -320,7 +320,7 @@ class EqualStepsIterator(ClosableIterator):
             self._change(ended=True)
         except BaseException:
             call.is_over = call.item is not _HELD
-            self._inner._handoff.wake()  # another task may take it
+            self._inner._run.handoff.wake()  # another task may take it
             raise
 
     def _hold(self, call: Call, item: Item) -> None:

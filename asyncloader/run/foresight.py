@@ -46,13 +46,13 @@ _BY_EPOCH = (DistributedSampler, ElasticSampler)
 
 
 class Guess:
-    """What `set_epoch` will have been called with when the next run begins: it goes on as between the last two.
+    """A guess at the calls of `set_epoch` before the next run: epochs change as they did between the last two runs.
 
-    Before that can be known, samplers that shuffle by epoch are taken to be told the next number. The dataset is taken
-    to be told nothing: its copies really hear of it.
+    Before the second run, samplers that shuffle by epoch are expected to be told the next number. The dataset is
+    expected to be told nothing, because a wrong guess would really be told to its copies.
 
     Args:
-        options: Of the first run.
+        options: Those of the first run.
     """
 
     def __init__(self, options: Options) -> None:
@@ -67,16 +67,16 @@ class Guess:
         next_epochs: Sequence[int | None],
         next_told: Sequence[Told],
     ) -> None:
-        """See what samplers and the dataset had been told when a run was over, and when the next one began."""
+        """Learn from the epochs of samplers and dataset at the end of a run, and at the beginning of the next one."""
         self._steps = [_step(*pair) for pair in zip(epochs, next_epochs, strict=False)]
         self._told_steps = [_told_step(*pair) for pair in zip(told, next_told, strict=False)]
 
     def samplers(self, now: Sequence[int | None]) -> list[int | None]:
-        """Return what samplers will have been told, who have been told this."""
+        """Return the expected epochs of samplers that are at these epochs."""
         return [_plus(*pair) for pair in zip(now, self._steps, strict=True)]
 
     def dataset(self, told: Sequence[Told]) -> tuple[Told, ...] | None:
-        """Return what the dataset will have been told, which has been told this; None if nobody knows."""
+        """Return the expected epochs of a dataset that is at these; None if nobody can know."""
         steps = self._told_steps or [Told(0, 0)] * len(told)
         known = [step for step in steps if step is not None]
         if len(known) != len(told):
@@ -86,13 +86,14 @@ class Guess:
 
 
 class Foresight:
-    """What one iterator over the data knows of its next run.
+    """The knowledge of one iterator over the data about its next run.
 
     Args:
-        options: Of the first run.
+        options: Those of the first run.
 
     Attributes:
-        told_in_vain: A run was begun ahead and dropped that has told copies what they are to be told now.
+        told_in_vain: A run was begun ahead and dropped that has told copies of the dataset of an epoch. Copies have to
+            hear the epoch of the run that begins, even if it is that one: batches were made since.
     """
 
     def __init__(self, options: Options) -> None:
@@ -116,9 +117,9 @@ class Foresight:
         drawn either: whatever a sampler raises belongs to the next run, which draws them when it begins.
 
         Args:
-            options: What it will be made with, if nobody changes them.
-            told: What the dataset has heard.
-            heard: What copies of it have, in the run that is over.
+            options: The options of the next run, if nobody changes them.
+            told: The epochs that the dataset was told.
+            heard: The epochs that its copies were told in the run that is over.
             begin: Begins a run, of which it is given the keys of the first batches, the progress in which they are
                 counted as read, what the dataset will have heard, and whether there are no other batches.
         """
@@ -139,15 +140,15 @@ class Foresight:
             log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
             return
         if keys:
-            self._foreseen = foreseen = _Foreseen(next_told, heard, options, len(keys), text, is_whole)
+            self._foreseen = foreseen = _Foreseen(options, next_told != heard, text, len(keys), is_whole)
             foreseen.run = begin(keys, progress, next_told, is_whole=is_whole)
 
     def compare(self, options: Options, spec: EpochSpec, plan: Iterator[Any]) -> tuple[Run | None, Iterator[Any]]:
         """Return the run that was begun ahead, if it is the one that begins now, and the keys that are to be read.
 
         Args:
-            options: What is iterated over now.
-            spec: Of the run that begins now.
+            options: The loader's, now.
+            spec: The run that begins now.
             plan: The keys of its batches.
         """
         foreseen, self._foreseen = self._foreseen, None
@@ -163,8 +164,8 @@ class Foresight:
             if error is None and foreseen.has(keys):
                 return foreseen.run, plan
             plan = chain(keys, _raised(error), plan)
-        self._tells = self._tells and foreseen.epochs == foreseen.heard
-        self.told_in_vain = foreseen.told(spec.epochs)
+        self.told_in_vain = foreseen.tells
+        self._tells = self._tells and not foreseen.tells
         return None, plan
 
 
@@ -173,27 +174,20 @@ class _Foreseen:
     """A run that was begun before it was asked for.
 
     Attributes:
-        epochs: What copies of the dataset are told in it.
-        heard: What they had heard before it.
-        options: What it is made with.
+        options: The options that its batches are made with.
+        tells: Copies of the dataset are told of an epoch in it.
+        text: The keys of its batches, written down.
         batches: How many were begun.
-        text: Their keys, written down.
-        is_whole: There are no others.
-        run: What workers are at; None where a Ctrl-C came before this was known.
+        is_whole: The run has no other batches.
+        run: The run itself; None if a Ctrl-C came before it was noted here.
     """
 
-    epochs: Sequence[Told]
-    heard: Sequence[Told]
     options: Options
-    batches: int
+    tells: bool
     text: bytes
+    batches: int
     is_whole: bool
     run: Run | None = None
-
-    def told(self, epochs: Sequence[Told]) -> bool:
-        """Whether copies have heard of some of these epochs in it, and not before."""
-        of_each = zip(epochs, self.epochs, self.heard, strict=False)
-        return any(now == ahead != before for now, ahead, before in of_each)
 
     def has(self, keys: list[Any]) -> bool:
         """Whether these are the keys of its batches."""
@@ -204,7 +198,8 @@ class _Foreseen:
 
     def is_of(self, options: Options, spec: EpochSpec) -> bool:
         """Whether its batches are those of another run, as far as their keys are the same."""
-        is_alike = self.run is not None and _seen_by_workers(self.run.epoch) == _seen_by_workers(spec)
+        # A run's number says nothing of what its batches are made from.
+        is_alike = self.run is not None and self.run.epoch._replace(number=spec.number) == spec
         return is_alike and _same(self.options, options)
 
 
@@ -225,8 +220,8 @@ def _draw(options: Options, epochs: Sequence[int | None], count: int, progress: 
     """Draw the keys of the first batches of a run, and whether they are all.
 
     Args:
-        options: What is iterated over.
-        epochs: What samplers will have been told, from the outermost on.
+        options: The loader's.
+        epochs: The expected epochs of the samplers, from the outermost on.
         count: How many batches to draw.
         progress: Where they are counted.
     """
@@ -241,7 +236,7 @@ def _apart(samplers: Sequence[Any], epochs: Sequence[int | None]) -> Any:
 
     Args:
         samplers: From the outermost on.
-        epochs: What they will have been told.
+        epochs: Their expected epochs.
     """
     copies = [copy.copy(sampler) for sampler in samplers]
     for sampler, within in pairwise(copies):
@@ -325,11 +320,6 @@ def _told_step(before: Told, now: Told) -> Told | None:
     if (now.calls and not before.calls) or (before.number is None and now.number is not None):
         return None
     return Told(_step(before.number, now.number), now.calls - before.calls)
-
-
-def _seen_by_workers(spec: EpochSpec) -> EpochSpec:
-    """Return of a run what its batches are made from: not its number. Who is told the same again may begin anew."""
-    return spec._replace(number=0)
 
 
 def _same(one: Options, other: Options) -> bool:

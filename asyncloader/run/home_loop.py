@@ -25,7 +25,7 @@ semaphores, which belong to none either, are not among these: a dataset has them
 
 
 class Bound(NamedTuple):
-    """What a dataset holds that belongs to a loop.
+    """An object that a dataset holds and that belongs to a loop.
 
     Attributes:
         path: Where it is, as from the dataset: "queue", "source.inbox".
@@ -42,8 +42,8 @@ def find_home(dataset: Any, portal_loop: asyncio.AbstractEventLoop) -> asyncio.A
     """Return the loop of the user's that an async dataset has to run on; None if the portal's will do.
 
     Args:
-        dataset: Of a loader without workers.
-        portal_loop: What belongs to it was opened there by an earlier run.
+        dataset: The dataset of a loader without workers.
+        portal_loop: The portal's. Objects that belong to it were opened there by an earlier run.
     """
     here = asyncio._get_running_loop()
     unbound: Bound | None = None

@@ -60,15 +60,15 @@ class Plan:
 
     States of samplers are taken after the first batch, and then as `Pace` allows. Not after a short one, whose sampler
     has come to its end and may have begun anew: it is drawn again from the state before. Those of elastic samplers are
-    taken after every batch, for what is drawn again is drawn by another number of ranks, it may be.
+    taken after every batch: after a resume, another number of ranks may draw these samples.
 
     Args:
-        index_sampler: What torch's loader iterates over.
+        index_sampler: The sampler that torch's loader iterates over: of batches, where there are batches.
         iterator: Its iterator, which torch has made.
         progress: Where is counted what was read; samplers' states are left there.
         pace: When to take these.
         is_batched: Keys name the samples of a batch; otherwise one sample.
-        with_arrays: Whoever makes batches takes their keys as arrays as well, where torch's own samplers made them.
+        with_arrays: The keys of torch's own samplers are given out as arrays, too.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Plan:
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
         iterated_over = iter(self._batch, []) if self._takes_apart else iterator
         self._feed = map(next, repeat(iterated_over))
-        self._read: Any = _NOTHING  # what was read, until the sampler's state is taken: a Ctrl-C may hit in between
-        self._held: Any = _NOTHING  # what was read, until it is given out: the same
-        self._begun: list[Any] = []  # a batch that is being taken: the same
+        self._held: Any = _NOTHING  # what was read, until it is given out: a Ctrl-C may hit in between
+        self._is_new = False  # what is held: the sampler's state after it was not taken yet
+        self._begun: list[Any] = []  # a batch that is being taken: a Ctrl-C may hit again
         self._ended_by = ""  # the interrupt that has finished a generator of the sampler's
         self._ahead: Iterator[Any] = iter(())  # what was read before the plan was asked for it
         self._inner: Any = None if self._takes_apart else iterator  # what may have a state
@@ -110,12 +110,16 @@ class Plan:
 
     def __next__(self) -> Any:
         if self._held is _NOTHING:
-            # Not `next(self._ahead)`: a Ctrl-C can hit between a call and the assignment.
-            for answer in self._ahead:
-                self._held = answer
+            ahead = self._ahead
+            for self._held in ahead:  # not `next`: a Ctrl-C can hit between a call and the assignment
                 break
             else:
-                self._ask()
+                if self._keeps_out:
+                    self._ask()
+                else:
+                    self._hold_answer()
+        elif self._is_new:
+            self._note_answer()
         keys = self._held
         if keys is _END:  # which stays: the sampler is not asked again, as some iterators would begin anew
             raise StopIteration
@@ -134,46 +138,40 @@ class Plan:
 
     def _ask(self) -> None:
         """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""
-        if not self._keeps_out:
-            self._hold_answer()
-            return
         with Drawing() as drawing:
             self._hold_answer()
         draws_on = not (self._is_elastic or all(map(draws_once, samplers_within(self._index_sampler))))
         self._keeps_out = draws_on and not drawing.overstayed
 
     def _hold_answer(self) -> None:
-        progress = self._progress
-        if self._read is _NOTHING:
-            if self._ended_by:
-                raise LoaderClosedError(
-                    f"{self._ended_by} was raised while the sampler was read, and has ended its iterator: nothing "
-                    "more comes of it. loader.load_state_dict(loader.state_dict()) goes on after the batches that "
-                    "were given."
-                )
-            progress.asked = progress.replied + 1
-            try:
-                # Not `self._read = next(self._iterator)`: see above. Nor a `for` over the iterator itself: `iter`
-                # begins some anew.
-                for keys in self._feed:
-                    self._read = keys
-                    break
-                else:
-                    self._read = _END
-            except BaseException as error:
-                self._note_interrupt(error)
-                raise
+        if self._ended_by:
+            raise LoaderClosedError(
+                f"{self._ended_by} was raised while the sampler was read, and has ended its iterator: nothing more "
+                "comes of it. loader.load_state_dict(loader.state_dict()) goes on after the batches that were given."
+            )
+        progress, feed = self._progress, self._feed
+        progress.asked, self._is_new = progress.replied + 1, True
+        try:
+            for self._held in feed:  # not the iterator itself: `iter` begins some anew
+                break
+            else:
+                self._held = _END
+        except BaseException as error:
+            self._note_interrupt(error)
+            raise
+        self._note_answer()
+
+    def _note_answer(self) -> None:
+        """Take what is held for a batch of keys, or the end; take the sampler's state after it. May be done again."""
+        progress, keys = self._progress, self._held
         progress.replied = progress.asked
-        keys = self._read
-        if is_short := keys is not _END and self._takes_apart and len(keys) < self._index_sampler.batch_size:
+        if is_short := self._takes_apart and keys is not _END and len(keys) < self._index_sampler.batch_size:
             self._inner = iter(())
             if self._index_sampler.drop_last:
-                self._read = _END
-        if self._is_stateful is not False and self._read is not _END:
+                self._held = _END
+        if self._is_stateful is not False and self._held is not _END:
             self._note_state(is_short=is_short)
-        self._held = self._read
-        self._read = _NOTHING
-        self._begun = []
+        self._begun, self._is_new = [], False
 
     def _note_interrupt(self, error: BaseException) -> None:
         """Remember an interrupt that has gone through a generator of the sampler's: the generator is finished by that.
@@ -214,7 +212,7 @@ class Plan:
         """Begin in the middle, before anything was read.
 
         Args:
-            states: Of the sampler, which was loaded before it was iterated over, and of its iterator.
+            states: The states of the sampler, which has loaded its own, and of its iterator.
             batches: How many to leave out from there.
         """
         with Drawing():
@@ -267,7 +265,7 @@ class Plan:
 
 
 class _Raised(NamedTuple):
-    """What the sampler has raised in place of a batch."""
+    """An exception that the sampler has raised in place of a batch."""
 
     error: Exception
 

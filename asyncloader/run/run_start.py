@@ -7,9 +7,9 @@ torch iterates over the samplers as often as without a state, so what they do th
 Generators belong to the trainer, and the sampler draws from them whenever it is asked for a batch. At a resume each is
 set to what it was when the order began, and the sampler draws again what it had drawn. If the trainer has restored a
 generator (the state's ``check`` tells), the sampler is asked as often as it had been when the state was saved, and the
-generator is then put back to what the trainer has made it. What is drawn afterwards, by the sampler, the trainer and
-the next epochs, is drawn from there: as in the run that is resumed, whoever had drawn from it. A generator that was not
-restored is left where the sampler takes it: right as long as nothing else draws from it.
+generator is then put back to the trainer's state. From there the sampler, the trainer and the next epochs draw, as in
+the run that is resumed, whoever had drawn from the generator. A generator that was not restored stays where the sampler
+has taken it: that is right as long as nothing else draws from it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("asyncloader")
 
 
 class Drawn(NamedTuple):
-    """What torch's iterator has drawn for a run, its iterator over the keys of batches, and how far that is."""
+    """The seeds that torch's iterator has drawn for a run, and its iterator over the keys of batches."""
 
     keys: Iterator[Any]
     base_seed: int
@@ -53,7 +53,7 @@ class RunStart(NamedTuple):
     Attributes:
         plan: Yields the keys of its batches.
         checkpointer: Makes its states; with its progress, epoch and seeds.
-        key: What the seeds of its batches are made from: base seed, epoch, rank of the data.
+        key: Base seed, epoch and rank of the data, from which the seeds of its batches are made.
         starts: Where workers begin, for datasets that they have a place or a state in. The session changes those of
             workers that it replaces.
     """
@@ -77,21 +77,21 @@ def begin(
     """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
 
     Args:
-        options: What is iterated over, and how.
+        options: The loader's.
         state: To begin from, or None.
         runs: The loader's; it is told of this one.
         iterate: Iterates over the samplers, as torch's iterator does.
-        prepare: What torch does before the order is drawn.
+        prepare: Runs torch's constructor, before the order is drawn.
         inline: Nothing is read of the sampler before the first batch, and ``iterate`` draws the base seed.
         last: The run before this one, if its workers make this one too.
     """
     rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
     before = begun = rng.capture()
-    left_alone = [False] * len(before)
+    is_restored = [False] * len(before)  # by the trainer
     states = None if state is None else unplain(state["samplers"])
     goes_on = state is not None and state["base_seed"] is not None
     if state is not None:
-        left_alone = _left_alone(rng.check(), state)
+        is_restored = [here == saved for here, saved in zip_longest(rng.check(), state["check"][: len(before)])]
         if state["is_over"]:
             _finish_last_run(options.index_sampler, states, state["drawn"], runs)
         begun = rng.from_text(state["draws"])
@@ -107,25 +107,26 @@ def begin(
     loaded = begun if samplers.state is None or state is None else rng.capture()  # a sampler's state may set its own
     if state is not None:
         with runs.telling():
-            restore(listeners(options.dataset), state.get("dataset_epochs", ()))
+            restore(listeners(options.dataset), state["dataset_epochs"])
             runs.restored(state, options)
     news = runs.told_since(state, options)
     is_dataset_loaded = inline and _load_dataset(options, state, news)
     with Drawing():
-        order = _Order(iterate(), begun, inline, samplers)
-    if order.drawn.num_yielded or is_drawn_from(order.drawn.keys):
-        order = _past_patches(order, options, state, rng, before if state is None else loaded, inline=inline)
-    if state is not None and goes_on:
-        order = _as_drawn_before(order, options, state, rng, loaded, inline=inline)
-    drawn, begun, is_seed_first, samplers = order
+        drawn, is_seed_first = iterate(), inline
+    is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
+    if state is not None:
+        is_seed_first = state["inline"] if goes_on else inline
+        drawn = _drawn_as(state, drawn, options, rng, loaded, inline, is_seed_first, is_advanced)
+    elif is_advanced:
+        begun, is_seed_first, samplers = before, True, SamplerState(None)
     epoch = runs.begun if state is None else state["epoch"]
     key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
     starts = _starts(options, None if is_dataset_loaded else state, news)
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
     plan = _plan(options, drawn, progress, samplers, states, goes_on=state is not None)
-    if state is not None and any(left_alone):
+    if state is not None and any(is_restored):
         plan.read_ahead(state["asked"])
-        rng.restore(before, left_alone)
+        rng.restore(before, is_restored)
     progress.set_epochs = runs.heard_by_samplers(options.index_sampler)
     epochs = [each.number for each in runs.heard(options.dataset)]
     checkpointer = Checkpointer(
@@ -136,63 +137,38 @@ def begin(
     return RunStart(plan, checkpointer, key, starts)
 
 
-def _left_alone(now: list[int], state: dict[str, Any]) -> list[bool]:
-    """Return which generators the trainer has restored, by what they are now."""
-    restored = [here == saved for here, saved in zip_longest(now, state["check"][: len(now)])]
-    if any(restored) and "asked" not in state:
-        log.warning(
-            "The state is of an earlier version of asyncloader, which did not note how far the sampler had been read: "
-            "random generators that were restored are left where drawing the order again takes them."
-        )
-        return [False] * len(now)
-    return restored
-
-
-class _Order(NamedTuple):
-    """The order of a run.
-
-    Attributes:
-        drawn: What was drawn for it.
-        begun: The generators before that.
-        is_seed_first: The base seed was drawn before the order, as one kind of iterators does it.
-        samplers: Where samplers were.
-    """
-
-    drawn: Drawn
-    begun: list[Any]
-    is_seed_first: bool
-    samplers: SamplerState
-
-
-def _past_patches(
-    order: _Order,
+def _drawn_as(
+    state: dict[str, Any],
+    drawn: Drawn,
     options: Options,
-    state: dict[str, Any] | None,
     rng: RNGSnapshot,
-    before: list[Any],
-    *,
+    begun: list[Any],
     inline: bool,
-) -> _Order:
-    """Begin where a patch of torch's constructor has advanced the sampler to, unless a state says where."""
-    if state is None:
-        return _Order(order.drawn, before, True, SamplerState(None))
-    rng.restore(before)
-    if inline:
-        _draw_base_seed(options)
-    return order._replace(drawn=order.drawn._replace(keys=_iterate(options)))
+    is_seed_first: bool,
+    is_advanced: bool,
+) -> Drawn:
+    """Draw the order as a state says: from its beginning, and beside a base seed if that was drawn from there as well.
 
-
-def _as_drawn_before(
-    order: _Order, options: Options, state: dict[str, Any], rng: RNGSnapshot, before: list[Any], *, inline: bool
-) -> _Order:
-    """Draw seeds and order as the run that is resumed did, which may have been of the other kind of iterators."""
-    drawn = order.drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
-    if inline and not state["inline"]:
-        rng.restore(before)
-        drawn = drawn._replace(keys=_iterate(options))
-    elif state["inline"] and not inline:
-        _draw_base_seed(options)
-    return order._replace(drawn=drawn, is_seed_first=state["inline"])
+    Args:
+        state: To begin from.
+        drawn: Seeds and order of torch's iterator.
+        options: The loader's.
+        rng: The generators.
+        begun: Their states when the order began.
+        inline: torch's iterator has drawn a base seed from there.
+        is_seed_first: So had the iterator of the state, which may have been of the other kind.
+        is_advanced: torch's iterator has read some of the order already.
+    """
+    if again := is_advanced or (inline and not is_seed_first):
+        rng.restore(begun)
+        with Drawing():
+            drawn = drawn._replace(keys=iter(options.index_sampler))
+    if is_seed_first and (again or not inline):
+        with Drawing():
+            torch.empty((), dtype=torch.int64).random_(generator=options.generator)
+    if state["base_seed"] is not None:
+        drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
+    return drawn
 
 
 def _plan(
@@ -225,15 +201,15 @@ def _progress(
     """Return how far the run is before its first batch."""
     position = state["position"] if state is not None else drawn.num_yielded
     sample = position * (options.batch_size or 1)
-    if state is not None and (counted := state.get("sample", -1)) >= 0:
-        sample = counted
+    if state is not None and state["sample"] >= 0:
+        sample = state["sample"]
     progress = Progress(
         position,
         set(state["ahead"]) if state is not None else None,
         in_order=options.in_order,
         workers=workers,
         next_worker=state["next_worker"] if state is not None else None,
-        bad_count=state.get("bad_count", 0) if state is not None else 0,
+        bad_count=state["bad_count"] if state is not None else 0,
         key=None if options.is_iterable else key,
         overlaps=options.overlaps,
         sample=sample if options.knows_places else 0,
@@ -241,16 +217,6 @@ def _progress(
     )
     progress.num_workers = int(options.num_workers) if options.is_auto else None
     return progress
-
-
-def _draw_base_seed(options: Options) -> None:
-    with Drawing():
-        torch.empty((), dtype=torch.int64).random_(generator=options.generator)
-
-
-def _iterate(options: Options) -> Iterator[Any]:
-    with Drawing():
-        return iter(options.index_sampler)
 
 
 def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
@@ -288,7 +254,7 @@ def _load_samplers(
 def _load_dataset(options: Options, state: dict[str, Any] | None, news: tuple[Told, ...]) -> bool:
     """Bring the dataset of this process to where it was between two runs, before anything of the next one is drawn.
 
-    It may be that the state sets a global generator. Where batches were made since, they are made again later.
+    The state may set a global generator. Where batches were made since, they are made again later.
     """
     if state is None or state["workers"] is None or not is_between_runs(state):
         return False
@@ -335,7 +301,7 @@ def _starts(options: Options, state: dict[str, Any] | None, news: tuple[Told, ..
 
 def _warn_of_other_numbers(options: Options, state: dict[str, Any] | None) -> None:
     """Say that workers draw other numbers for a stream than those that had drawn for earlier epochs as well."""
-    if state is None or not state.get("has_past") or not (options.is_iterable and options.has_workers):
+    if state is None or not state["has_past"] or not (options.is_iterable and options.has_workers):
         return
     if state["workers"] is None or any(start.snapshot is None for start in from_plain(state["workers"]).values()):
         log.warning(

@@ -1,4 +1,4 @@
-"""What a loader knows of its runs over the data, from one to the next."""
+"""The memory of a loader that outlasts its runs over the data."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Runs:
         latest: Makes states of the newest one.
         meter: Counts what happens in the newest one.
         loaded: A state that the next one begins from.
-        told: Of an epoch by `set_epoch` of the loader, at last.
-        is_telling: It is being called: of copies that are made now nobody knows what they have heard.
-        epochs_when_loaded: What `set_epoch` of samplers had been called with when a state was loaded.
+        told: The last epoch that `set_epoch` of the loader has told, and how often it was called.
+        is_telling: `set_epoch` runs at this moment: a copy that is made now may or may not have heard of the epoch.
+        epochs_when_loaded: The epochs of samplers at the moment when a state was loaded.
         slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
         elsewhere: Workers that there are to be on other machines, where their number looks after itself.
         resumed: How far the state was that the newest one has begun from, or None.
-        told_when_loaded: What `set_epoch` of the dataset had been called with then.
+        told_when_loaded: The epochs of the dataset at that moment.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Runs:
         self._restored = [], []
 
     def tell_anew(self) -> None:
-        """Have copies of the dataset in workers hear once more what they were told last."""
+        """Have copies of the dataset in workers hear the last epoch once more."""
         self.told = self.told._replace(calls=self.told.calls + 1)
 
     def heard(self, dataset: Any) -> tuple[Told, ...]:
@@ -148,7 +148,7 @@ class Runs:
     def restored(self, state: dict[str, Any], options: Options) -> None:
         """Note what samplers and the dataset were told that a run goes on with; so it is until the loader tells them.
 
-        Those that do not show it say nothing of it themselves.
+        Samplers and datasets without an attribute ``epoch`` cannot say it themselves.
         """
         before = self.heard_by_samplers(options.index_sampler), [each.number for each in self.heard(options.dataset)]
         since = state["set_epochs"], state["dataset_epochs"]

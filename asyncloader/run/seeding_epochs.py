@@ -2,7 +2,7 @@
 
     break: the iterator is dropped ─> no sample seeds them any more; one that does is waited for ─> the trainer goes on
 
-What the trainer seeds then is not undone by a sample of the epoch that it has left.
+A trainer may seed the generators after a ``break``. No sample of the epoch that it has left undoes that.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class SeedingEpochs:
     def end_with(self, iterator: object) -> None:
         """End all epochs when this is dropped, and wait as `end` does.
 
-        What a handler of a signal raises in the callback of a weak reference is printed and forgotten. So handlers do
-        not run while this one waits: a thread raises the signals once more when the iterator's callbacks are over. The
-        thread learns of that by the other callback, a method of C, which comes later because it was made before.
+        An exception of a signal's handler in the callback of a weak reference would be printed and forgotten. So
+        handlers do not run while this one waits: a thread raises the signals once more when the iterator's callbacks
+        are over. The thread learns of that by the other callback, a method of C, which comes later because it was made
+        before.
         """
         is_over: queue.SimpleQueue[object] = queue.SimpleQueue()
         last = weakref.ref(iterator, is_over.put)

@@ -46,7 +46,7 @@ def read_state(path: str | os.PathLike[str], *, weights_only: bool = True) -> di
     """Read what `write_state` has written.
 
     Args:
-        path: Of the file.
+        path: The file's.
         weights_only: As for :func:`torch.load`: False also unpickles objects of your own, which can run any code.
     """
     return _unpacked(Path(path).read_bytes(), weights_only)

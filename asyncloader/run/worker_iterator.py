@@ -1,4 +1,4 @@
-"""The two faces of one run over the data: ``for`` and ``async for``.
+"""Batches that workers make: ``for`` and ``async for`` over one run.
 
     _BaseDataLoaderIter (torch's: sampler, base seed, flags)
     ├── WorkerIterator    over a session with workers
@@ -27,7 +27,6 @@ from asyncloader.backends.processes.pool import WorkerHandle
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import Finisher
-from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
@@ -61,14 +60,16 @@ class WorkerIterator(BaseIterator[T_co]):
 
     Args:
         loader: For torch's constructor, and nothing else.
-        options: What is iterated over, and how.
-        runs: Of the loader.
+        options: The loader's.
+        runs: The loader's.
         wait_for_start: Return when the workers have been started (``iter``); otherwise the first ``anext`` waits.
         state: To begin from.
 
     Attributes:
         asked: The options that the loader gave last; workers keep what they were started with.
     """
+
+    _run: Run
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class WorkerIterator(BaseIterator[T_co]):
         return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), copied)
 
     def note_number(self, num_workers: int, in_all: int) -> None:
-        """There are so many workers now, for loader and states: their number looks after itself. On the loop thread."""
+        """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
         self._runs.elsewhere = in_all - num_workers
         if self._options.is_auto:  # otherwise it was set meanwhile
             self._checkpointer.progress.num_workers = num_workers
@@ -253,10 +254,6 @@ class WorkerIterator(BaseIterator[T_co]):
 
     # -------------------------------------------------------------------------------------------------- taking
 
-    @property
-    def _handoff(self) -> Handoff[Item]:
-        return self._run.handoff
-
     def _next(self, call: Call) -> Item:
         run = self._run
         if run.ended:
@@ -273,17 +270,12 @@ class WorkerIterator(BaseIterator[T_co]):
             check_owner(self._session.pid)
             self._wait_started(self._started)
         self._check_usable()
-        deadline = time.monotonic() + self._options.timeout if self._options.timeout > 0 else None
-        while (item := self._take_or_read_on(call, asked_at)) is None:
+        deadline = self._deadline()
+        while (item := self._take_or_ask(call, asked_at, has_waited=True)) is None:
             run = self._run  # another one, if the iterator has begun it meanwhile
             if not run.handoff.wait(run.has_news, deadline) and not run.has_news():
-                error = self._wait_report(self._session.report_overdue(self._options.timeout))
-                if error is not None and not run.has_news():  # it may have come in the last moment
-                    try:
-                        raise error
-                    finally:
-                        del error
-                deadline = time.monotonic() + self._options.timeout
+                self._raise_unless_news(self._wait_report(self._session.report_overdue(self._options.timeout)))
+                deadline = self._deadline()
         try:
             return item
         finally:
@@ -300,56 +292,27 @@ class WorkerIterator(BaseIterator[T_co]):
                 self._started = None
             del started  # a traceback that refers to this frame, and to which the future refers, would be a cycle
 
-    async def _wait_started_async(self, started: Future[None]) -> None:
-        try:
-            await asyncio.shield(asyncio.wrap_future(started))
-        except LoaderClosedError:
-            self._session.portal.stop_daemon()
-            raise
-        finally:
-            if started.done():
-                self._started = None
-            del started
-
-    async def next_item_async(self, call: Call) -> Item:
-        """Take what comes next: see `BaseIterator`."""
-        asked_at = time.perf_counter()
-        if self._started is not None:
-            check_owner(self._session.pid)
-            await self._wait_started_async(self._started)
-        self._check_usable()
-        if self._run.ended:
-            self._foresee()
-        if (item := self._run.take(call)) is not None:
-            return item
-        deadline = time.monotonic() + self._options.timeout if self._options.timeout > 0 else None
-        while True:
+    async def _until_started(self) -> None:
+        """Wait until workers are started, as `_wait_started` does."""
+        check_owner(self._session.pid)
+        if (started := self._started) is not None:
             try:
-                item = self._take_or_read_on(call, asked_at)
-            except StopIteration:
-                raise StopAsyncIteration from None
-            if item is not None:
-                try:
-                    return item
-                finally:
-                    del item
-            run = self._run
-            if not await run.handoff.wait_async(run.has_news, deadline) and not run.has_news():
-                error = await self._wait_report_async(self._session.report_overdue(self._options.timeout))
-                if error is not None and not run.has_news():
-                    try:
-                        raise error
-                    finally:
-                        del error
-                deadline = time.monotonic() + self._options.timeout
-            self._last_turn = time.monotonic()
+                await asyncio.shield(asyncio.wrap_future(started))
+            except LoaderClosedError:
+                self._session.portal.stop_daemon()
+                raise
+            finally:
+                if started.done():
+                    self._started = None
+                del started
+        self._check_usable()
 
-    def _take_or_read_on(self, call: Call, asked_at: float) -> Item | None:
+    def _take_or_ask(self, call: Call, asked_at: float, *, has_waited: bool) -> Item | None:
         """Take an item, or find out that there will be none, or do what can be done before waiting."""
         run = self._run
         if run.ended:
             self._foresee()
-        if (item := run.take(call, asked_at)) is not None:
+        if (item := run.take(call, asked_at if has_waited else 0.0)) is not None:
             return item
         self._check_usable()
         run.check()
@@ -379,11 +342,22 @@ class WorkerIterator(BaseIterator[T_co]):
         except TimeoutError:
             return loop_blocked(self._options.timeout, self._session.portal.where())
 
+    async def _raise_overdue(self) -> None:
+        self._raise_unless_news(await self._wait_report_async(self._session.report_overdue(self._options.timeout)))
+
     async def _wait_report_async(self, report: Future[BatchTimeoutError | None]) -> BatchTimeoutError | None:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(report), _ANSWER_S)
         except TimeoutError:
             return loop_blocked(self._options.timeout, self._session.portal.where())
+
+    def _raise_unless_news(self, error: BaseException | None) -> None:
+        """Raise what the session has reported, unless the batch has come in the last moment."""
+        try:
+            if error is not None and not self._run.has_news():
+                raise error
+        finally:
+            del error  # a frame of its own traceback that holds it would keep the iterator, and its workers, alive
 
     # --------------------------------------------------------------------------------------------------- ending
 

@@ -8,24 +8,21 @@ Comparing all states takes 0.1 ms, so only the first samples are watched.
 from __future__ import annotations
 
 import multiprocessing
-import random
 import threading
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
-from asyncloader.seeding.own_generators import generators_of, state_of
+from asyncloader.seeding.generators import GLOBAL, check_of
+from asyncloader.seeding.own_generators import generators_of
 from asyncloader.seeding.sample_context import current
 
 _WATCHED = 4
 
 
 class Before(NamedTuple):
-    """What generators were before a sample was made.
+    """The generators before a sample was made.
 
     Attributes:
-        states: By the names of the generators.
+        states: A checksum of each generator's state, by name.
         blocks: How many blocks of the sample had been seeded.
         muddled: How often others had drawn, perhaps.
     """
@@ -77,17 +74,12 @@ class DrawWatch:
         self._muddled += bool(self._left)
 
     def _states(self) -> dict[str, Any]:
-        numpys: Any = np.random.get_state(legacy=False)
         sample = current.get(None)
         states = {
             _SAMPLE_RNG: sample is not None and sample.has_generator,
-            "random": random.getstate(),
-            "numpy.random": (numpys["state"]["key"].tobytes(), numpys["state"]["pos"], numpys["has_gauss"]),
-            "torch": torch.default_generator.get_state().numpy().tobytes(),
+            **dict(zip(("torch", "random", "numpy.random"), map(check_of, GLOBAL), strict=True)),
         }
-        for path, generator in (self._own or {}).items():
-            states[path] = repr(state_of(generator))
-        return states
+        return states | {path: check_of(generator) for path, generator in (self._own or {}).items()}
 
 
 _SAMPLE_RNG = "asyncloader.sample_rng()"

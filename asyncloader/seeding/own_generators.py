@@ -4,14 +4,12 @@
                           │  seeded for a batch, or a sample, with the global ones
                           └─ and given back afterwards, as they were
 
-What is made outside of samples (an order that each worker shuffles alike) thus draws the same as if nothing was seeded.
+So code outside of samples (which shuffles an order alike in each worker) draws as if nothing was seeded.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,33 +17,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncloader.seeding.generators import GLOBAL, KINDS, state_of
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.holdings import held
 
 log = logging.getLogger("asyncloader")
 
 _WORD = (1 << 32) - 1
-_KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _SHOWN = 3
 
 
 def _is_generator(thing: Any) -> bool:
     kind = type(thing)  # a mock of a generator, or a proxy, only says it were one
-    return issubclass(kind, _KINDS) and not _is_global(thing) and _has_state(thing)
+    return issubclass(kind, KINDS) and not any(thing is each for each in GLOBAL) and _has_state(thing)
 
 
 def _has_state(generator: Any) -> bool:
-    """Whether a generator could be given back. That of the system has no state, nor has one of a device without it."""
+    """Whether a generator could be given back. The system's generator has no state."""
     try:
         state_of(generator)
     except Exception:
         return False
     return True
-
-
-def _is_global(thing: Any) -> bool:
-    own: Any = np.random.mtrand
-    return thing is random._inst or thing is own._rand or thing is torch.default_generator
 
 
 def generators_of(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:
@@ -59,7 +52,7 @@ class OwnGenerators:
 
     Args:
         dataset: As the worker has it.
-        collate_fn: Of the worker.
+        collate_fn: The worker's.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any = None) -> None:
@@ -71,32 +64,13 @@ class OwnGenerators:
     def __len__(self) -> int:
         return len(self._by_path)
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._by_path.values())
+
     def seed(self, seed: int) -> None:
         """Seed all of them with this number: each draws numbers of its own."""
         for number, put in enumerate(self._seeders, 1):
             put(mix(seed, number))
-
-    def states(self) -> list[Any]:
-        """Return their states, for `give_back`."""
-        return [state_of(generator) for generator in self._by_path.values()]
-
-    def give_back(self, states: list[Any]) -> None:
-        """Set them to what they were."""
-        for generator, state in zip(self._by_path.values(), states, strict=True):
-            _set_state(generator, state)
-
-    @contextlib.contextmanager
-    def left_alone(self) -> Iterator[None]:
-        """Leave them as they are, whatever is drawn from them, or seeded, meanwhile."""
-        states = self.states()
-        try:
-            yield
-        finally:
-            try:
-                self.give_back(states)
-            except BaseException:  # a Ctrl-C came between two of them
-                self.give_back(states)
-                raise
 
     def look_for_late_ones(self) -> None:
         """Say so, once, if the first batch has brought generators that nobody could seed for it."""
@@ -134,21 +108,3 @@ def _seed_pcg64(bits: Any, seed: int) -> None:
     state, stream = mix(seed, 1) << 64 | mix(seed, 2), mix(seed, 3) << 64 | mix(seed, 4) | 1
     words = {"state": state, "inc": stream}
     bits.state = {"bit_generator": "PCG64", "state": words, "has_uint32": 0, "uinteger": 0}
-
-
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator, which it can be set to."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)

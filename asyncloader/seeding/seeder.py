@@ -11,15 +11,12 @@ A `Seeder` does both of the latter, in less than 10 us.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from _random import Random
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.random  # otherwise every forked worker would import it by itself: 9 to 30 ms before its first batch
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
@@ -158,30 +155,3 @@ class Seeder:
         np.random.seed((seed ^ _FOR_NUMPY) & _WORD)
         if self.own is not None:
             self.own.seed(seed)
-
-
-@contextlib.contextmanager
-def left_alone(own: OwnGenerators | None = None) -> Iterator[None]:
-    """Leave the global generators as they are, whatever is drawn from them, or seeded, meanwhile. Some 100 us.
-
-    Args:
-        own: Others that are left alone too.
-    """
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    of_own = [] if own is None else own.states()
-    try:
-        yield
-    finally:
-        try:
-            _give_back(*states, own, of_own)
-        except BaseException:  # a Ctrl-C came between two of them
-            _give_back(*states, own, of_own)
-            raise
-
-
-def _give_back(python: Any, numpys: Any, torchs: torch.Tensor, own: OwnGenerators | None, of_own: list[Any]) -> None:
-    random.setstate(python)
-    np.random.set_state(numpys)
-    torch.default_generator.set_state(torchs)
-    if own is not None:
-        own.give_back(of_own)

@@ -4,7 +4,7 @@
     sample 8:  read .. waits ......................[ decode, transform ]
     sample 9:  read ................................ waits .............[ ...
 
-What a sample does in a `sample_seed` block it does alone in its process, with the three global generators seeded by
+A sample is alone in its process in a `sample_seed` block, with the three global generators seeded by
 its place in the epoch; so what they draw does not depend on what else is in flight.
 
 In the trainer's process the generators are the trainer's between blocks. There the loader draws from them, and has
@@ -35,8 +35,9 @@ from itertools import starmap
 from typing import Any
 
 from asyncloader.errors import LoaderClosedError
+from asyncloader.seeding.generators import GLOBAL, left_alone
 from asyncloader.seeding.sample_context import BATCH, EpochKey, SampleContext, current
-from asyncloader.seeding.seeder import BLOCK, left_alone
+from asyncloader.seeding.seeder import BLOCK
 
 log = logging.getLogger("asyncloader")
 
@@ -282,11 +283,7 @@ class sample_seed:  # read as a function that returns a context manager
             self._release()  # a block inside a block: the outer one goes on
             return
         seeder = sample.seeder
-        aside: Any = contextlib.nullcontext()
-        if turn.is_trainers:
-            aside = left_alone(seeder.own)
-        elif seeder.own is not None:
-            aside = seeder.own.left_alone()
+        aside = left_alone((*(GLOBAL if turn.is_trainers else ()), *(seeder.own or ())))
         aside.__enter__()
         turn.holder, self._aside = sample, aside
         _refuse_if_over(seeder.key)

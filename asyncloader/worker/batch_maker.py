@@ -39,6 +39,7 @@ from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
 from asyncloader.observe.stalls import Stalls
 from asyncloader.seeding import sample_context
+from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.own_generators import OwnGenerators
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
@@ -260,7 +261,7 @@ class BatchMaker:
             return self.refused(seq, keys)
         if (own := self._own) is None:
             return self._make(seq, keys, waited_s)
-        with own.left_alone() if self._seeds else contextlib.nullcontext():
+        with left_alone(own if self._seeds else ()):
             outcome = self._make(seq, keys, waited_s)
         self._look_for_late_ones(own)
         return outcome
@@ -312,7 +313,7 @@ class BatchMaker:
 
     def _catch_up(self, keeper: Keeper) -> None:
         """Make again, and drop, what was made of a map-style dataset after the state that it has begun with."""
-        with self._own.left_alone() if self._own else contextlib.nullcontext():
+        with left_alone(self._own or ()):
             for made in keeper.made:
                 here, keys = self._context(Seeder(made.key, self.seeder.own), made.seq, made.keys)
                 sample_context.current.set(here)

@@ -22,11 +22,14 @@ left in the worker: seeding 8 us (random and numpy 3 each), collation 2, encodin
 decoding 3. With batches of 1024 the sampler (12 us), pickling the indices (8 and 14) and the dataset's own
 `__getitem__` (40) are most.
 
-Without workers, on 24 November 2026 (two cores beside other jobs, torch 2.13, Python 3.11): 1.32 times torch's CPU time
-with batches of 1, 1.15 with batches of 32; the same day it had been 2.9 and 2.2 before. Of torch's 25 us, 8 are its
-profiler's range, which we leave out unless a profiler runs. With a collate_fn that does nothing ours takes 20 us. Left
-out one at a time, the parts save: reading the sampler 4.4 us, taking the batch, so that an interrupt loses nothing,
-4.2, counting it for the figures 4.1, fetching 3.8, the record of its times 1.5, the look at the process's id 0.3.
+Without workers, on 25 November 2026 (two cores beside many other jobs, torch 2.13, Python 3.11): 1.43 times torch's CPU
+time with batches of 1 and 1.28 with batches of 32 in this benchmark, between 1.07 and 1.53 in its rounds. In shorter
+runs in turn, the smallest of 20 for each side, 1.28 to 1.34 and 1.03 to 1.06; the way of a day before came to 1.37 to
+1.51 and 1.11 to 1.18 in the same minutes. In the best rounds, torch takes 8.7 us, of which 3 are its profiler's range
+that we leave out unless a profiler runs, and ours 10.5. The parts of that save, left out one at a time: making the
+batch 5.6 (collating 2.7 and fetching 1.7 of it, as torch), taking it, so that an interrupt loses nothing, 1.7, counting
+it for the figures 1.6, reading the sampler 1.4. A batch runs through 1,450 instructions of Python, torch's through 370
+and more of C++: that is what the target has to come from.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_what_is_not_all_of_a_state() -> None:
     """Whichever part is missing, the error names it."""
     state = initial_state(settings_of(), 0)
     check(state, settings_of())
-    for name in state.keys() - {"version", "asked", "has_past"}:  # earlier versions did not say these
+    for name in state.keys() - {"version"}:
         with pytest.raises(StateMismatchError, match=f"without {name}"):
             check({key: value for key, value in state.items() if key != name}, settings_of())
 

@@ -26,7 +26,6 @@ from torch.utils.data import (
 
 from asyncloader import DataLoader, ElasticSampler
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import check
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
@@ -292,20 +291,6 @@ def test_a_state_that_is_taken_while_the_sampler_draws() -> None:
         resumed = Trainer(sampler, 2)
         generators.restore(saved, resumed.own)
         assert resumed.epoch(state, inline=False) == (seeds, keys[state["position"] :])
-
-
-def test_a_state_of_an_earlier_version_goes_on_with_the_same_samples(caplog: pytest.LogCaptureFixture) -> None:
-    """It did not say how often the sampler had been asked; the log says what that costs."""
-    whole = Trainer("replacement", 1)
-    whole.epoch(inline=False)
-    seeds, keys = whole.epoch(inline=False)
-    trainer, state = stopped("replacement", 1, 2, inline=False)
-    del state["asked"]
-    check(state, trainer.settings())
-    resumed = Trainer("replacement", 2)
-    generators.restore(generators.save(trainer.own), resumed.own)
-    assert resumed.epoch(state, inline=False) == (seeds, keys[1:])
-    assert "The state is of an earlier version of asyncloader" in caplog.text
 
 
 class KeepsOut(Sampler[int]):

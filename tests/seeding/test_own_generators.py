@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from asyncloader import DataLoader, sample_seed
+from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.own_generators import OwnGenerators, generators_of
 from asyncloader.testing import assert_reproducible
 
@@ -367,6 +368,6 @@ def test_odd_objects_beside_a_generator_do_not_stop_the_search(make_odd):
     holder = SimpleNamespace(odd=make_odd(), rng=random.Random(1))
     own = OwnGenerators(holder)
     assert len(own) == 1
-    with own.left_alone():
+    with left_alone(own):
         own.seed(5)
     assert holder.rng.getstate() == random.Random(1).getstate()

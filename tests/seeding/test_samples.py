@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Dataset, StackDataset, Subset
 
 from asyncloader import DataLoader, sample_rng, sample_seed
 from asyncloader.datasets import CachedDataset, FileDataset, ImageFolder
-from asyncloader.seeding.seeder import left_alone
+from asyncloader.seeding.generators import left_alone
 from asyncloader.testing import assert_reproducible, assert_resumable
 
 LENGTH = 10

@@ -4,9 +4,7 @@ of."""
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,10 +14,8 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.run.rng_snapshot import GlobalGenerators
 from asyncloader.seeding.hashing import mix
-from asyncloader.seeding.seeder import Seeder, left_alone, seed_worker
-from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
+from asyncloader.seeding.seeder import Seeder, seed_worker
 
 
 def draw() -> tuple[float, float, float]:
@@ -227,25 +223,3 @@ def test_a_torch_that_raises_where_it_has_no_accelerator(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
     assert seed_worker(10, 2) == 12
     assert torch.equal(torch.rand(()), expected)
-
-
-@pytest.mark.skipif(
-    sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
-)
-@pytest.mark.parametrize("aside", [left_alone, GlobalGenerators().left_alone])
-def test_an_interrupt_leaves_the_trainer_its_generators(aside: Callable[[], AbstractContextManager[None]]) -> None:
-    """At whichever moment it comes: a sampler draws from them later."""
-    moment = 0
-    while True:
-        moment += 1
-        before = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
-        with CtrlC(NEVER), aside():
-            pass
-        try:
-            with CtrlC(moment), aside():
-                random.random(), np.random.rand(), torch.rand(1)
-            break
-        except KeyboardInterrupt:
-            pass
-        assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before, moment
-    assert moment > 4

@@ -19,8 +19,9 @@ import torch
 
 from asyncloader import LoaderClosedError, sample_rng, sample_seed
 from asyncloader.seeding import turns
+from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current, sample_at
-from asyncloader.seeding.seeder import Seeder, left_alone
+from asyncloader.seeding.seeder import Seeder
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
 
 KEY = (7, 1, 0)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.error_limit import ErrorLimit
-from asyncloader.engine.progress import Progress
+from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.taking import Taking
 from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.messages.outcome import Batch, Failure
+from asyncloader.messages.snapshot import Pace
 from asyncloader.observe.faults import Faults
-from asyncloader.run.fetching import FetchThread, InlineHost, InlineMaker
+from asyncloader.run.inline_run import InlineHost, InlineRun
+from asyncloader.run.plan import Plan
 from asyncloader.worker.batch_maker import BatchMaker
 
 
@@ -33,17 +37,23 @@ class Squares:
         return key * key
 
 
-def make_maker(pin: Any = None, *, is_stream: bool = False) -> InlineMaker:
-    """A maker of lists of squares."""
+def make_run(pin: Any = None, *, is_stream: bool = False, plan: Any = ()) -> InlineRun:
+    """A run whose batches are lists of squares."""
     spec = WorkerSpec(Squares(), False, True, list, False, None, 0, 1, False)
     maker = BatchMaker(0, spec, InlineHost(list))
     maker.begin(EpochSpec(0, (1, 0, 0)))
-    return InlineMaker(maker, Faults(), pin, is_stream=is_stream, is_batched=True)
+    maker.spec = replace(spec, is_iterable=is_stream)
+    progress = Progress()
+    sampler = BatchSampler(plan, 1, drop_last=False)
+    keys = Plan(sampler, iter(sampler), progress, Pace())
+    return InlineRun(
+        keys, Taking(progress, ErrorLimit(DataLoader(Squares())._options(), progress, Faults())), maker, pin
+    )
 
 
 def test_a_batch_has_its_number_its_keys_and_its_times() -> None:
     """What a state needs to make it again, and what the figures count."""
-    item = make_maker().item(5, [2, 3])
+    item = make_run().item(5, [2, 3])
     assert type(item.outcome) is Batch
     assert item.outcome.data == [4, 9]
     assert (item.seq, item.number, item.keys) == (5, 5, [2, 3])
@@ -52,14 +62,14 @@ def test_a_batch_has_its_number_its_keys_and_its_times() -> None:
 
 def test_batches_of_a_stream_are_not_made_again_by_keys() -> None:
     """They are read over."""
-    item = make_maker(is_stream=True).item(5, [2, 3])
+    item = make_run(is_stream=True).item(5, [2, 3])
     assert (item.seq, item.number, item.keys) == (5, -1, None)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyError(1)])
 def test_what_a_sample_raises_is_raised_as_it_is(error: Exception) -> None:
     """The same object, with the indices of the batch, and without words about workers."""
-    item = make_maker().item(0, [error])
+    item = make_run().item(0, [error])
     assert type(item.outcome) is Failure
     assert item.open() == (None, error)
     assert [note.partition(" [")[0] for note in error.__notes__] == ["The batch has the indices"]
@@ -70,10 +80,27 @@ def test_what_a_sample_raises_is_raised_as_it_is(error: Exception) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), GeneratorExit()])
 def test_an_interruption_is_no_failure_of_the_batch(error: BaseException) -> None:
     """It passes through, and the batch can be made anew, with the same number."""
-    maker = make_maker()
-    with pytest.raises(type(error)):
-        maker.item(3, [error])
-    assert maker.item(3, [1]).outcome.data == [1]  # type: ignore[union-attr]
+    run = make_run(plan=[error])
+    run.read()
+    with run.making, pytest.raises(type(error)):
+        run.make()
+    assert run.to_do == deque([(0, [error])])
+    run.to_do[0] = (0, [1])
+    with run.making:
+        run.make()
+    assert not run.to_do
+    assert run.ready[0].open() == ([1], None)
+    assert not run.is_torn
+
+
+def test_samples_of_a_stream_that_were_read_before_an_interruption_are_gone() -> None:
+    """They cannot be read again."""
+    run = make_run(plan=[KeyboardInterrupt()], is_stream=True)
+    run.read()
+    with run.making, pytest.raises(KeyboardInterrupt):
+        run.make()
+    assert run.is_torn
+    assert not run._serve_one()
 
 
 def test_what_pinning_raises_stands_for_the_batch() -> None:
@@ -84,33 +111,57 @@ def test_what_pinning_raises_stands_for_the_batch() -> None:
             raise MemoryError("locked")
         return tuple(batch)
 
-    maker = make_maker(pin)
-    raised = maker.item(0, [2]).open()[1]
+    run = make_run(pin)
+    raised = run.item(0, [2]).open()[1]
     assert isinstance(raised, MemoryError)
     assert str(raised) == "locked"
-    assert maker.item(1, [3]).open() == ((9,), None)
+    assert run.item(1, [3]).open() == ((9,), None)
+
+
+def test_a_task_looks_again_when_nobody_makes_its_batch() -> None:
+    """A thread may have taken it, as it takes whatever comes first; and at the end nobody looks for ever."""
+    run = make_run(plan=[1, 2])
+    assert not run.has_news()
+    waiters = run.handoff._waiters
+    waiters.append(object())
+    assert run.has_news()
+    assert run.read()
+    assert not run.has_news()
+    with run.making:
+        run.make()
+    assert run.has_news()
+    assert run.taking.take(Call()) is not None
+    assert run.has_news()
+    assert run.read()
+    assert not run.read()
+    waiters.append(object())
+    assert not run.has_news()
+    assert not run.is_over
+    with run.making:
+        run.make()
+    assert run.taking.take(Call()) is not None
+    assert run.is_over
+    assert run.has_news()
 
 
 def test_a_system_exit_in_the_thread_is_told_to_the_consumer() -> None:
     """Nobody else would tell; the thread goes on."""
-    progress = Progress()
-    limit = ErrorLimit(DataLoader(Squares())._options(), progress, Faults())
-    fetching = FetchThread(make_maker(), Taking(progress, limit))
-    handoff = fetching.taking.handoff
+    run = make_run(plan=[SystemExit(3), 2])
+    handoff = run.taking.handoff
     try:
-        fetching.start()
-        for request in ([0, [SystemExit(3)]], [1, [2]]):
-            fetching.requests.put(request)
+        for number in range(2):
+            run.read()
+            run.kick()
             handoff.wait(lambda: bool(handoff.ready), None)
             item = handoff.ready.popleft()
-            assert item.seq == item.number
-            if item.seq == 0:
+            assert item.seq == item.number == number
+            if number == 0:
                 assert isinstance(item.open()[1], SystemExit)
             else:
                 assert item.open() == ([4], None)
     finally:
-        fetching.stop()
-        fetching.join(10.0)
+        run.stop()
+        run.join(10.0)
 
 
 class Drawing:

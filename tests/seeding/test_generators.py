@@ -1,0 +1,82 @@
+"""Generators of any kind: their states are kept, told apart, written down, and given back."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncloader.run.inline_iterator import _left_alone as untouched_and_left_alone
+from asyncloader.seeding.generators import GLOBAL, check_of, decode, encode, left_alone, set_state, state_of
+from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
+
+KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "torch": (torch.Generator(), lambda own: torch.rand(1, generator=own).item()),
+    "python": (random.Random(1), lambda own: own.gauss(0, 1)),
+    "numpy": (np.random.RandomState(1), lambda own: own.standard_normal()),
+    "numpy's new ones": (np.random.default_rng(1), lambda own: own.random()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_is_told_apart_from_what_it_was(kind: str) -> None:
+    """And is at the same place again once it is set back."""
+    generator, draw = KINDS[kind]
+    draw(generator)
+    state, check = state_of(generator), check_of(generator)
+    expected = [draw(generator), draw(generator)]
+    assert check_of(generator) != check
+    set_state(generator, state)
+    assert check_of(generator) == check
+    with left_alone([generator]):
+        assert [draw(generator), draw(generator)] == expected
+    assert check_of(generator) == check
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_a_state_goes_through_json(kind: str) -> None:
+    """The second number of a pair of normal ones too, which is kept for later."""
+    generator, draw = KINDS[kind]
+    draw(generator)
+    text = json.dumps(encode(generator, state_of(generator)))
+    expected = [draw(generator), draw(generator)]
+    set_state(generator, decode(generator, json.loads(text)))
+    assert [draw(generator), draw(generator)] == expected
+
+
+def test_the_global_generators_are_those_that_modules_draw_from() -> None:
+    """torch's, Python's and numpy's."""
+    for generator, draw in zip(GLOBAL, (partial(torch.rand, 1), random.random, np.random.rand), strict=True):
+        check = check_of(generator)
+        draw()
+        assert check_of(generator) != check
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="CPython 3.12.1 crashes by itself where instructions are traced"
+)
+@pytest.mark.parametrize("aside", [left_alone, partial(untouched_and_left_alone, GLOBAL)])
+def test_an_interrupt_leaves_the_trainer_its_generators(aside: Callable[[], AbstractContextManager[None]]) -> None:
+    """At whichever moment it comes: a sampler draws from them later."""
+    moment = 0
+    while True:
+        moment += 1
+        before = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+        with CtrlC(NEVER), aside():
+            pass
+        try:
+            with CtrlC(moment), aside():
+                random.random(), np.random.rand(), torch.rand(1)
+            break
+        except KeyboardInterrupt:
+            pass
+        assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before, moment
+    assert moment > 4
