@@ -1,6 +1,6 @@
 """Best-fit packing: samples, the longest first, each into the block that it leaves the least room in.
 
-What room there is among open blocks is kept as bits: one 128-bit number for each 128 sizes, with a bit for each size
+The room in open blocks is kept as bits: one 128-bit number for each 128 sizes, with a bit for each size
 that a block has left, and one number with a bit for each of those that are not 0. The least room that is enough is
 then the lowest bit of what remains after a shift: two looks, whatever the size of a block and however many are open. A
 heap or a balanced tree of blocks takes ten steps of Python in place of each.

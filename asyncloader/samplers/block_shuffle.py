@@ -132,7 +132,7 @@ class BlockShuffleSampler(ElasticSampler):
 def places_of(positions: NDArray[np.int64], length: int, lanes: Lanes) -> NDArray[np.int64]:
     """Return for positions in the order their places in the row of blocks, which is cut into equal stretches.
 
-    What is left when all lanes have had the same number of whole batches is at the end, for all.
+    Samples that are left when all lanes have had the same number of whole batches are at the end, for all.
     """
     ranks, workers, batch_size = lanes
     num_batches = length // (ranks * workers * batch_size)  # of each worker

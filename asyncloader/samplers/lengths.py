@@ -35,36 +35,27 @@ class Lengths:
     """
 
     def __init__(self, lengths: LengthsLike, count: int | None = None) -> None:
-        self._function: Callable[[NDArray[np.int64]], Any] | None = None
         self._row: NDArray[Any] | None = None  # in memory or mapped
-        self.array: NDArray[Any] | None = None  # if they are in memory
         if callable(lengths):
             if count is None:
                 raise ConfigurationError("of a function of lengths, num_samples should say how many samples there are")
-            self._function = lengths
-            self.count = count
+            self._look_up, self.count = lengths, count
         else:
-            array = np.load(lengths, mmap_mode="r") if isinstance(lengths, (str, PathLike)) else np.asarray(lengths)
-            if array.ndim != 1 or array.dtype.kind not in "iu":
-                raise ConfigurationError(f"lengths should be one row of integers, but are {array.dtype}{array.shape}")
-            if count is not None and count != len(array):
-                raise ConfigurationError(f"there are {len(array)} lengths, but num_samples is {count}")
-            self._function = array.__getitem__
-            self._row = array
-            self.count = len(array)
-            if not isinstance(array, np.memmap):
-                self.array = array
+            row = np.load(lengths, mmap_mode="r") if isinstance(lengths, (str, PathLike)) else np.asarray(lengths)
+            if row.ndim != 1 or row.dtype.kind not in "iu":
+                raise ConfigurationError(f"lengths should be one row of integers, but are {row.dtype}{row.shape}")
+            if count not in (None, len(row)):
+                raise ConfigurationError(f"there are {len(row)} lengths, but num_samples is {count}")
+            self._row, self._look_up, self.count = row, row.__getitem__, len(row)
         if not self.count:
             raise ConfigurationError("there are no lengths")
-        if self.array is not None and self.array.min() < 0:
-            worst = int(self.array.argmin())
-            raise ConfigurationError(f"sample {worst} has a length of {self.array[worst]}")
+        if self._row is not None and not isinstance(self._row, np.memmap):
+            self(np.array([self._row.argmin()]))  # refuses the least one if it is negative
         self._probed = checksum(self.sample(_PROBES))["checksum"]
 
     def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the lengths of these samples."""
-        assert self._function is not None
-        lengths = np.asarray(self._function(indices))
+        lengths = np.asarray(self._look_up(indices))
         if lengths.shape != indices.shape or lengths.dtype.kind not in "iu":
             raise ConfigurationError(
                 f"lengths of {len(indices)} samples should be as many integers, but are {lengths.dtype}{lengths.shape}"
@@ -80,10 +71,10 @@ class Lengths:
 
     def longest(self) -> tuple[int, int] | None:
         """Return which sample is the longest, and how long it is; None if that is not known without reading all."""
-        if self.array is None:
+        if self._row is None or isinstance(self._row, np.memmap):
             return None
-        index = int(self.array.argmax())
-        return index, int(self.array[index])
+        index = int(self._row.argmax())
+        return index, int(self._row[index])
 
     @cached_property
     def identity(self) -> dict[str, int]:

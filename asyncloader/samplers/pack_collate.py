@@ -192,18 +192,14 @@ def _lay_out(sizes: list[int], block_size: int) -> tuple[list[int], int]:
 def _segments(
     starts: list[int], sizes: list[int], num_blocks: int, block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lengths of all that is in the blocks, and the number of the sample it is; -1 for padding."""
-    own = [(start, size, number) for number, (start, size) in enumerate(zip(starts, sizes, strict=True)) if size]
-    segments, numbers = [], []
-    filled = 0
-    for start, size, number in [*own, (num_blocks * block_size, 0, -1)]:
-        while filled < start:  # the padding at the end of a block, and blocks without any sample
-            gap = min(start, (filled // block_size + 1) * block_size) - filled
-            segments.append(gap)
-            numbers.append(-1)
-            filled += gap
-        if size:
-            segments.append(size)
-            numbers.append(number)
-            filled += size
-    return np.array(segments, dtype=np.int64), np.array(numbers, dtype=np.int64)
+    """Return the lengths of all that is in the blocks, and the number of the sample it is; -1 for padding.
+
+    Samples do not reach over the end of a block; padding is one segment in each block that has some.
+    """
+    own = np.flatnonzero(sizes)
+    begins = np.array(starts, np.int64)[own]
+    ends = begins + np.array(sizes, np.int64)[own]
+    bounds = np.unique(np.concatenate([begins, ends, np.arange(num_blocks + 1) * block_size]))
+    before = np.searchsorted(begins, bounds[:-1], side="right") - 1  # the last sample that begins up to there
+    is_sample = (before >= 0) & (bounds[:-1] < np.append(ends, 0)[before])
+    return np.diff(bounds), np.where(is_sample, np.append(own, 0)[before], -1)

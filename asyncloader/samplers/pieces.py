@@ -102,13 +102,13 @@ def is_row(row: Any, name: str, length: int, whose: str) -> bool:
     """Whether something in a sample is a row with an item for each of its tokens.
 
     Args:
-        row: What it is about.
-        name: What the sample calls it.
+        row: Anything in the sample.
+        name: Its name in the sample.
         length: How many tokens the sample has.
         whose: The sample, for an error.
 
     Raises:
-        ValueError: It is a row of numbers, or labels, of another length.
+        ValueError: This is a row of numbers, or labels, of another length.
     """
     try:
         count = None if isinstance(row, (str, bytes, Mapping)) else len(row)

@@ -141,7 +141,7 @@ class RandomOrder:
         self._generator = generator
 
     def _draw(self) -> None:
-        """Draw the next permutation. What a Ctrl-C that hits here has drawn is drawn again."""
+        """Draw the next permutation. A Ctrl-C in here puts the generator back: the next call draws the same one."""
         assert self._generator is not None
         before = self._generator.get_state()
         try:

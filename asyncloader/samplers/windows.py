@@ -120,6 +120,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         if inner is not None:
             inner.load_state_dict(state["sampler"])
         super().load_state_dict(state)
+        self._counted = None  # the state of a mixture may have other weights
         self.lengths.say_what_is_compared()
         windows, planned = self._windows(), self._next["window"] + (self._next["unit"] > 0)
         if planned:  # a mixture is told what is past: there, its weights cannot be changed any more

@@ -292,3 +292,16 @@ def test_bad_lengths_of_a_function_are_told_when_they_are_planned(kind: str) -> 
             list(KINDS[kind](function, num_samples=1000))
     with pytest.raises(ConfigurationError, match="as many integers"):
         KINDS[kind](lambda indices: 1.0, num_samples=1000)
+
+
+def test_the_length_is_that_of_the_weights_in_a_state() -> None:
+    """Also if it was asked for before, with the weights that the mixture was made with."""
+
+    def make(weights: list[float]) -> LengthBatchSampler:
+        mixture = MixtureSampler([300, 400], weights, stop="first")
+        return by_length(some_lengths(700), sampler=mixture)
+
+    sampler, other = make([1, 1]), make([9, 1])
+    assert len(sampler) != len(other)
+    sampler.load_state_dict(other.state_dict())
+    assert len(sampler) == len(other) == len(list(sampler))
