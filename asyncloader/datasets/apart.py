@@ -13,14 +13,12 @@ import asyncio
 import contextlib
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import cloudpickle
-
+from asyncloader.datasets.listing import ask_child
 from asyncloader.datasets.retry import FetchError
 from asyncloader.datasets.source import Version, kind_of, path_of
 from asyncloader.datasets.sources import Access, Sources
@@ -52,12 +50,13 @@ def run_apart(
     Raises:
         FetchError: A process ended before it had an answer.
     """
+    if not urls:
+        return []
     calls = list(zip(urls, *more, strict=True))
     if all(kind_of(url) != "store" for url in urls):
         with ThreadPoolExecutor(1) as thread:  # the calling one may have a loop that runs
             return thread.submit(lambda: asyncio.run(_for_each(function, access, calls))).result()
-    request = pickle.dumps(sys.path) + cloudpickle.dumps((function, access, calls))
-    done = subprocess.run([sys.executable, "-c", _CHILD], input=request, capture_output=True, check=False)
+    done = ask_child(_CHILD, (function, access, calls))
     if done.returncode:
         said = done.stderr.decode()[-2000:]
         raise FetchError(f"a process that asked the servers ended with code {done.returncode}: {said}")
@@ -91,8 +90,8 @@ def versions_of(urls: Sequence[str], access: Access) -> list[Version]:
         FetchError: A server does not tell the version.
     """
     versions = {url: Version.of_file(path_of(url)) for url in urls if kind_of(url) == "file"}
-    if away := [url for url in urls if url not in versions]:
-        versions.update(zip(away, run_apart(Sources.version, away, access), strict=True))
+    away = [url for url in urls if url not in versions]
+    versions.update(zip(away, run_apart(Sources.version, away, access), strict=True))
     return [versions[url] for url in urls]
 
 

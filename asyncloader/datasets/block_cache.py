@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
@@ -25,8 +25,13 @@ class BlockCache(Generic[V]):
         self._blocks: OrderedDict[int, V] = OrderedDict()
         self._reading: dict[int, asyncio.Task[V]] = {}
 
+    async def get_all(self, numbers: Iterable[int], read: Callable[[int], Coroutine[Any, Any, V]]) -> dict[int, V]:
+        """Return blocks by their numbers; those that are not here are read, all at once."""
+        wanted = dict.fromkeys(numbers)
+        return dict(zip(wanted, await asyncio.gather(*(self.get(number, read) for number in wanted)), strict=True))
+
     async def get(self, number: int, read: Callable[[int], Coroutine[Any, Any, V]]) -> V:
-        """Return a block, read if it is not here."""
+        """Return one block."""
         if number in self._blocks:
             self._blocks.move_to_end(number)
             return self._blocks[number]

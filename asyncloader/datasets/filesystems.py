@@ -62,10 +62,6 @@ class FsspecSource(Source):
             self._system, threads = type(self._system)(*self._system.storage_args, **own), 1
         self._threads = Threads(threads)
 
-    async def version(self, url: str) -> Version:
-        """Return which version of a file is there."""
-        return await self._threads.run(version_in, self._system, url)
-
     async def stream(
         self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING
     ) -> AsyncGenerator[tuple[bytes, Known], None]:
@@ -86,7 +82,7 @@ class FsspecSource(Source):
         system = self._system
         opens = type(system).cat_file is AbstractFileSystem.cat_file and not isinstance(system, AsyncFileSystem)
         if not opens or start or stop is not None:
-            return bytes(system.cat_file(path, start or None, stop))
+            return bytes(system.cat_file(path, start if start or stop is not None else None, stop))
         parts, left = [], self._most
         with system.open(path, "rb") as file:
             size = getattr(file, "size", None)  # where that is known a read may be a request: one is enough

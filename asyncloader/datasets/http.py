@@ -17,7 +17,7 @@ from asyncloader.datasets.extras import require
 from asyncloader.datasets.limits import MAX_BYTES
 from asyncloader.datasets.remote import Key, RemoteDataset
 from asyncloader.datasets.retry import FetchError, Retries, TransientError
-from asyncloader.datasets.source import NOTHING, Known, Source, Version
+from asyncloader.datasets.source import NOTHING, Known, Source
 from asyncloader.errors import as_cause, redacted
 
 if TYPE_CHECKING:
@@ -71,14 +71,6 @@ class HTTPSource(Source):
         self._options = {**given, **(options or {}), "auto_decompress": False}
         self._session = aiohttp.ClientSession(**self._options)
         self._stranger: aiohttp.ClientSession | None = None
-
-    async def version(self, url: str) -> Version:
-        """Return which version of a file is there. A byte is asked for: that shows whether the server gives ranges."""
-        async with contextlib.aclosing(self.stream(url, 0, 1)) as chunks:
-            _, known = await anext(chunks)
-        if known.size is None:
-            raise FetchError(f"{url}: the server does not say how long it is")
-        return Version(known.size, known.tag or "")
 
     async def stream(
         self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING

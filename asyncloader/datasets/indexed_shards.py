@@ -5,7 +5,6 @@ numbers ──> Spans: which shard, which bytes ──> ranges, or whole blocks 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -101,13 +100,7 @@ class IndexedTarShards(BatchDataset[Opened[Sources], T_co]):
         self.decode_threads = decode_threads
         _check(self)
         self.access = Access.to(
-            self.shards,
-            "IndexedTarShards",
-            retries,
-            headers,
-            config=config,
-            client_options=client_options,
-            credential_provider=credential_provider,
+            self.shards, "IndexedTarShards", retries, headers, config, client_options, credential_provider
         )
         self._versions = versions_of(self.shards, self.access)
         spans = spans_of(self.shards, self._versions, Path(index) if index is not None else None, self.access)
@@ -164,9 +157,8 @@ class IndexedTarShards(BatchDataset[Opened[Sources], T_co]):
         self, cache: BlockCache[memoryview], numbers: NDArray[np.int64], places: Sequence[Place]
     ) -> list[memoryview]:
         blocks = (np.searchsorted(self._blocks, numbers, side="right") - 1).tolist()
-        needed = list(dict.fromkeys(blocks))
-        read = dict(zip(needed, await asyncio.gather(*(cache.get(one, self._read) for one in needed)), strict=True))
-        begins = {block: int(self._spans[self._blocks[block], 0]) for block in needed}
+        read = await cache.get_all(blocks, self._read)
+        begins = {block: int(self._spans[self._blocks[block], 0]) for block in read}
         return [
             read[block][start - begins[block] : stop - begins[block]]
             for block, (_, start, stop) in zip(blocks, places, strict=True)

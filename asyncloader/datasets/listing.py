@@ -49,6 +49,12 @@ os._exit(0)
 """
 
 
+def ask_child(code: str, question: Any) -> subprocess.CompletedProcess[bytes]:
+    """Run code in another interpreter: it finds the path for imports, then the question, pickled on its input."""
+    request = pickle.dumps(sys.path) + cloudpickle.dumps(question)
+    return subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, check=False)
+
+
 def list_apart(url: str, options: Mapping[str, Any], retries: Retries) -> list[str]:
     """Return all keys behind a url. obstore itself tries again, as `retries` says.
 
@@ -69,8 +75,7 @@ def list_apart(url: str, options: Mapping[str, Any], retries: Retries) -> list[s
     }
     chunk_s = min(retries.total_s, _LONGEST_S)
     told = url, {**options, "retry_config": retry_config}, MOST_KEYS, _MOST_BYTES, chunk_s
-    request = pickle.dumps(sys.path) + cloudpickle.dumps(told)
-    done = subprocess.run([sys.executable, "-c", _CHILD], input=request, capture_output=True, check=False)
+    done = ask_child(_CHILD, told)
     if done.returncode == -signal.SIGALRM:
         raise FetchError(
             f"{url}: listing has come to a halt: 1,000 more keys did not come within {chunk_s:g} s. Give more time "

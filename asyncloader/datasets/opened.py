@@ -43,7 +43,7 @@ class Openable(abc.ABC, Generic[ClientT]):
 
     @abc.abstractmethod
     def _connect(self) -> ClientT:
-        """Return a client that belongs to the running loop. It connects when it is first used, within its retries."""
+        """Return a client that belongs to the running loop. It connects at the first request, within its retries."""
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()

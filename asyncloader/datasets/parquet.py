@@ -40,7 +40,7 @@ _SERVED = frozenset({"file", "http", "https", "s3", "s3a", "gs", "az", "adl", "a
 
 
 class Footer(NamedTuple):
-    """What a file says of itself: rows of each row group, its columns, and the dtypes of those of lists of numbers."""
+    """The footer of a file: rows of each row group, columns, and the dtypes of the columns of lists of numbers."""
 
     rows: list[int]
     columns: list[str]
@@ -115,19 +115,11 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
         self.threads = threads
         self.storage_options = dict(storage_options or {})
         _check(self)
-        served = [path for path in self.paths if _is_served(path)]
+        served = [path for path in self.paths if _kind_of(path) != "fsspec"]
         if len(served) < len(self.paths):
             require("fsspec", "fsspec", "ParquetDataset")
-        self.access = Access.to(
-            served,
-            "ParquetDataset",
-            retries,
-            headers,
-            config=config,
-            client_options=client_options,
-            credential_provider=credential_provider,
-        )
-        self._versions = {path: self._version(path) for path in self.paths if not _is_served(path)}
+        self.access = Access.to(served, "ParquetDataset", retries, headers, config, client_options, credential_provider)
+        self._versions = {path: self._version(path) for path in self.paths if path not in served}
         self._versions |= zip(served, versions_of(served, self.access), strict=True)
         footers = self._footers()
         self._names = self._named_columns(footers)
@@ -154,17 +146,15 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
         """Read the rows of a batch."""
         numbers = counted(indices, len(self), "row")
         of_rows = np.searchsorted(self._firsts, numbers, side="right") - 1
-        groups, which = np.unique(of_rows, return_inverse=True)
         client = self._client
-        read = partial(self._read, client)
-        tables = await asyncio.gather(*(client.cache.get(group, read) for group in groups.tolist()))
-        return await client.threads.run(self._rows, tables, which, numbers - self._firsts[of_rows])
+        tables = await client.cache.get_all(np.unique(of_rows).tolist(), partial(self._read, client))
+        return await client.threads.run(self._rows, tables, of_rows, numbers - self._firsts[of_rows])
 
-    def _rows(self, tables: Sequence[pa.Table], which: NDArray[Any], places: NDArray[np.int64]) -> list[T_co]:
+    def _rows(self, tables: dict[int, pa.Table], groups: NDArray[Any], places: NDArray[np.int64]) -> list[T_co]:
         """Take rows out of tables, on a thread."""
         found: list[Any] = [None] * len(places)
-        for number, table in enumerate(tables):
-            mine = np.flatnonzero(which == number)
+        for group, table in tables.items():
+            mine = np.flatnonzero(groups == group)
             taken = _columns(table.take(places[mine]))
             columns = {name: _values(column, self._dtypes.get(name)) for name, column in taken}
             for at, values in zip(mine.tolist(), zip(*columns.values(), strict=True), strict=True):
@@ -184,14 +174,14 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
         """Open a file for pyarrow, on a thread.
 
         Raises:
-            FetchError: It is another one than when the dataset was made. That is looked at after it was read, whatever
-                came of that: what was read while it was replaced may be parts of both.
+            FetchError: The file has changed since the dataset was made. Versions are compared after the file was read,
+                whatever came of that: bytes that were read while a file was replaced may be parts of both.
         """
-        if ranges is not None and _is_served(path) and kind_of(path) != "file":
+        if ranges is not None and _kind_of(path) == "away":
             yield _RangeFile(ranges, path, self._versions[path])
             return
         try:
-            if _is_served(path):
+            if _kind_of(path) == "file":
                 with open_regular(path_of(path)) as file:
                     yield file
             else:
@@ -204,21 +194,19 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
                 raise_changed(path)
 
     def _version(self, path: str) -> Version:
-        if _is_served(path):
+        if _kind_of(path) == "file":
             return Version.of_file(path_of(path))
         return version_in(*open_system(path, self.storage_options))
 
     def _footers(self) -> list[Footer]:
         """Read what all files say of themselves."""
-        found = {
-            path: _read_footer(path, partial(self._opened_file, path, None))
+        away = [path for path in self.paths if _kind_of(path) == "away"]
+        versions = [self._versions[path] for path in away]
+        found = dict(zip(away, run_apart(_read_footer_away, away, self.access, versions), strict=True))
+        return [
+            found[path] if path in found else _read_footer(path, partial(self._opened_file, path, None))
             for path in self.paths
-            if not _is_served(path) or kind_of(path) == "file"
-        }
-        if away := [path for path in self.paths if path not in found]:
-            versions = [self._versions[path] for path in away]
-            found.update(zip(away, run_apart(_read_footer_away, away, self.access, versions), strict=True))
-        return [found[path] for path in self.paths]
+        ]
 
     def _named_columns(self, footers: Sequence[Footer]) -> list[str]:
         """Return the columns of a row, which all files are to have."""
@@ -262,8 +250,8 @@ class _Ranges:
         """Wait for some bytes, on a thread.
 
         Raises:
-            ValueError: It is closed.
-            CancelledError: It was closed meanwhile.
+            ValueError: The dataset is closed.
+            CancelledError: The dataset was closed while the bytes were on their way.
         """
         with self._lock:
             if self._is_closed:
@@ -379,9 +367,11 @@ def _values(column: pa.ChunkedArray, dtype: np.dtype[Any] | None) -> list[Any]:
     ]
 
 
-def _is_served(path: str) -> bool:
-    """Whether we read it ourselves; fsspec does otherwise."""
-    return "://" not in path or path.partition("://")[0] in _SERVED
+def _kind_of(path: str) -> str:
+    """Tell how a file is read: "file" from the disk, "away" by ranges, otherwise by "fsspec"."""
+    if "://" in path and path.partition("://")[0] not in _SERVED:
+        return "fsspec"
+    return "file" if kind_of(path) == "file" else "away"
 
 
 def _check(dataset: ParquetDataset[Any]) -> None:

@@ -3,7 +3,7 @@
     how many buffers, length of the pickle, lengths of the buffers | pickle | buffer | buffer ...
 
 To read one is one copy, from the file into memory of its own, in which arrays and tensors stay and may be written to.
-Of a tensor that is a view, only what it shows is pickled: pickle itself would take the whole memory behind it.
+A view of a tensor is pickled without the memory around it, which pickle by itself would take along.
 """
 
 from __future__ import annotations

@@ -127,15 +127,7 @@ class TarShards(Openable[Opened[Sources]], Generic[T_co]):
             rank is not None and world_size is not None and not 0 <= rank < world_size
         ):
             raise ConfigurationError(f"rank {rank} of world_size {world_size} is none; give both, or none of them")
-        self.access = Access.to(
-            self.shards,
-            "TarShards",
-            retries,
-            headers,
-            config=config,
-            client_options=client_options,
-            credential_provider=credential_provider,
-        )
+        self.access = Access.to(self.shards, "TarShards", retries, headers, config, client_options, credential_provider)
         self.decode = decode
         self.shuffle_shards = shuffle_shards
         self.shuffle_buffer = shuffle_buffer
@@ -241,12 +233,11 @@ class TarShards(Openable[Opened[Sources]], Generic[T_co]):
             async for sample in samples:
                 if len(buffer) < self.shuffle_buffer:
                     buffer.append(sample)
-                elif buffer:
+                    continue
+                if buffer:
                     place = rng.randrange(len(buffer))
                     buffer[place], sample = sample, buffer[place]
-                    yield sample
-                else:
-                    yield sample
+                yield sample
         rng.shuffle(buffer)
         for sample in buffer:
             yield sample
@@ -318,10 +309,8 @@ def _names(shards: list[str]) -> list[str]:
     """
     plain = [urlsplit(shard)._replace(query="", fragment="").geturl() if "://" in shard else shard for shard in shards]
     names = plain if len(set(plain)) == len(set(shards)) else shards
-    first, last = min(names), max(names)
-    pairs = zip(first, last, strict=False)
-    alike = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
-    return [name[first.rfind("/", 0, alike) + 1 :] for name in names]
+    within = os.path.commonprefix(names).rfind("/") + 1  # noqa: RUF071 - in urls too, and names of files may be cut
+    return [name[within:] for name in names]
 
 
 def _is_distributed() -> bool:

@@ -27,9 +27,14 @@ class ReadOnly:
 
     __slots__ = ("__weakref__", "_file", "_read")
 
-    def __init__(self, file: MemoryFile) -> None:
+    _file: MemoryFile
+    _read: RowReader
+
+    def _settle(self, file: MemoryFile) -> Self:
+        """Take the rows of a file."""
         self._file = file
         self._read = RowReader(file)
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -105,12 +110,14 @@ class SharedList(ReadOnly, Sequence[T_co]):
     def __init__(self, rows: Iterable[T_co], *, consume: bool = False) -> None:
         if consume and type(rows) is not list:
             raise ConfigurationError(f"consume=True empties a list, but got {type(rows).__name__}")
-        super().__init__(write(_emptied(rows) if consume else rows))  # type: ignore[arg-type]
-        self._over(range(self._read.count))
+        self._settle(write(_emptied(rows) if consume else rows))  # type: ignore[arg-type]
 
-    def _over(self, order: range | NDArray[np.int64], order_file: MemoryFile | None = None) -> Self:
-        self._order = order
-        self._order_file = order_file
+    def _settle(self, file: MemoryFile, order: Any = None) -> Self:
+        """Take the rows of a file; in another order, if one is given, itself or in a file of its own."""
+        super()._settle(file)
+        self._order_file = order if isinstance(order, MemoryFile) else None
+        found = RowReader(order)(0) if isinstance(order, MemoryFile) else order
+        self._order: range | NDArray[np.int64] = range(self._read.count) if found is None else found
         return self
 
     @classmethod
@@ -128,9 +135,7 @@ class SharedList(ReadOnly, Sequence[T_co]):
             ValueError: The file is something else.
             OSError: The file cannot be opened.
         """
-        file = MemoryFile.open(os.path.abspath(path), KIND)
-        opened: Self = _restore(cls, file, None)
-        return opened
+        return cls.__new__(cls)._settle(MemoryFile.open(os.path.abspath(path), KIND))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the list to a file, for `open`: by ranks in separate containers, or the next run.
@@ -197,7 +202,7 @@ class SharedList(ReadOnly, Sequence[T_co]):
             if self._order_file is None:
                 self._order_file = write([order])
             order = self._order_file
-        return _restore, (type(self), self._file, order)
+        return restore, (type(self), self._file, order)
 
     def _picked(self, index: Any) -> NDArray[np.int64]:
         wanted = np.asarray(index)
@@ -221,9 +226,7 @@ class SharedList(ReadOnly, Sequence[T_co]):
         return wanted
 
     def _part(self, order: range | NDArray[np.int64]) -> Self:
-        made = type(self).__new__(type(self))
-        made._file, made._read = self._file, self._read
-        return made._over(order)
+        return type(self).__new__(type(self))._settle(self._file, order)
 
 
 def _emptied(rows: list[Any]) -> Iterator[Any]:
@@ -234,9 +237,6 @@ def _emptied(rows: list[Any]) -> Iterator[Any]:
     rows.clear()
 
 
-def _restore(kind: type[SharedList[Any]], file: MemoryFile, order: Any) -> Any:
-    made = kind.__new__(kind)
-    ReadOnly.__init__(made, file)
-    if isinstance(order, MemoryFile):
-        return made._over(RowReader(order)(0), order)
-    return made._over(range(made._read.count) if order is None else order)
+def restore(kind: type[ReadOnly], *parts: Any) -> ReadOnly:
+    """Make a list or a dict of what it was pickled as."""
+    return kind.__new__(kind)._settle(*parts)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from asyncloader.datasets.memory_file import MemoryFile
 from asyncloader.datasets.rows import write
-from asyncloader.datasets.shared import ReadOnly
+from asyncloader.datasets.shared import ReadOnly, restore
 from asyncloader.errors import ConfigurationError
 
 K = TypeVar("K")
@@ -62,7 +62,7 @@ class SharedDict(ReadOnly, Mapping[K, V_co]):
         self._refuse_doubles()
 
     def _settle(self, file: MemoryFile) -> Self:
-        ReadOnly.__init__(self, file)
+        super()._settle(file)
         self._hashes, self._numbers = self._read.tables
         return self
 
@@ -118,11 +118,7 @@ class SharedDict(ReadOnly, Mapping[K, V_co]):
         return f"<{type(self).__name__} of {len(self):,} items, {self.nbytes / 1e6:,.1f} MB>"
 
     def __reduce__(self) -> Any:
-        return _restore, (type(self), self._file)
-
-
-def _restore(kind: type[SharedDict[Any, Any]], file: MemoryFile) -> SharedDict[Any, Any]:
-    return kind.__new__(kind)._settle(file)
+        return restore, (type(self), self._file)
 
 
 class _Values(ValuesView[V_co]):

@@ -74,10 +74,6 @@ class Source(abc.ABC):
     """A place of files. Each method makes one try. Belongs to one loop."""
 
     @abc.abstractmethod
-    async def version(self, url: str) -> Version:
-        """Return which version of a file is there."""
-
-    @abc.abstractmethod
     def stream(
         self, url: str, start: int = 0, stop: int | None = None, known: Known = NOTHING
     ) -> AsyncGenerator[tuple[bytes, Known], None]:
@@ -89,6 +85,18 @@ class Source(abc.ABC):
     @abc.abstractmethod
     async def aclose(self) -> None:
         """Let go of connections and threads."""
+
+    async def version(self, url: str) -> Version:
+        """Return which version of a file is there. A byte is asked for, which shows whether a server gives ranges.
+
+        Raises:
+            FetchError: The server does not say how long the file is.
+        """
+        async with contextlib.aclosing(self.stream(url, 0, 1)) as chunks:
+            _, known = await anext(chunks)
+        if known.size is None:
+            raise FetchError(f"{url}: the server does not say how long it is")
+        return Version(known.size, known.tag or "")
 
     async def read(self, url: str, start: int, stop: int, version: Version | None = None) -> bytes:
         """Return the bytes from `start` up to, and not including, `stop`, of this version of a file if one is given.
@@ -103,8 +111,8 @@ class Source(abc.ABC):
         """Return all of a file, decompressed if its server has compressed it.
 
         Raises:
-            TransientError: It was cut off.
-            FetchError: It is damaged, or has more than `max_bytes`. No more is read of it.
+            TransientError: The file was cut off.
+            FetchError: The file is damaged, or has more than `max_bytes`. No more is read of it.
         """
         data, known = await self._collect(url, 0, None, None, max_bytes)
         return decompress(data, max_bytes, url) if known.is_gzipped else data

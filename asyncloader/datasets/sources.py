@@ -52,7 +52,9 @@ class Access(NamedTuple):
         user: str,
         retries: Retries | None,
         headers: Mapping[str, str] | None,
-        **store_options: Any,
+        config: Mapping[str, Any] | None,
+        client_options: Mapping[str, Any] | None,
+        credential_provider: Any,
     ) -> Access:
         """Put the arguments of a dataset together.
 
@@ -63,7 +65,8 @@ class Access(NamedTuple):
         for client, extra, kind in (("aiohttp", "http", "http"), ("obstore", "objects", "store")):
             if kind in kinds:
                 require(client, extra, user)
-        return cls(retries or Retries(), dict(headers or {}), store_options)
+        options = {"config": config, "client_options": client_options, "credential_provider": credential_provider}
+        return cls(retries or Retries(), dict(headers or {}), options)
 
 
 class Sources:

@@ -1,6 +1,6 @@
 """Tar streams in WebDataset's layout, taken apart: blocks ─> members (path and content) ─> samples.
 
-tarfile reads only what it can wait for; here the bytes are awaited. It decodes the headers all the same. Shards come
+tarfile reads only what it can wait for; here the bytes are awaited, and tarfile decodes the headers. Shards come
 from elsewhere: whatever is in one, reading it ends, holds no more than one sample of it, and writes nothing anywhere.
 """
 
@@ -31,7 +31,7 @@ _RECORD = re.compile(rb"([0-9]{1,7}) ")
 
 
 class Damaged(Exception):
-    """What is wrong with an archive."""
+    """An archive is damaged; the text says how."""
 
 
 async def read_samples(
@@ -102,7 +102,7 @@ def damage_told(url: str) -> Iterator[None]:
 
 
 class Bytes:
-    """What a stream of chunks holds, taken as many bytes at a time as are wanted.
+    """A stream of chunks, from which as many bytes are taken at a time as are wanted.
 
     Args:
         chunks: The stream.

@@ -3,9 +3,9 @@
     shards ──> versions now ──> index files: of this version? ──> spans
                                         └ no, or none ──> headers read by ranges ──> spans ──> index file
 
-An index is of one version of its shard, by size and time (or tag); of any other one it is made anew. It lies where who
-made the shard could have put it, so it is believed no more than the shard: its own length is bounded by that of the
-shard, and all spans lie in the shard, in order.
+An index is of one version of its shard, by size and time (or tag); of any other one it is made anew. Whoever made the
+shard could have put an index beside it. An index is therefore believed no more than its shard: its own length is
+bounded by that of the shard, and all spans lie in the shard, in order.
 """
 
 from __future__ import annotations

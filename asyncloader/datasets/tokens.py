@@ -125,13 +125,7 @@ class TokenBlocks(Dataset[torch.Tensor]):
         self.as_dtype = as_dtype
         _check(self, dtype)
         self.access = Access.to(
-            self.paths,
-            "TokenBlocks",
-            retries,
-            headers,
-            config=config,
-            client_options=client_options,
-            credential_provider=credential_provider,
+            self.paths, "TokenBlocks", retries, headers, config, client_options, credential_provider
         )
         self._versions = versions_of(self.paths, self.access)
         if dtype is None:
@@ -325,8 +319,8 @@ def _read_parts(path: str, version: Version, wanted: Sequence[tuple[int, memoryv
     """Read parts of a local file, each from its offset on.
 
     Raises:
-        FetchError: It was changed since the dataset was made. That is looked at when all has been read: what is read
-            while a file is written may be parts of both.
+        FetchError: The file was changed since the dataset was made. Versions are compared when all has been read: bytes
+            that are read while a file is written may be parts of both.
     """
     with open_regular(path) as file:
         for offset, part in wanted:

@@ -62,7 +62,7 @@ async def answering(*answers: bytes) -> AsyncGenerator[str, None]:
 
 async def streamed(name: str, *answers: bytes) -> bytes:
     async with answering(*answers) as url:
-        sources = Sources(Access.to([url], "test", BRISK, None))
+        sources = Sources(Access.to([url], "test", BRISK, None, None, None, None))
         try:
             return b"".join([chunk async for chunk in sources.read(f"{url}/{name}")])
         finally:
