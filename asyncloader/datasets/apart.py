@@ -42,7 +42,7 @@ def run_apart(
     The first error ends it all, and is raised.
 
     Args:
-        function: A function of this package. It is called with Sources, a url, and the url's item of each of `more`.
+        function: A function of this package. Its arguments are Sources, a url, and the url's item of each of `more`.
         urls: The files to ask for.
         access: How the files are reached.
         more: Further arguments, a row each with one item for each url; can be pickled.

@@ -86,7 +86,7 @@ class Mapped(NamedTuple):
         """Map it again.
 
         Raises:
-            FetchError: It is another file than the one that was mapped, as far as this process sees the same files.
+            FetchError: Another file has taken this path, as far as this process sees the same files as the first one.
         """
         now = _identity(self.path)
         if now != self.file and now[0] == self.file[0]:

@@ -48,9 +48,9 @@ class CachedDataset(Dataset[T_co]):
     augments it in each epoch anew. Samples are pickled; each time they are made of the bytes that were kept, with one
     copy, and may be changed.
 
-    What has been kept stays: an epoch reads each sample once, so a cache that is too small for all, and threw out what
-    was used least recently, would lose each sample before its next use. When ``max_bytes`` are full the rest is read
-    from the dataset as ever.
+    Samples that have been kept stay. An epoch reads each sample once, so a cache that is too small for all, and threw
+    out those that were used least recently, would lose each sample before its next use. When ``max_bytes`` are full,
+    the other samples are read from the dataset as ever.
 
     An async dataset stays one, and only what is not there is awaited. Keys may be whatever a :class:`SharedDict` takes
     as keys; samples of others pass through.
@@ -83,7 +83,7 @@ class CachedDataset(Dataset[T_co]):
             an argument is of no use.
         OSError: There is no room, or no permission, for an empty cache at that path.
 
-    A disk that runs full ends the keeping, not the run: it is said once, in the log.
+    When the disk is full, no further samples are kept; the run goes on, and the log says so once.
 
     Example:
         >>> class Slow:
@@ -197,7 +197,7 @@ class CachedDataset(Dataset[T_co]):
 
 
 class _AsyncCachedDataset(OpensDataset, CachedDataset[T_co]):
-    """The same for an async dataset. What may have to wait for a disk is done on a thread."""
+    """The same for an async dataset. Reads and writes that may have to wait for a disk are done on a thread."""
 
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(dataset, *args, **kwargs)

@@ -20,7 +20,7 @@ from asyncloader.errors import ConfigurationError, as_cause, chain_of, redacted
 
 T_co = TypeVar("T_co", covariant=True)
 
-# What tells versions of a file apart, under the names that file systems give it. Not the time of the last access.
+# Facts that tell versions of a file apart, as file systems name them; not the time of the last access.
 _TAGS = (
     *("ETag", "etag", "e_tag", "md5Hash", "generation", "blob_id", "sha", "CRC"),
     *("mtime", "modify", "LastModified", "last_modified", "modificationTime", "modification_time"),
@@ -29,7 +29,7 @@ _PIECE_BYTES = 1 << 20
 _PASSING_ERRNOS = frozenset(
     [errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN]
 )
-# What the clients of file systems raise for connections, which has no base of Python's own in common.
+# Errors that clients of file systems raise for connections; they have no base of Python's own in common.
 _PASSING_ERRORS = {
     "asyncio": ("IncompleteReadError",),
     "http.client": ("IncompleteRead",),
@@ -163,7 +163,7 @@ def open_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the file system that a url leads to, and the path in it.
 
     Raises:
-        ConfigurationError: It is one of fsspec's caches, or reads through one.
+        ConfigurationError: The file system is one of fsspec's caches, or reads through one.
     """
     import fsspec
 
@@ -183,7 +183,7 @@ def version_in(system: Any, path: str) -> Version:
     """Return which version of a file a file system has now, by its size and what else the file system tells.
 
     Raises:
-        FileNotFoundError: It is not there.
+        FileNotFoundError: The file is not there.
     """
     system.invalidate_cache(path)  # listings that it keeps
     told = system.info(path)

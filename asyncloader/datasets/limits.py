@@ -50,7 +50,7 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
     """Open a file to read it, without a buffer, and without waiting for a pipe that somebody has put there.
 
     Raises:
-        OSError: It is not there, or no regular file: a device, for example, that has no end.
+        OSError: The file is not there, or is no regular file: a device, for example, that has no end.
     """
     file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

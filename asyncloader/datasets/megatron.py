@@ -35,7 +35,7 @@ def read_index(data: bytes | memoryview, name: str, bin_bytes: int) -> tuple[np.
         there are.
 
     Raises:
-        ConfigurationError: It is no such index, is damaged, or belongs to another file.
+        ConfigurationError: The data are no such index, are damaged, or belong to another file.
     """
     if len(data) < _HEAD.size:
         raise ConfigurationError(f"{name}: {len(data)} bytes are too few for the header of an index ({_HEAD.size})")

@@ -5,8 +5,8 @@
     spawn     pickled as a handle: the descriptor at launch, /proc/<pid>/fd/<number> at any other time
     ranks     the same handle, through whatever carries a pickle (torch.distributed.broadcast_object_list)
 
-The kernel frees it with the last process that has it open, however that ends; there is no name to be left behind. Who
-may open it is for the kernel to say: /proc/<pid>/fd is for processes of the same user. A random token in the file's
+The kernel frees it with the last process that has it open, however that ends; there is no name to be left behind. The
+kernel says who may open it: /proc/<pid>/fd is for processes of the same user. A random token in the file's
 first bytes and in the handle tells a process id that was given to another process meanwhile.
 
 Rejected: a name in /dev/shm (64 MB in Docker, left behind by kill -9), and a socket from which to fetch the descriptor
@@ -84,7 +84,7 @@ class MemoryFile:
         """Open one that has a name.
 
         Raises:
-            ValueError: It is something else, or not the one with this token.
+            ValueError: The file is something else, or has another token.
         """
         with cls.turn:
             fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -110,7 +110,7 @@ class MemoryFile:
             fcntl.fcntl(self.fd, getattr(fcntl, "F_ADD_SEALS", 0), _SEALS)
 
     def map(self) -> memoryview:
-        """Return all of it, for reading. It stays mapped as long as something refers to it."""
+        """Return the whole file, for reading. The mapping lives as long as something refers to it."""
         if self._mapping is None:
             options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
             # Private: a sealed file cannot be mapped as shared; what nobody writes to is shared all the same.

@@ -1,4 +1,4 @@
-"""What a dataset holds open while it is in use: a source of data that belongs to an event loop, threads, a cache."""
+"""Clients of datasets, open while in use: a source of data that belongs to an event loop, threads, a cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Openable(abc.ABC, Generic[ClientT]):
 
     @abc.abstractmethod
     def _connect(self) -> ClientT:
-        """Return a client that belongs to the running loop. It connects at the first request, within its retries."""
+        """Return a client that belongs to the running loop, and connects at the first request, within its retries."""
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()

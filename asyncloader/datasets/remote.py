@@ -44,7 +44,7 @@ class RemoteDataset(Openable[Opened[Source]], Dataset[T_co], abc.ABC, Generic[T_
         retries: How transient failures are retried.
         decode_threads: Threads for ``decode``, in each worker; see :class:`~asyncloader.datasets.opened.Threads`.
         max_bytes: How large a whole object may be.
-        prefix: What the urls of all objects begin with.
+        prefix: The beginning of the urls of all objects.
     """
 
     def __init__(

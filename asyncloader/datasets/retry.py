@@ -22,7 +22,7 @@ _jitter = random.SystemRandom()  # has no state: forked workers would inherit th
 
 
 class FetchError(AsyncLoaderError, OSError):
-    """What was asked for did not come, for a reason other than that it is not there.
+    """A file, object or row did not come, for a reason other than that it is not there.
 
     Raised when the tries or the time that :class:`Retries` allows are used up, its cause being the last failure, and at
     once when trying again cannot help (the server says that the request is wrong).

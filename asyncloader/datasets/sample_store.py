@@ -51,7 +51,7 @@ _LOCK_POLL_S = 50e-6
 
 
 class StoreUsage(NamedTuple):
-    """What a store holds: samples, their bytes, and how many bytes it may hold."""
+    """The contents of a store: samples, their bytes, and how many bytes it may hold."""
 
     samples: int
     bytes: int
@@ -121,7 +121,7 @@ class SampleStore:
     def get(self, key: Any, *, wait: bool = True) -> Any:
         """Return a sample, or MISSING.
 
-        One in a file on a disk, of a class that is not there any more, is missing: it is made anew, and kept anew.
+        A sample on a disk whose class is not there any more counts as missing: it is made anew, and kept anew.
 
         Args:
             key: Its key.
