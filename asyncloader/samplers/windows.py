@@ -122,8 +122,8 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         super().load_state_dict(state)
         self._counted = None  # the state of a mixture may have other weights
         self.lengths.say_what_is_compared()
-        windows, planned = self._windows(), self._next["window"] + (self._next["unit"] > 0)
-        if planned:  # a mixture is told what is past: there, its weights cannot be changed any more
+        if planned := self._next["window"] + (self._next["unit"] > 0):
+            windows = self._windows()  # a mixture is told what is past: there, its weights cannot be changed any more
             windows.order.indices_at(np.array([windows.begin(planned) - 1]))
 
     @abstractmethod
