@@ -8,6 +8,7 @@ How far an epoch is, is therefore one number, the global cursor, whichever rank 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -163,7 +164,7 @@ class ResumableSampler(Sampler[T_co], ABC):
         """
         check_state(state, self)
         self.epoch = state["epoch"]
-        self._begin_at(state["cursor"])
+        self._begin_at(copy.copy(state["cursor"]))
 
     def _begin_at(self, cursor: Any) -> None:
         """Let the next iterator begin at a cursor."""
