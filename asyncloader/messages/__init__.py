@@ -1,1 +1,1 @@
-"""What both sides of a worker's connection say to each other."""
+"""The messages between a worker and its parent."""

@@ -41,10 +41,10 @@ class CopiedDataset:
     def heard_by_a_copy(self, epochs: tuple[Told, ...]) -> tuple[Told, ...]:
         """Return what a copy has heard that was just made. To be called in the copy.
 
-        Nobody could tell it that it was told nothing: then it is given the attributes again that it had.
+        A copy cannot be told that no epoch was set: then its attributes of the beginning are restored.
 
         Args:
-            epochs: What is to be heard in the run.
+            epochs: The epochs that the run is of.
         """
         heard = self._heard()
         if heard != epochs:
@@ -56,7 +56,7 @@ class CopiedDataset:
 
 
 class ForkedSpec:
-    """What a forked worker works with, which it has of the trainer.
+    """The spec of a forked worker, which is a copy of the trainer's.
 
     Args:
         spec: As it was when the iterator was made.

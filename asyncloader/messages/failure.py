@@ -2,8 +2,8 @@
 
 The same exception arrives where it can be pickled and unpickled: its type, its arguments, its attributes. The
 worker's traceback is its ``__cause__``, and torch's words and the indices are its notes; ``error.keys`` has the indices
-of the whole batch, unless the exception has such an attribute of its own. What does not survive pickling becomes a
-RuntimeError with torch's text.
+of the whole batch, unless the exception has such an attribute of its own. An exception that does not survive pickling
+becomes a RuntimeError with torch's text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_CUDA_HERE = (
 
 
 class EndOfData(Exception):
-    """There are no more samples. Not StopIteration, which a bug in user code can be."""
+    """The data have no more samples. Not StopIteration, which a bug in user code can raise."""
 
 
 def stand_in(error: BaseException, *, in_async_for: bool = False) -> BaseException:
@@ -55,7 +55,7 @@ def stand_in(error: BaseException, *, in_async_for: bool = False) -> BaseExcepti
 def another(error: Raised) -> Raised:
     """Return an exception like this one, if it can be copied, for one that is raised more than once.
 
-    What is raised keeps the frames that it passes: whoever holds it would hold the trainer's.
+    A raised exception keeps the frames that it passes: an exception that is held would hold the trainer's frames.
     """
     try:
         other = copy.copy(error)
@@ -132,7 +132,7 @@ class RemoteError:
         text: Its traceback, formatted in the worker.
         pickled: The exception itself, or None if it does not survive pickling.
         where: For torch's words: "in DataLoader worker process 3".
-        advice: What to do about it, where the worker knows.
+        advice: Advice to the user, where the worker has some.
         blame: The sample that it is about, where that is known.
     """
 
@@ -154,7 +154,7 @@ class RemoteError:
         """Make the exception to raise, in the parent.
 
         Args:
-            keys: Of the batch; None for a stream, which has none.
+            keys: The keys of the batch; None for a stream, which has none.
             begin: Where in the batch its slice begins that has raised.
         """
         words = f"Caught {self.type_name} {self.where}."
@@ -188,7 +188,7 @@ class LocalError:
     """An exception of a worker in this process, on its way to the consumer: as it is.
 
     Attributes:
-        error: What was raised.
+        error: The exception.
         where: For torch's words; "" if there is no worker in the user's eyes.
         blame: The sample that it is about, where that is known.
     """

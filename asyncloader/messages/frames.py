@@ -20,7 +20,7 @@ _READ_BYTES = 256 << 10
 
 
 class BadFrame(Exception):
-    """What was read is no frame of ours."""
+    """The bytes that were read are no frame of ours."""
 
 
 def frame(kind: int, parts: Sequence[Buffer]) -> list[Buffer]:

@@ -1,4 +1,4 @@
-"""What a worker takes over from the thread that iterates, which in torch's loader forks it; here others may.
+"""The properties of the iterating thread that a worker takes over. With torch's loader that thread forks the worker.
 
 The background thread was made by whoever iterated first, and has the cores and the priority of that moment. And what it
 forks finds the imports of all other threads where they were: their locks held by nobody, their modules half made.
@@ -20,7 +20,7 @@ class IteratingThread(NamedTuple):
     """The thread that began to iterate.
 
     Attributes:
-        cores: That it may use; None where nobody can tell.
+        cores: The cores that the thread may use; None where the system does not tell.
         niceness: Its priority.
         importing: Modules whose import it is in the middle of, as if it iterates in the body of one.
     """
@@ -47,7 +47,7 @@ class IteratingThread(NamedTuple):
     def forget_imports_of_others(self) -> None:
         """In a forked child: let modules that other threads were importing be imported anew.
 
-        Those threads are not here: an import of the same module would wait for them for ever, or find half a module. A
+        The child has none of those threads: an import of the same module would wait for ever, or find half a module. A
         module that the thread was in the middle of stays as it is, as it would be there for a child of its own: to run
         it again would iterate again.
         """

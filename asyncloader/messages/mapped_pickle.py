@@ -17,11 +17,11 @@ _ALIGNMENT = 64
 
 
 class MappedPickle:
-    """Carry the spec as a worker gets it.
+    """A pickle in a file, as a worker gets it.
 
     Args:
         fd: A descriptor on its way: its `detach` gives it.
-        sizes: Of the pieces in the file.
+        sizes: The sizes of the pieces in the file.
     """
 
     def __init__(self, fd: Any, sizes: list[int]) -> None:

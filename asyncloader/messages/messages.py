@@ -1,4 +1,4 @@
-"""What crosses the channel: frames of a fixed header and a body.
+"""Messages on the channel: frames of a fixed header and a body.
 
     header: length of the body (u64), kind (u8)
     body:   pickled (small, control), or an outcome (see :mod:`asyncloader.messages.outcome`)
@@ -72,7 +72,7 @@ class Slice(NamedTuple):
     """In place of the keys of a batch: those of a slice of one, which is to be joined with others.
 
     Attributes:
-        keys: Of the slice, with the number of its first sample in the epoch.
+        keys: The keys of the slice, with the number of its first sample in the epoch.
         rows: Where large tensors of it belong in the slabs of the batch: `RowsOfSlice`, in a worker `Rows` of each.
     """
 
@@ -131,13 +131,13 @@ def unpack_tickets(body: bytes | memoryview) -> tuple[list[Any], list[PickledTic
 
 
 class EpochSpec(NamedTuple):
-    """One run over the data, as a worker needs to know it.
+    """One run over the data, described for a worker.
 
     Attributes:
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
-        key: What the seeds of a batch are made from, with its sequence number: base seed, epoch of the loader, rank.
+        key: Base seed, epoch of the loader, and rank: with a sequence number they give the seeds of a batch.
         shared_seed: For IterDataPipe.
-        epochs: What the dataset was told by `set_epoch`; nothing where there are no workers, or the run is over.
+        epochs: The epochs that `set_epoch` has told the dataset; empty without workers, or if the run is over.
         starts: Where each worker begins, for datasets that workers have a place in; None for others. Before a worker
             is replaced the session writes down where the next one begins.
         num_workers: How many workers there are, for one that comes later than the first; 0 for as many as those.
@@ -160,14 +160,14 @@ class WorkerSpec:
     Attributes:
         seeds_each_batch: Seed the global generators for each batch.
         seeds_each_sample: Seed them for each sample, which are made one after the other.
-        knows_places: What is drawn depends on the sample, so those of a batch are asked for one by one.
-        samples_at_once: That one worker fetches.
+        knows_places: Random numbers depend on the sample, so the samples of a batch are asked for one by one.
+        samples_at_once: How many samples one worker fetches at once.
         snapshot_every: Batches from one snapshot of the dataset's state to the next at least; 0 for none.
         keeps_dataset: The worker, and its dataset, are there for the next run too.
         is_async: The dataset is async; otherwise its samples are fetched on threads where there are several at once.
-        modes: Of the thread that iterates; None where the worker is not to have them.
-        thread: What else workers take over from that thread.
-        epochs: What the dataset has been told by `set_epoch`: what this worker's copy was when it was made.
+        modes: The modes of the iterating thread; None where the worker is not to have them.
+        thread: Other properties of the iterating thread, which workers take over.
+        epochs: The epochs that `set_epoch` had told the dataset when this worker's copy of it was made.
     """
 
     dataset: Any

@@ -1,4 +1,4 @@
-"""What has become of a ticket, and the one frame in which that crosses the channel.
+"""The outcome of a ticket, and the one frame in which it crosses the channel.
 
     Batch      its data
     Failure    what was raised in place of them
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What was raised in place of a batch: on its way a `RemoteError` or a `LocalError`, then the exception itself."""
+    """The exception in place of a batch: on its way a `RemoteError` or a `LocalError`, then the exception itself."""
 
     record: Record
     error: Any
@@ -61,7 +61,7 @@ class Refused(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """There is no batch, and nothing is raised in its place."""
+    """All samples of the batch were left out; nothing is raised in its place."""
 
     record: Record
     bad: Sequence[BadSample] = ()
@@ -99,7 +99,7 @@ def pack(outcome: Outcome, payload: Sequence[Buffer] = ()) -> tuple[int, list[Bu
     """Return the kind and the body of a frame.
 
     Args:
-        outcome: What is told.
+        outcome: The outcome.
         payload: The encoded data of a `Batch`.
     """
     extras = b""
@@ -122,11 +122,11 @@ Decode: TypeAlias = Callable[[memoryview], tuple[Any, int]]
 
 
 def unpack(kind: int, body: memoryview, decode: Decode) -> Outcome:
-    """Read a frame. What the user's classes raise as they are rebuilt is a `Failure`: whatever it is.
+    """Read a frame. An exception that the user's classes raise as they are rebuilt makes a `Failure`.
 
     Args:
-        kind: Of the frame.
-        body: Of the frame.
+        kind: The kind of the frame.
+        body: The body of the frame.
         decode: Makes the data of a batch, and their size, of a payload.
 
     Raises:

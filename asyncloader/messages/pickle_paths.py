@@ -1,4 +1,4 @@
-"""What cannot be sent to workers, or makes the dataset large to send: its path, as one would write it in Python.
+"""The part of a dataset that cannot be sent to workers, or is large to send: its path, as one writes it in Python.
 
     dataset.cfg['log'].lock              cannot pickle '_thread.lock' object
     dataset.transform's variable model   the same of what a function closes over
@@ -62,7 +62,7 @@ def say_large(spec: WorkerSpec, copied_bytes: int) -> str | None:
     """Say what most of a large pickle is for, and what to do about it; None where it is not large, or was told before.
 
     Args:
-        spec: What is sent.
+        spec: The spec that is sent.
         copied_bytes: How much of it each worker unpickles into memory of its own.
     """
     if copied_bytes < MANY_BYTES or type(spec.dataset) in _told:

@@ -1,4 +1,4 @@
-"""What all workers of a loader need, pickled once: the dataset and the user's functions, under spawn and forkserver.
+"""The spec of all workers of a loader, pickled once: the dataset and the user's functions, under spawn and forkserver.
 
     parent:   pickle 5 ──> pickle | buffer | buffer ...   in one memfd (a temporary file where there is none)
     workers:  map it privately, unpickle around the mapping: arrays stay where they are, shared until written to
@@ -36,7 +36,7 @@ _AT_LAUNCH = "this is shared between processes through inheritance only"
 
 
 class PickledSpec(Generic[T]):
-    """One pickled object in a memory file. Made and closed by the parent, opened by workers.
+    """An object that is pickled once into a memory file. Made and closed by the parent, opened by workers.
 
     An object that can only be pickled while a process is launched (it holds a lock, queue or shared value of
     :mod:`multiprocessing`, or what the user has registered a reducer with ForkingPickler for) is kept and pickled then,
@@ -63,7 +63,7 @@ class PickledSpec(Generic[T]):
 
     @property
     def copied_bytes(self) -> int:
-        """What each worker unpickles into memory of its own: all but arrays and tensors, which workers map."""
+        """The bytes that each worker unpickles into memory of its own: all but arrays and tensors, which it maps."""
         return self._sizes[0] if self._sizes else 0
 
     def close(self) -> None:

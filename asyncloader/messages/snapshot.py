@@ -138,7 +138,7 @@ class Pace:
         self._began = (perf_counter(), thread_time())
 
     def end(self) -> None:
-        """It was taken. Whether that is cheap is told by the thread's own time: others may have had the core."""
+        """A state was taken. The thread's own time tells whether that is cheap: others may have had the core."""
         began, cpu_began = self._began
         now, cpu_s = perf_counter(), thread_time() - cpu_began
         is_cheap = cpu_s < (_CHEAP_FIRST_S if self._is_first else _CHEAP_S)

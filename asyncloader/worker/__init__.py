@@ -1,1 +1,1 @@
-"""What runs in a worker: it opens the dataset, fetches, collates, answers."""
+"""The code that runs in a worker: it opens the dataset, fetches, collates, answers."""

@@ -61,7 +61,7 @@ def _raised_at(position: int) -> Blame | None:
 
 
 class Host(Protocol):
-    """What is different where batches are made.
+    """The place where batches are made, as far as places differ.
 
     Attributes:
         where: For the words of errors: "in DataLoader worker process 3".
@@ -93,15 +93,15 @@ class BatchMaker:
 
     Args:
         worker_id: From 0.
-        spec: What to work with; or why there is nothing: then that stands for every batch.
+        spec: The dataset and how batches are made of it; or an exception, which then stands for every batch.
         host: Where it is.
         run: Runs a coroutine to its end, for samples that turn out to be awaitables.
         aside: Entered while batches are made again for nobody.
 
     Attributes:
         keeper: Keeps the state of the dataset in this run, if it has one.
-        failure: What stands for every batch of this run, or None.
-        seeder: Of this run.
+        failure: The exception that stands for every batch of this run, or None.
+        seeder: The seeder of this run.
     """
 
     spec: WorkerSpec
@@ -176,7 +176,7 @@ class BatchMaker:
     def begin(self, epoch: EpochSpec, open_source: Callable[[Any], None] | None = None) -> None:
         """Begin a run: bring the dataset into the state that it begins with, and open what samples come from.
 
-        What that raises stands for every batch of this run; the next one tries again.
+        An exception stands for every batch of this run; the next run tries again.
 
         Args:
             epoch: The run.
@@ -256,7 +256,7 @@ class BatchMaker:
     # --------------------------------------------------------------------------------------- one after the other
 
     def make(self, seq: int, keys: Any, waited_s: float = 0.0) -> Outcome:
-        """Make a batch. What is raised stands for it, but for what the worker cannot go on after."""
+        """Make a batch. An exception stands for the batch, unless the worker cannot go on after it."""
         if self.refuses(keys):
             return self.refused(seq, keys)
         if (own := self._own) is None:

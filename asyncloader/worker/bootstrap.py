@@ -88,7 +88,7 @@ def _rebuild(channel: Any, liveness: Any, output: Any) -> Ends:
 class Later:
     """Something that a process that is not forked unpickles when it is asked for: after the main module was imported.
 
-    What that sets before it imports torch, environment variables for example, is in force then.
+    Settings that the main module makes before it imports torch, such as environment variables, are in force then.
     """
 
     def __init__(self, content: Any, pickled: bytes | None = None) -> None:
@@ -108,7 +108,7 @@ def start(
 ) -> None:
     """Make this process a worker and stay until told to end.
 
-    That is what the process is started for. A task would come through the queue of its executor, for which two threads
+    The process is started for this. A task would come through the queue of its executor, for which two threads
     of the parent must have their turns while it forks the next worker: 4 ms of the 22 until a first batch. Nothing is
     raised in here that `serve` has not dealt with.
 
@@ -199,8 +199,8 @@ def _become_worker(ends: Ends, start_method: str) -> None:
     if start_method == "fork":
         _forget_the_parents_exit()
         leave_servers()
-    # What is here by now stays. Under fork a collection would write to, and so copy, every page that holds objects of
-    # the trainer; and one over all that torch has brought takes 60 ms.
+    # All objects that are here by now stay. Under fork a collection would write to, and so copy, every page that holds
+    # objects of the trainer; and one over all that torch has brought takes 60 ms.
     gc.freeze()
     _report_crashes(ends.output)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # not before: the signal for stacks would have ended the process
@@ -209,7 +209,7 @@ def _become_worker(ends: Ends, start_method: str) -> None:
 def _keep_freed_memory() -> None:
     """Have glibc's malloc keep the memory that a decoder frees, for the next sample.
 
-    It maps what is larger than a threshold anew each time, and gives back what is free at the end of the heap. Both
+    malloc maps each block above a threshold anew, and gives back free memory at the end of the heap. Both
     thresholds rise when a mapped block is freed, which in most programs happens soon. Not here: batches are shared
     memory. So one block of nearly the largest size that counts (32 MiB) is freed, and never touched: 30 us. To call
     ``mallopt`` would do the same, and switch off glibc's own adjustment. Other allocators just take and free a block;
@@ -260,7 +260,7 @@ def _leads_a_group() -> bool:
 
 
 def _forget_the_parents_exit() -> None:
-    """Do not run the exit handlers of the trainer at the end of a forked worker. Who forked it refers to them still."""
+    """Do not run the trainer's exit handlers at the end of a forked worker. The frame that forked refers to them."""
     atexit._clear()
     wakeups = cast(Any, concurrent.futures.process)._threads_wakeups
     queues = cast(Any, concurrent.futures.thread)._threads_queues

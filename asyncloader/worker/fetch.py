@@ -99,8 +99,8 @@ class IterableFetcher:
 
     Attributes:
         iterator: The iterator.
-        ended: It has come to its end, and is not asked again.
-        is_unread: It was not asked yet.
+        ended: The iterator has come to its end, and is not asked again.
+        is_unread: No sample was asked for yet.
     """
 
     def __init__(self, dataset: Any, spec: WorkerSpec, run: RunCoroutine, iterator: Any = None) -> None:
@@ -188,7 +188,7 @@ def fetch_and_drop(fetch: Fetcher, keys: Any) -> bool:
 def make_fetcher(dataset: Any, spec: WorkerSpec, run: RunCoroutine = asyncio.run, iterator: Any = None) -> Fetcher:
     """Return the fetcher for a dataset; for an iterable one with this iterator, if there is one already.
 
-    What it fetches is to be collated with the ``collate_fn`` of the spec.
+    The samples are to be collated with the ``collate_fn`` of the spec.
     """
     if spec.is_iterable:
         return IterableFetcher(dataset, spec, run, iterator)

@@ -9,9 +9,9 @@ of a batch are found all at once:
     StackDataset of all these                    those of each, in a tuple or a dict
 
 Nothing is remembered from batch to batch, so whoever changes tensors, indices or lists of datasets between two batches
-gets what torch would give. What is not plainly the common case is left to be fetched sample by sample, as torch does:
-keys that are no whole numbers, or out of range, tensors that require grad, subclasses with methods of their own. There
-it raises, or is skipped, as it would have been.
+gets what torch would give. All other cases are fetched sample by sample, as torch does: keys that are no whole numbers,
+or out of range, tensors that require grad, subclasses with methods of their own. Each such sample then raises, or is
+skipped, as it would have been.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def _pieces(dataset: Any, keys: Any, places: Array | None = None) -> Iterator[_P
 
     Args:
         dataset: The rows of it, or of the parts it is made of.
-        keys: Of the samples.
-        places: Of these samples in the batch; None for all of it.
+        keys: The keys of the samples.
+        places: The places of these samples in the batch; None for the whole batch.
     """
     kind = _kind(dataset)
     if kind is Subset:

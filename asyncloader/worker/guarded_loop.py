@@ -8,8 +8,8 @@ comes, and its consumer waits for ever. So everything that belongs to a session 
 there is no other way to have something called, and none of these calls can fail without an end of the run. An agent and
 a worker whose samples overlap have one of their own, and end.
 
-What belongs to the whole process (shared memory), or serves strangers (the door, until they have proven themselves),
-uses the loop itself: an exception there must not end a run.
+Code of the whole process (shared memory), or for strangers (the door, until they have proven themselves), uses the loop
+itself: an exception there must not end a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GuardedLoop:
     """Has a loop call what belongs to one session. In the loop's thread, but for `call_soon_threadsafe`.
 
     Args:
-        loop: That of the thread.
+        loop: The loop of the thread.
         on_error: Is told what a callback has raised; None, as long as nobody is there, for the loop's own handler.
     """
 

@@ -32,17 +32,17 @@ class Job:
         waited_s: How long an idle worker had waited for the ticket.
         began: When its first sample was asked for; on `time.perf_counter`, seconds.
         fetched: When its samples were there; 0.0 if they never were.
-        samples: By position; what is missing or bad is None. Or a `Whole`.
-        errors: What samples raised that does not cost the batch, by position.
-        fatal: What costs the batch.
-        fatal_at: The position of the sample that raised that; `BATCH` if it was no single sample.
+        samples: The samples by position, with None for those that are missing or bad; or a `Whole`.
+        errors: The tolerated exceptions of samples, by position.
+        fatal: The exception that stands for the batch, if there is one.
+        fatal_at: The position of the sample that raised it; `BATCH` if it was no single sample.
         bad: The samples that raised, and were left out or replaced.
         snapshot: State of the dataset when the last sample had been read, or None.
-        started: Where samples overlap, how many of them have been asked for.
-        missing: There, how many are not here yet.
-        pending: There, the positions of those, with the task that fetches each; `BATCH` for all in one call.
-        is_last: There, it has fewer samples than were asked for, since the data have ended.
-        is_over: There, it is finished, or was dropped: what still comes of it is for nobody.
+        started: Of overlapping samples, how many have been asked for.
+        missing: Of overlapping samples, how many are not here yet.
+        pending: The positions of samples in flight, each with its task; `BATCH` for all samples in one call.
+        is_last: The data of a stream have ended within this job: it has fewer samples than were asked for.
+        is_over: The job is finished or was dropped. Samples that still come are dropped.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ def mend(samples: list[Any], errors: dict[int, Exception], *, leave_out: bool) -
 
     Args:
         samples: By position; anything where a sample raised.
-        errors: What these raised. They are taken out: their tracebacks refer to who has them.
+        errors: The exceptions of bad samples. The mapping is emptied, since tracebacks refer to its owner.
         leave_out: Leave bad ones out; otherwise good ones take their places.
 
     Raises:

@@ -21,8 +21,8 @@ def find_odd_sample(samples: Sequence[Any], *, must_be_alike: bool) -> tuple[int
     """Find the sample that collating has most likely failed for.
 
     Args:
-        samples: Of the batch.
-        must_be_alike: What collates them is torch's default, which stacks them. Other functions may expect samples that
+        samples: The samples of the batch.
+        must_be_alike: They are collated by torch's default, which stacks them. Other functions may expect samples that
             differ: then a None counts only where another sample has none.
 
     Returns:

@@ -9,8 +9,8 @@ The contract, whatever gets the samples (tasks here, threads in :mod:`asyncloade
 
 - success: `finished` is called once for each job, with its samples in the order of its keys.
 - failure: a sample that raises ends its own job, whose other samples are cancelled, and touches no other; where bad
-  samples are tolerated the others are waited for. Of several samples that cost a batch the first one in the batch is
-  the one whose error is raised, as without overlap.
+  samples are tolerated the others are waited for. If several samples cost the batch, the error of the first one in the
+  batch is raised, as without overlap.
 - cancellation: `drop` cancels everything in flight; `finished` is not called for what was dropped. `leave` does so too,
   but lets a stream come to its next sample, or to its end.
 
@@ -43,14 +43,14 @@ _TURN_S = 0.002  # for so long samples that are at hand are taken before others 
 
 
 class OverlapRun(NamedTuple):
-    """One run, as what fetches its samples needs to know it.
+    """One run over the data, for the object that fetches its samples.
 
     Attributes:
         spec: How samples are fetched.
-        seeder: Of the worker.
+        seeder: The seeder of the worker in this run.
         finished: Gets each job once.
-        ends: Tells what a worker cannot go on after; other exceptions stand for their batches.
-        stop: Is told what fails beside samples: nothing can be said of them any more.
+        ends: Whether a worker cannot go on after an exception; other exceptions stand for their batches.
+        stop: Is given an exception of our own code: no sample can be answered for after that.
     """
 
     spec: WorkerSpec
@@ -61,7 +61,7 @@ class OverlapRun(NamedTuple):
 
 
 class Overlap:
-    """What all ways of overlapping share: jobs, slots, and what becomes of a sample."""
+    """The base of all ways of overlapping: jobs, slots, and the settling of samples."""
 
     def __init__(self, run: OverlapRun) -> None:
         self._run = run
@@ -171,7 +171,7 @@ class Overlap:
         return self._run.ends(fatal) or all(other > job.fatal_at for other in job.pending)
 
     def _conclude(self, job: Job) -> None:
-        """Finish a job. What comes next is asked for before, to be on its way while the batch is collated."""
+        """Finish a job. The next samples are asked for first: they are on their way while the batch is collated."""
         del self._jobs[job.seq]
         if job.started < job.count:
             self._waiting.remove(job)
@@ -236,7 +236,7 @@ class TaskFetcher(Overlap):
                     self._conclude(job)
                     continue
             if self._get_samples is not None:
-                # It takes as many slots; more than there are, if need be.
+                # A batch in one call takes as many slots as samples; more than there are, if need be.
                 self._waiting.popleft()
                 job.started = job.count
                 self._free -= job.count
@@ -277,7 +277,7 @@ class TaskFetcher(Overlap):
             del job, found, error  # a traceback refers to this frame
 
     def _ask(self, job: Job, position: int) -> Any:
-        """Ask the dataset for a sample, or for all of them. What it gives may have to be awaited."""
+        """Ask the dataset for a sample, or for all of them. The result may have to be awaited."""
         if position == BATCH:
             assert self._get_samples is not None
             return self._get_samples(job.keys)
@@ -333,7 +333,7 @@ def _pass_on_cancellation(error: BaseException | None) -> None:
 def nowait_method(dataset: Any) -> Callable[[Any], tuple[Any] | None] | None:
     """Return the dataset's ``getitem_nowait``, as a `CachedDataset` has one; of a Subset that of what is in it.
 
-    It returns a sample in a tuple, or None where something has to be awaited for it.
+    The method returns a sample in a tuple, or None if the sample has to be awaited.
     """
     if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
         inner = nowait_method(dataset.dataset)

@@ -2,8 +2,8 @@
 
     WorkerTransport ── messages ──> OverlapLoop ── tickets ──> Overlap ── samples ──> BatchMaker ── outcomes ──>
 
-The loop is the worker's own, or that of the thread that the worker shares with others (num_workers=0). It reads the
-line as well, so a new epoch, END, and the question where a batch is are heard at any time.
+The loop is the worker's own, or a loop that the worker shares with others (num_workers=0). The loop also reads the
+channel, so a new epoch, END, and the question where a batch is are heard at any time.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class OverlapLoop(TicketLoop):
     def _stop(self, error: BaseException) -> None:
         """End `serve` with an error that no ticket can be answered with. Nothing is told from then on.
 
-        What the dataset says after that is not to be believed: an iterator that raised, or was cancelled, has ended.
+        Samples and ends that the dataset gives after that are ignored: an iterator that was cancelled seems to end.
         """
         if not self._over.done():
             self._over.set_exception(error)
@@ -196,7 +196,7 @@ class OverlapLoop(TicketLoop):
             self._make_batch(job)
 
     def _make_batch(self, job: Job) -> None:
-        """Make a batch of the samples. What goes wrong with it must not reach the task that calls."""
+        """Make a batch of the samples. An exception must not reach the task that calls."""
         job.fetched = self._idle_since = perf_counter()
         try:
             if job.fatal is not None and self._transport.ends(job.fatal):

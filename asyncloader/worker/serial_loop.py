@@ -23,13 +23,13 @@ _LOOK_EVERY_S = 0.001
 
 
 class TicketLoop:
-    """What both ways to answer tickets share: the messages of the parent, and the end of the data.
+    """The base of both ways to answer tickets: messages of the parent, and the end of the data.
 
     Args:
         worker_id: From 0.
         transport: To the parent.
         epoch: The run over the data that the first tickets belong to.
-        spec: What to work with; or why there is nothing: then that answers every ticket.
+        spec: The dataset and how batches are made of it; or an exception, which then answers every ticket.
         run: Runs a coroutine to its end, for samples that turn out to be awaitables.
     """
 
@@ -55,11 +55,11 @@ class TicketLoop:
         return self._maker.modes()
 
     def open(self) -> None:
-        """Become a worker. What that raises answers every ticket."""
+        """Become a worker. An exception answers every ticket."""
         self._maker.enter(self._epoch)
 
     def _begin(self) -> None:
-        """Begin a run. What was not told of the last one is for nobody."""
+        """Begin a run. Outcomes of the last run that were held back are dropped."""
         self._untold.clear()
         self._ended = self._is_confirmed = False
 
@@ -73,10 +73,10 @@ class TicketLoop:
             self._begin()
 
     def _tell_at_end(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, of what follows from the end of the data, when the parent has confirmed the end.
+        """Call `tell`, which sends an outcome that follows from the end of the data, once the parent has confirmed.
 
-        Until then the worker has lived on for a word to the parent and back. Data may seem to end because the worker
-        does: their source was killed with it, or it is being taken down.
+        By then the worker has lived on for a message to the parent and back. Data may seem to end because the worker
+        ends: their source was killed with the worker, or the worker is being taken down.
         """
         if self._is_confirmed:
             tell()
@@ -110,7 +110,7 @@ class SerialLoop(TicketLoop):
         self._looked_at = 0.0
 
     def open(self) -> None:
-        """Become a worker, and open the dataset. What that raises answers every ticket."""
+        """Become a worker, and open the dataset. An exception answers every ticket."""
         super().open()
         self._begin()
         self._transport.send(Kind.READY)

@@ -1,4 +1,4 @@
-"""What a worker process does: open the dataset, answer tickets, end cleanly. Runs in the worker's main thread."""
+"""The work of a worker process: open the dataset, answer tickets, end cleanly. Runs in the worker's main thread."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The samples of an async iterable dataset: read one after the other, awaited several at once.
 
-An iterator has one position, so there is one reader. What it yields may be awaitable itself: then up to `concurrency`
-such samples are in flight, and the reader goes on. See :mod:`asyncloader.worker.overlap` for the contract.
+An iterator has one position, so there is one reader. Samples may be awaitables: then up to `concurrency` of them are in
+flight, and the reader goes on. See :mod:`asyncloader.worker.overlap` for the contract.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Stream(Overlap):
         self._reader.cancel()
 
     def leave(self) -> None:
-        """Forget all jobs, and read nothing more. What the iterator is at is not cancelled yet."""
+        """Forget all jobs, and read nothing more. A read that the iterator awaits is not cancelled yet."""
         super().drop()
         self._too_late.clear()
         if not self._is_awaited:
@@ -243,7 +243,7 @@ class Stream(Overlap):
             self._take(job, position, None, error)
 
     def _end(self, job: Job) -> None:
-        """There are no more samples."""
+        """Note the end of the data, which was found while a sample of this job was read."""
         self._has_ended = True
         kept = job.started > 0 and not (self._run.spec.drop_last and self._auto_collation)
         if not kept:

@@ -3,8 +3,8 @@
     parent ── tickets, epochs, END ──> receive / listen ──> Server
     parent <── outcomes ──────────── send, send_outcome <── SerialLoop, OverlapLoop
 
-`ProcessTransport` is that of a worker process: frames over the channel, batches encoded into slabs. That of workers in
-the trainer's own process is in :mod:`asyncloader.backends.threads.transport`.
+`ProcessTransport` serves a worker process: frames over the channel, batches encoded into slabs. Workers in the process
+of the trainer have :mod:`asyncloader.backends.threads.transport`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ParentGone(BaseException):
 
 
 class WorkerTransport(Host, Protocol):
-    """What a loop over tickets needs of its connection. For the thread that serves."""
+    """The connection of a loop over tickets. For the thread that serves."""
 
     def leave(self) -> None:
         """Undo what others could see of that."""
@@ -72,7 +72,7 @@ class WorkerTransport(Host, Protocol):
     def send_outcome(self, held: list[Outcome]) -> None:
         """Send what has become of a ticket; of a batch that cannot be sent, why.
 
-        It is taken out of the list: nothing of the caller's may refer to a batch any more.
+        The outcome is taken out of the list, so that the caller does not refer to the batch any more.
         """
 
     def mute(self) -> None:

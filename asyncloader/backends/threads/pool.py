@@ -33,7 +33,7 @@ class LocalPool:
 
     Args:
         loop: The portal's.
-        spec: What the workers work with.
+        spec: The spec of the workers.
         on_threads: Each on a thread; otherwise there is one, on a loop.
         home: The loop of the user's that it is on; None for the portal's.
         copied: The dataset in the spec, if it may change while workers are made of it. One that hears of epochs is

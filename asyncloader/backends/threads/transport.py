@@ -171,7 +171,7 @@ def _get_worker_info() -> Any:  # runs with the globals of torch's module
 
 
 def _look(default: Any) -> Any:
-    # torch's collation asks whether to put tensors into shared memory for another process. There is none here.
+    # torch's collation asks whether to put tensors into shared memory for another process. A thread has none.
     if sys._getframe(2).f_globals is vars(torch_collate):
         return default
     return _info.get() or default
@@ -190,7 +190,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def _bytes_of(thing: Any, seen: set[int]) -> int:
-    """Return the bytes of `thing` with all that it holds. What was seen before counts no more."""
+    """Return the bytes of `thing` with all that it holds, without objects that were seen before."""
     if isinstance(thing, (str, bytes, bytearray)):
         return _OVERHEAD + len(thing)
     if isinstance(thing, _CONSTANTS):

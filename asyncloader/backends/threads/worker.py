@@ -1,4 +1,4 @@
-"""One worker in this process: a thread, or a task on the portal's loop (num_workers=0, async datasets).
+"""A worker in the trainer's process: a thread, or a task on the portal's loop (num_workers=0, async datasets).
 
 Or a task on a loop of the user's, where the dataset holds objects of that loop: its home.
 
@@ -70,7 +70,7 @@ class Owner(Protocol):
         """Take what has become of a ticket."""
 
     def on_exit(self, worker: LocalWorker, expected: bool) -> None:
-        """It has ended, or was abandoned."""
+        """A worker has ended, or was abandoned."""
 
 
 class LocalWorker:
@@ -80,7 +80,7 @@ class LocalWorker:
         worker_id: From 0.
         loop: The portal's.
         owner: Is told what the worker makes, and of its end.
-        on_thread: It has a thread of its own; otherwise it works on a loop.
+        on_thread: The worker has a thread of its own; otherwise it works on a loop.
         before: The worker whose place it takes.
         home: The loop of the user's that it works on; None for the portal's.
     """
@@ -315,8 +315,8 @@ class LocalWorker:
     def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
         """Tell where the thread is, and at which awaits the samples of the ticket are.
 
-        It is asked when somebody has waited too long, and disturbs nothing. The tasks of a loop can only be looked at
-        safely from its own thread: so the loop answers, if it turns.
+        The worker is asked when a consumer has waited too long; the question disturbs nothing. The tasks of a loop can
+        only be looked at safely from its own thread: so the loop answers, if it turns.
         """
         answering = self._answering
         if not isinstance(answering, OverlapLoop):
@@ -346,8 +346,8 @@ def private_copy(dataset: Any) -> Any:
     """Copy the dataset, and those inside torch's wrappers, but share what they hold.
 
     So what one worker sets on it (a session that belongs to its loop, a file that is opened at first use, what
-    ``worker_init_fn`` changes) is not seen by others, and the data themselves are there once. What cannot be copied is
-    shared.
+    ``worker_init_fn`` changes) is not seen by others, and the data themselves are there once. Objects that cannot be
+    copied are shared.
     """
     try:
         copied = copy.copy(dataset)
