@@ -190,7 +190,8 @@ class OverlapLoop(TicketLoop):
 
     def _on_finished(self, job: Job) -> None:
         """Make a batch of the samples; at the end of the data, if that is so."""
-        if job.is_last and job.fatal is None:
+        is_dying = job.fatal is not None and self._transport.ends(job.fatal)
+        if job.is_last and not is_dying:
             self._tell_at_end(partial(self._make_batch, job))
         else:
             self._make_batch(job)
