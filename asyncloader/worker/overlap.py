@@ -314,6 +314,7 @@ class TaskFetcher(Overlap):
             for single in range(job.count):  # one by one, to find out which are good
                 if not job.is_over:
                     self._start(job, single)
+            self._fill()
             return
         self._free += job.count
         job.missing = 0

@@ -40,9 +40,8 @@ class ThreadFetcher(TaskFetcher):
         self._free = sys.maxsize  # all samples are in the queue: that there are no more threads bounds what is in work
         self._get_nowait = None
         self._modes = Modes.of_this_thread()
-        self._iterating = (
-            None if run.spec.num_workers else run.spec.thread
-        )  # a worker's thread inherits that of the worker
+        # The threads of a worker inherit cores and priority from the worker.
+        self._iterating = None if run.spec.num_workers else run.spec.thread
         self._samples: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()  # None ends a thread
         self._done: deque[tuple[Job, int, Any, BaseException | None]] = deque()
         self._is_told = False  # the loop will look at what is done
