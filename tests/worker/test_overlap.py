@@ -1,0 +1,77 @@
+"""What becomes of a batch whose samples come in any order, without any I/O."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from asyncloader.messages.messages import WorkerSpec
+from asyncloader.seeding.seeder import Seeder
+from asyncloader.worker.job import Job
+from asyncloader.worker.overlap import Overlap, OverlapRun
+
+SPEC = WorkerSpec(None, False, True, list, False, None, 1, 0, False, is_async=True, samples_at_once=100)
+KINDS: dict[str, type[BaseException] | None] = {
+    "good": None,
+    "bad": ValueError,
+    "cancelled": asyncio.CancelledError,
+    "exit": SystemExit,
+}
+
+
+def is_exit(error: BaseException) -> bool:
+    """Whether it ends the worker."""
+    return isinstance(error, SystemExit)
+
+
+class ByHand(Overlap):
+    """All samples are asked for at once, and come when the test says so."""
+
+    def _fill(self) -> None:
+        while self._waiting:
+            job = self._waiting.popleft()
+            job.started = job.count
+            job.pending = dict.fromkeys(range(job.count))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from([*KINDS, "good", "bad"]), min_size=1, max_size=6),
+    on_error=st.sampled_from(["raise", "skip"]),
+    data=st.data(),
+)
+def test_the_first_error_of_a_batch_stands_for_it(kinds: list[str], on_error: Any, data: st.DataObject) -> None:
+    """Whatever comes first, and told once; but what ends the worker is told at once, and nothing after it."""
+    order = data.draw(st.permutations(range(len(kinds))))
+    finished: list[Job] = []
+    came: list[int] = []
+
+    async def run() -> None:
+        spec = replace(SPEC, on_error=on_error)
+        overlap = ByHand(OverlapRun(spec, Seeder((0, 0, 0)), finished.append, is_exit, print))
+        overlap.add(0, list(range(len(kinds))))
+        (job,) = overlap._jobs.values()
+        for position in order:
+            kind = KINDS[kinds[position]]
+            overlap._take(job, position, position, None if kind is None else kind(position))
+            came.append(position)
+            if job.is_over:
+                break
+        assert overlap.is_idle
+
+    asyncio.run(run())
+    (job,) = finished
+    costing = [at for at, kind in enumerate(kinds) if kind != "good" and (kind != "bad" or on_error == "raise")]
+    if kinds[came[-1]] == "exit":
+        assert (type(job.fatal), job.fatal_at) == (SystemExit, came[-1])
+    elif costing:
+        assert (type(job.fatal), job.fatal_at) == (KINDS[kinds[costing[0]]], costing[0])
+        assert set(range(costing[0] + 1)) <= set(came)
+    else:
+        assert job.fatal is None
+        assert sorted(job.errors) == [at for at, kind in enumerate(kinds) if kind == "bad"]
+        assert [at for at in job.samples if at is not None] == [at for at, kind in enumerate(kinds) if kind == "good"]
