@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import ConfigurationError, DataLoader
+from asyncloader.backends.processes.pool import Pool
 from asyncloader.machine import MemoryLimit
 from asyncloader.observe import private
 from asyncloader.observe.memory_watch import MemoryWatch
@@ -198,7 +199,8 @@ def test_while_workers_come_and_go() -> None:
 
 def held(loader: Any) -> set[int]:
     """Workers that finish what they have, and are renewed then."""
-    return {loader._newest()._session.supervisor.workforce.renewing} - {None}
+    workforce = loader._newest()._session.supervisor.workforce
+    return {workforce.renewing} - {None} if workforce.is_finishing else set()
 
 
 class Renewed:
@@ -241,13 +243,13 @@ WANTED = [[i, i + 1] for i in range(0, LENGTH, 2)]
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("on_crash", ["retry", "skip"])
 def test_one_that_dies_before_it_is_renewed(tmp_path: Path, on_crash: Any, num_workers: int) -> None:
-    """Another one does what it had; what was not begun is not blamed."""
+    """The one that is ready does what it had; what was not begun is not blamed."""
     renewed = Renewed(tmp_path, num_workers, on_crash=on_crash)
     pool, worker = renewed.session.pool, renewed.worker
-    before = pool.processes[worker]
+    spare = pool._spares[worker]
     at = min(renewed.session.run.scheduler.in_flight[worker])
-    os.kill(before.pid, signal.SIGKILL)
-    wait_until(lambda: pool.processes.get(worker) not in (None, before))
+    os.kill(pool.processes[worker].pid, signal.SIGKILL)
+    wait_until(lambda: pool.processes.get(worker) is spare)
     assert not held(renewed.loader)
     seen = renewed.rest()
     assert seen == [batch for number, batch in enumerate(WANTED) if on_crash == "retry" or number != at]
@@ -271,21 +273,29 @@ def test_one_that_dies_and_its_error_is_raised(tmp_path: Path) -> None:
     ]
 
 
-def test_where_no_process_can_be_had_the_worker_goes_on(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
-    """With what was kept for the other one."""
+def test_the_next_process_dies_before_it_has_the_place(tmp_path: Path) -> None:
+    """Another one is started in its place."""
     renewed = Renewed(tmp_path)
     pool = renewed.session.pool
-    before = dict(pool.processes)
+    os.kill(pool._spares[renewed.worker].pid, signal.SIGKILL)
+    wait_until(lambda: not pool._spares)
+    assert renewed.rest() == WANTED
+    assert renewed.loader.stats().replacements == 0
+
+
+def test_where_no_process_can_be_had_the_worker_goes_on(caplog: Any, monkeypatch: Any) -> None:
+    """As if nobody had asked for it."""
 
     def refuse(*args: Any) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(pool, "_start_other", refuse)
+    monkeypatch.setattr(Pool, "_start_other", refuse)
+    torch.manual_seed(3)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=2)
     with caplog.at_level(logging.WARNING, "asyncloader"):
-        assert renewed.rest() == WANTED
-    assert f"Worker {renewed.worker} could not be renewed, and goes on: no room" in caplog.text
-    assert pool.processes == before
-    assert renewed.loader.stats().renewals == 0
+        assert [bits(batch) for batch in loader] == expected()
+    assert "could not be renewed, and goes on: no room" in caplog.text
+    assert (loader.stats().renewals, loader.stats().replacements) == (0, 0)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -373,7 +383,7 @@ def test_left_before_one_is_renewed(tmp_path: Path) -> None:
 
 
 class Failing:
-    """Has one worker process end at its start, if a file is there.
+    """Has the processes of workers end at their start while a file is there.
 
     Args:
         path: Of the file.
@@ -384,25 +394,29 @@ class Failing:
 
     def __call__(self, worker: int) -> None:
         if self.path.exists():
-            self.path.unlink()
             os._exit(7)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_new_process_that_ends_at_its_start_is_replaced(tmp_path: Path, num_workers: int) -> None:
-    """As any worker, and nothing is blamed for it."""
+def test_a_process_that_ends_at_its_start_is_tried_again(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    """Later, and nothing waits for it."""
+    monkeypatch.setattr("asyncloader.engine.workforce._PAUSE_S", 0.0)
     torch.manual_seed(3)
     failing = Failing(tmp_path / "fail")
-    options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "max_retries": 0, "worker_init_fn": failing}
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=num_workers, **options)
+    options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "worker_init_fn": failing}
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
     iterator: Any = iter(loader)
+    workforce = iterator._session.supervisor.workforce
     seen = [bits(next(iterator)) for _ in range(2)]
     failing.path.touch()
-    seen += [bits(next(iterator)) for _ in range(8)]
-    wait_until(lambda: loader.stats().replacements)
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        seen += [bits(next(iterator)) for _ in range(6)]
+        wait_until(lambda: "could not be renewed, and goes on" in caplog.text)
+    failing.path.unlink()
+    while not loader.stats().renewals:
+        seen.append(bits(next(iterator)))
+        wait_until(lambda: workforce.renewing is None)
     seen += map(bits, iterator)
     assert seen == expected()
-    assert (loader.stats().replacements, loader.stats().retries) == (1, 0)
 
 
 # ----------------------------------------------------------------------------------------------------- what is told

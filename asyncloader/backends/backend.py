@@ -158,6 +158,15 @@ class Backend(Protocol):
             Exception: if the system has no room for it. Nothing is left of it then, and another that was there stays.
         """
 
+    def prepare(self, worker: int, num_workers: int) -> Worker | None:
+        """Start beforehand what `add` is to put in the place of this worker; return it, or None if nothing can be.
+
+        It is told of nothing until then, and goes with the worker if that is dismissed.
+
+        Raises:
+            Exception: as `add`.
+        """
+
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let this worker finish, if it is there: it has no tickets. Its place is free, its end nobody's concern.
 

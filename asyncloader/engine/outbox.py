@@ -54,9 +54,9 @@ class Outbox:
         """
         if not self._tickets:
             return
-        places, renewing = self._pool.processes, self._workforce.renewing
+        places, workforce = self._pool.processes, self._workforce
         for worker in tuple(self._tickets):  # a refused ticket flushes as well
-            if worker == renewing or (place := places.get(worker)) is None or not place.is_alive:
+            if not workforce.may_send(worker) or (place := places.get(worker)) is None or not place.is_alive:
                 continue
             if tickets := self._tickets.pop(worker, None):
                 for seq, error in self._pool.send(worker, tickets):

@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.backends.backend import END_GRACE_S, Backend, Worker
@@ -30,6 +30,9 @@ from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
+
+_LATE_S = 300.0
+"""A process that has not opened the dataset after this time takes the place of no other. Seconds."""
 
 _WORKER_BYTES = 256 << 20
 """One more worker is started on its own account only where so much memory is left for it, or what the largest takes."""
@@ -103,6 +106,7 @@ class Supervisor:
         self._stays = policy.stays
         self._loop = loop
         self._pool = pool
+        self._spare: Worker | None = None  # for the place of the worker that is to be renewed
         self._to_start: deque[int] = deque()
         self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
         self._watch = MemoryWatch()
@@ -242,17 +246,47 @@ class Supervisor:
             auto.tell(here, wanted)
 
     def _look_who_is_renewed(self, now: float, *, begins: bool = False) -> None:
-        """See whether a worker is to be renewed, and has answered its tickets.
+        """See whether a worker is to be renewed, and how far that is.
 
         Args:
             now: Seconds.
             begins: A run has begun. Otherwise, what is left when the plan has ended is not worth a new process.
         """
         workforce, run = self.workforce, self.session.run
-        if begins or not run.plan_ended:
-            workforce.choose(now, run.scheduler.roster, self._pool.processes)
-        if (worker := workforce.renewing) is not None and self._is_idle(worker):
-            self._loop.call_soon(self._renew, worker)  # a fork holds up the loop: what has just come goes on first
+        if workforce.renewing is None:
+            if begins or not run.plan_ended:
+                workforce.choose(now, run.scheduler.roster, self._pool.processes)
+            if (worker := workforce.renewing) is not None:
+                self._spare = None
+                self._loop.call_soon(self._prepare, worker)  # a fork holds up the loop: what has just come goes on
+            return
+        if (spare := self._spare) is not None and not workforce.is_finishing:
+            if not spare.is_alive:
+                self._not_renewed(describe_death(spare.pid, spare.exitcode) + last_words(spare.output))
+            elif spare.is_ready:
+                workforce.is_finishing = True
+            elif monotonic() > spare.started_at + _LATE_S:
+                spare.kill()
+        if workforce.is_finishing and self._is_idle(workforce.renewing):
+            self._loop.call_soon(self._renew, workforce.renewing)
+
+    def _prepare(self, worker: int) -> None:
+        """Start what is to take the place of a worker; some backends can do so only when the worker is idle."""
+        workforce = self.workforce
+        if worker != workforce.renewing or not self._is_at_work:
+            return
+        try:
+            self._spare = self._pool.prepare(worker, len(workforce.members))
+        except Exception as error:
+            self._not_renewed(str(error))
+        else:
+            workforce.is_finishing = self._spare is None
+            self._look_who_is_renewed(perf_counter())  # it may be idle, and would not be heard of again
+
+    def _not_renewed(self, why: str) -> None:
+        log.warning("Worker %d could not be renewed, and goes on: %s", self.workforce.renewing, why)
+        self.workforce.not_renewed(perf_counter())
+        self.session.flush()
 
     def _is_idle(self, worker: int) -> bool:
         """Whether a worker has answered all tickets that it was sent."""
@@ -262,17 +296,16 @@ class Supervisor:
     def _renew(self, worker: int) -> None:
         """Put another process in the place of a worker, which finishes; if none can be had, the worker goes on."""
         workforce = self.workforce
-        if worker != workforce.renewing or not self._is_at_work or not self._is_idle(worker):
+        if worker != workforce.renewing or not (workforce.is_finishing and self._is_at_work and self._is_idle(worker)):
             return
         try:
             self._pool.add(worker, len(workforce.members))
         except Exception as error:
-            log.warning("Worker %d could not be renewed, and goes on: %s", worker, error)
-            workforce.not_renewed(perf_counter())
-        else:
-            log.info("worker %d is renewed: %s", worker, workforce.has_made(worker))
-            workforce.reset(worker)
-            self.session.run.meter.renewed(worker)
+            self._not_renewed(str(error))
+            return
+        log.info("worker %d is renewed: %s", worker, workforce.has_made(worker))
+        workforce.reset(worker)
+        self.session.run.meter.renewed(worker)
         self.session.flush()
 
     # --------------------------------------------------------------------------------------------------- actions

@@ -8,10 +8,10 @@ The workforce touches no loop, clock or process: the supervisor tells it what ha
 decides. A worker that is started joins when it has opened the dataset, so nothing waits for it. A worker that leaves
 finishes what it has in hand; if it is wanted again before that, it stays.
 
-A worker that has made enough batches, or has grown, is renewed: it is sent no more tickets, and when it has answered
-those that it has, another process takes its place. The scheduler does not know of that: the worker's id keeps its turn,
-and its tickets wait in the outbox. One worker is renewed at a time, the one that became due first: with the same number
-of batches all would be due in the same round.
+A worker that has made enough batches, or has grown, is renewed. When another process is ready, the worker is sent no
+more tickets, and when it has answered those that it has, the other process takes its place. The scheduler does not know
+of that: the worker's id keeps its turn, and its tickets wait in the outbox. One worker is renewed at a time, the one
+that became due first: with the same number of batches all would be due in the same round.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ class Workforce:
     Attributes:
         wanted: The workers that are asked for. Not all of them need be there.
         guests: Workers that have come without being asked for, from another machine, and stay as long as they can.
-        renewing: The worker that is to be renewed when it has answered its tickets, and gets no others; or None.
+        renewing: The worker that is to be renewed; or None.
+        is_finishing: Another process is ready for it: it is sent no more tickets, and goes when it has answered those
+            that it has.
     """
 
     def __init__(self, num_workers: int, max_tasks: int | None = None, max_bytes: int | None = None) -> None:
         self.wanted = set(range(num_workers))
         self.guests: set[int] = set()
         self.renewing: int | None = None
+        self.is_finishing = False
         self._asked = num_workers  # ids below this one are of workers that were asked for at some time
         self._coming: set[int] = set()  # started, or to be, and not ready
         self._max_tasks = max_tasks
@@ -157,7 +160,11 @@ class Workforce:
         """Do not renew the worker before it has made another batch."""
         self._due.pop(worker, None)
         if worker == self.renewing:
-            self.renewing = None
+            self.renewing, self.is_finishing = None, False
+
+    def may_send(self, worker: int) -> bool:
+        """Whether the worker is sent tickets: not if another process is to have them."""
+        return not self.is_finishing or worker != self.renewing
 
     def made(self, worker: int, private_bytes: int) -> bool:
         """A worker has come to an outcome; return whether any worker is to be renewed.
@@ -197,7 +204,7 @@ class Workforce:
 
     def not_renewed(self, now: float) -> None:
         """No process could be had for the worker that is to be renewed: it goes on, and is due again later."""
-        self.renewing = None
+        self.renewing, self.is_finishing = None, False
         self._retry_at = now + _PAUSE_S
 
     def has_made(self, worker: int) -> str:
@@ -226,4 +233,5 @@ class Workforce:
         assert not self.wanted & self.guests
         assert self._coming <= self.members
         assert not (self._coming & {worker for worker in roster.active if roster.takes(worker)})
+        assert self.renewing is not None or not self.is_finishing
         assert self.renewing is None or (self.renewing in self.members and self.renewing not in self._due)

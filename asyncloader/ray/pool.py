@@ -239,6 +239,9 @@ class RemotePool:
             self.fleet.take_place(worker)
             self._maybe_send_home(agent, 0.0)
 
+    def prepare(self, worker: int, num_workers: int) -> None:
+        """Start nothing beforehand: an agent forks, which takes a moment."""
+
     def _begin_life(self, agent: RemoteAgent, worker: int) -> RemoteWorker:
         self._num_lives += 1
         life = self._num_lives

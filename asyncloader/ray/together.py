@@ -102,6 +102,10 @@ class Together:
         """Start a worker under this id."""
         self._of(worker).add(worker, num_workers)
 
+    def prepare(self, worker: int, num_workers: int) -> Worker | None:
+        """Start beforehand what is to take the place of this worker."""
+        return self._of(worker).prepare(worker, num_workers)
+
     def place(self, num_workers: int | None, most_here: int) -> int:
         """Have so many workers in all, local ones first; return how many of them are local.
 

@@ -69,7 +69,7 @@ def test_a_worker_that_is_to_be_renewed_gets_its_tickets_when_it_was() -> None:
     """Until then they are counted."""
     pool, workforce = Sends(), Workforce(1)
     outbox = Outbox(pool, workforce)  # type: ignore[arg-type]
-    workforce.renewing = 0
+    workforce.renewing, workforce.is_finishing = 0, True
     outbox.put(0, 0, [0])
     outbox.flush(lambda worker, seq, error: None)
     assert (outbox.count(0), outbox.count(1), pool.sent) == (1, 0, [])

@@ -61,14 +61,16 @@ class World:
     def make(self) -> None:
         """Have each worker make a batch, unless it is sent nothing."""
         for worker in tuple(self.roster.active & self.places.keys()):
-            if worker != self.workforce.renewing and self.places[worker].is_ready:
+            if self.workforce.may_send(worker) and self.places[worker].is_ready:
                 self.made[worker] = self.made.get(worker, 0) + 1
                 if self.workforce.made(worker, 0):
                     self.workforce.choose(self.now, self.roster, self.places)
 
     def renew(self) -> None:
         """Have a worker that is to be renewed answer its tickets: another process takes its place."""
-        if (worker := self.workforce.renewing) is not None:
+        if (worker := self.workforce.renewing) is not None and not self.workforce.is_finishing:
+            self.workforce.is_finishing = True
+        elif worker is not None:
             assert self.roster.takes(worker)
             assert all(place.is_ready for place in self.places.values()), "another one is being started"
             self.places[worker] = Place(False)
@@ -201,11 +203,11 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
     assert takers == world.workforce.members
     world.now += 1000.0
     world.made.clear()
-    for _ in range(3 * len(takers) + 3):
+    for _ in range(4 * len(takers) + 3):
         world.make()
         world.renew()
         world.get_ready()
-    assert all(world.made.get(worker, 0) <= 2 + len(takers) for worker in takers), "some get old"
+    assert all(world.made.get(worker, 0) <= 2 + 2 * len(takers) for worker in takers), "some get old"
 
 
 def test_those_of_other_machines_come_and_go_by_themselves() -> None:
@@ -254,7 +256,11 @@ def test_a_worker_that_has_made_enough_is_renewed() -> None:
     assert make(workforce, 0, 1)
     assert choose(workforce) == 0
     assert workforce.has_made(0) == "it has made 3 batches"
+    assert workforce.may_send(0)  # it goes on until the other one is ready
+    workforce.is_finishing = True
+    assert not workforce.may_send(0)
     workforce.reset(0)
+    assert workforce.may_send(0)
     assert workforce.renewing is None
     assert not make(workforce, 0, 2)
     assert make(workforce, 0, 1)

@@ -73,6 +73,7 @@ class Pool:
         self._slabs.live_on(loop.loop)
         self._loans: dict[WorkerProcess, WorkerLoans] = {}
         self._outstanding: dict[int, int] = {}
+        self._spares: dict[int, WorkerProcess] = {}  # started to take the place of a worker, which is there still
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
         self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
@@ -185,6 +186,7 @@ class Pool:
 
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
+        self._let_go(self._spares.pop(worker, None), grace_s)
         self._let_go(self.processes.pop(worker, None), grace_s)
 
     def _let_go(self, process: WorkerProcess | None, grace_s: float) -> None:
@@ -199,9 +201,16 @@ class Pool:
         if before is not None and (before in self._leaving or not before.is_alive):
             del self.processes[worker]  # whether or not another one can be started
             before = None
-        self.processes[worker] = self._start_other(worker, num_workers)
+        self.processes[worker] = self.prepare(worker, num_workers)
+        del self._spares[worker]
         self._outstanding[worker] = 0
         self._let_go(before, END_GRACE_S)
+
+    def prepare(self, worker: int, num_workers: int) -> WorkerProcess:
+        """Start the process that `add` is to put in the place of this worker, if it is not there already."""
+        if worker not in self._spares:
+            self._spares[worker] = self._start_other(worker, num_workers)
+        return self._spares[worker]
 
     def _start_other(self, worker: int, num_workers: int) -> WorkerProcess:
         epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
@@ -234,11 +243,13 @@ class Pool:
         for worker, process in self.processes.items():
             self._outstanding[worker] = 0
             process.channel.send(Kind.EPOCH, body, more=True)
+        for process in self._spares.values():
+            process.channel.send(Kind.EPOCH, body)
 
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
         self._closing = True
-        for process in (*self.processes.values(), *self._dismissed):
+        for process in (*self.processes.values(), *self._spares.values(), *self._dismissed):
             process.end(grace_s)
         self._maybe_closed()
 
@@ -292,7 +303,7 @@ class Pool:
             process.channel.send(Kind.CONFIRM, bytes(body))
         elif kind == Kind.READY:
             process.is_ready = True
-            if self.listener is not None:
+            if self.listener is not None and self._spares.get(worker) is not process:
                 self.listener.on_ready(worker)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
@@ -322,6 +333,8 @@ class Pool:
         if process in self._leaving:
             self._leaving.discard(process)
             self._dismissed.discard(process)
+        elif self._spares.get(process.worker_id) is process:
+            del self._spares[process.worker_id]
         elif not (expected or self._closing) and self.listener is not None:
             self.listener.on_died(process.worker_id, process)
         self._maybe_closed()
@@ -337,7 +350,7 @@ class Pool:
                 self.listener = None
 
     def _everyone(self) -> Iterable[WorkerProcess]:
-        return (*self.processes.values(), *self._leaving)
+        return (*self.processes.values(), *self._spares.values(), *self._leaving)
 
 
 class WorkerHandle:
