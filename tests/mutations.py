@@ -94,6 +94,13 @@ MUTATIONS = (
         "engine/test_recovery.py faults/test_stream_ends.py",
     ),
     Mutation(
+        "a worker that is to be renewed is sent more tickets",
+        "engine/outbox.py",
+        "if not workforce.may_send(worker) or (place",
+        "if (place",
+        "engine/test_outbox.py",
+    ),
+    Mutation(
         "a batch goes to a consumer whose loop is closed",
         "engine/handoff.py",
         "its loop was closed\n            return False",

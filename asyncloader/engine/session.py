@@ -41,7 +41,6 @@ from asyncloader.engine.actions import (
     Window,
 )
 from asyncloader.engine.finisher import Finisher, Slices
-from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue
 from asyncloader.engine.run import Run
@@ -114,7 +113,7 @@ class Session:
         self._num_errors = 0
         self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
-        self._outbox = Outbox(pool, supervisor.workforce)
+        self._outbox = supervisor.outbox
         supervisor.attach(self)
 
     def __repr__(self) -> str:
@@ -472,14 +471,6 @@ class Session:
     def flush(self) -> None:
         """Give workers their tickets; what is for one that is not started yet waits."""
         self._outbox.flush(self._refuse)
-
-    def drop(self, worker: int) -> list[int]:
-        """Forget the tickets of a worker that were not sent, and return their numbers: others get them."""
-        return self._outbox.drop(worker)
-
-    def num_unsent(self, worker: int) -> int:
-        """Return how many tickets of a worker were not sent."""
-        return self._outbox.count(worker)
 
     def _refuse(self, worker: int, seq: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncloader.backends.backend import END_GRACE_S, Backend, Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Lose, Postpone, Replace, Start
 from asyncloader.engine.controller import Controller
+from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.recovery import Policy, Recovery
 from asyncloader.engine.run import Run
 from asyncloader.engine.workforce import Workforce
@@ -68,12 +69,6 @@ class Session(Protocol):
     def flush(self) -> None:
         """Give workers their tickets."""
 
-    def drop(self, worker: int) -> list[int]:
-        """Forget the tickets of a worker that were not sent, and return their numbers."""
-
-    def num_unsent(self, worker: int) -> int:
-        """Return how many tickets of a worker were not sent."""
-
 
 class Supervisor:
     """Owner of the places of workers, from run to run. On the loop thread.
@@ -87,6 +82,7 @@ class Supervisor:
 
     Attributes:
         due: When it is worth looking at them again; on the clock of outcomes.
+        outbox: Tickets on their way to them.
         is_stream: The dataset is iterable.
     """
 
@@ -103,6 +99,7 @@ class Supervisor:
         self.is_stream = policy.is_stream
         self.recovery = Recovery(policy, len(workforce.wanted))
         self.workforce = workforce
+        self.outbox = Outbox(pool, workforce)
         self._stays = policy.stays
         self._loop = loop
         self._pool = pool
@@ -141,6 +138,8 @@ class Supervisor:
                 self.session.apply(self.recovery.fill(process, run.start_of(worker)))
             elif run.scheduler.roster.takes(worker):
                 self.session.apply([Replace(worker)])
+            elif self.workforce.is_coming(worker):
+                self._start(worker)  # there was no room for it: it is not waited for any longer
         if self.auto is not None:
             self.auto.controller.begin()
         self.due = 0.0
@@ -290,8 +289,7 @@ class Supervisor:
 
     def _is_idle(self, worker: int) -> bool:
         """Whether a worker has answered all tickets that it was sent."""
-        session = self.session
-        return len(session.run.scheduler.in_flight.get(worker, ())) == session.num_unsent(worker)
+        return len(self.session.run.scheduler.in_flight.get(worker, ())) == self.outbox.count(worker)
 
     def _renew(self, worker: int) -> None:
         """Put another process in the place of a worker, which finishes; if none can be had, the worker goes on."""
@@ -388,18 +386,14 @@ class Supervisor:
         self._have_others_do(worker)
         if worker in self.workforce.members:
             self.workforce.comes_later(worker)
-            self._rests[worker] = self._loop.call_later(action.rest_s, self._start_postponed, worker)
-
-    def _start_postponed(self, worker: int) -> None:
-        del self._rests[worker]
-        self._start(worker)
+            self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
 
     def _lose(self, action: Lose) -> None:
         """Tell the scheduler of a worker that was lost; another comes at once, or later."""
         run, worker = self.session.run, action.worker
         rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
         run.lost(worker)
-        unsent = self.session.drop(worker)  # it was to be renewed, or is not there yet
+        unsent = self.outbox.drop(worker)  # it was to be renewed, or is not there yet
         self.workforce.keep(worker)
         if rests:
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
@@ -413,8 +407,11 @@ class Supervisor:
 
     def _end_rest(self, worker: int) -> None:
         del self._rests[worker]
-        self._replace(worker)
-        self.session.apply(self.session.run.scheduler.rested(worker))
+        if self.workforce.is_coming(worker):
+            self._start(worker)
+        else:
+            self._replace(worker)
+            self.session.apply(self.session.run.scheduler.rested(worker))
 
     def _wake(self, worker: int) -> None:
         """Wait no longer with the next process of a worker."""
@@ -423,7 +420,7 @@ class Supervisor:
 
     def _have_others_do(self, worker: int) -> None:
         """Have others do what a worker had that is not there."""
-        self.session.drop(worker)
+        self.outbox.drop(worker)
         if self._is_at_work:
             self.session.apply(self.session.run.scheduler.lost(worker))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncloader.engine.actions import Lose, Replace
+from asyncloader.engine.actions import Lose, Postpone, Replace
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
@@ -22,6 +23,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.added: list[int] = []
+        self.processes: dict[int, Any] = {}
 
     def add(self, worker: int, num_workers: int) -> None:
         self.added.append(worker)
@@ -44,20 +46,18 @@ class Session:
 
     takes_outcomes = True
 
-    def __init__(self, unsent: list[int] | None = None) -> None:
-        self.unsent = unsent or []
+    def __init__(self) -> None:
         scheduler = Scheduler(num_workers=2, prefetch_factor=2)
         faults = SimpleNamespace(replacements=0, timeouts=0)
         self.run: Any = SimpleNamespace(
-            scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None, tracks={}
+            scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None, tracks={}, plan_ended=True
         )
         self.applied: list[Any] = []
 
     def apply(self, actions: Any) -> None:
         self.applied += actions
 
-    def drop(self, worker: int) -> list[int]:
-        return self.unsent
+    def flush(self) -> None: ...
 
 
 def supervise(loop: GuardedLoop, pool: Any, session: Any) -> Supervisor:
@@ -85,9 +85,61 @@ async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
 @pytest.mark.parametrize("hung", [False, True])
 async def test_what_was_not_sent_to_a_worker_is_not_blamed_for_its_end(hung: bool) -> None:
     """It has waited for the next process."""
-    pool, session = Pool(), Session(unsent=[1])
+    pool, session = Pool(), Session()
     supervisor = supervise(GuardedLoop(asyncio.get_running_loop()), pool, session)
     scheduler = session.run.scheduler
     scheduler.planned(range(4))
+    supervisor.outbox.put(1, 1, [1])
     supervisor.do(Lose(1, lambda tickets: RuntimeError(), hung=hung))
     assert {seq: ticket.tries for seq, ticket in scheduler.in_flight[1].items()} == {1: 0, 3: 1}
+
+
+async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run() -> None:
+    """Whatever the run was made for: nothing waits for it any longer."""
+    pool, session, loop = Pool(), Session(), Timers()
+    supervisor = supervise(loop, pool, session)
+    supervisor.workforce.want(3)
+    supervisor.do(Postpone(2, 1000.0))
+    assert pool.added == []
+    supervisor.begin()
+    await asyncio.sleep(0.01)
+    assert [timer.cancelled() for timer in loop.timers] == [True]
+    assert pool.added == [2]
+
+
+@pytest.mark.parametrize("what", ["ready", "ended", "late", "refused"])
+async def test_the_process_that_is_started_for_a_worker(what: str) -> None:
+    """The worker is sent no more when it is ready; if it ends, hangs or cannot be had, the worker goes on."""
+    killed: list[bool] = []
+    spare = SimpleNamespace(is_alive=True, is_ready=False, started_at=monotonic(), pid=7, exitcode=-9, output=b"")
+    spare.kill = lambda: killed.append(True)
+    pool, session, loop = Pool(), Session(), Timers()
+    pool.processes = {worker: SimpleNamespace(is_ready=True, node="") for worker in range(2)}
+    session.run.plan_ended = False
+    supervisor = Supervisor(loop, pool, Policy(replaceable=True), Workforce(2, max_tasks=1))  # type: ignore[arg-type]
+    supervisor.attach(session)  # type: ignore[arg-type]
+    session.run.scheduler.planned(range(4))
+    session.run.meter = SimpleNamespace(private_bytes=dict)
+
+    def prepare(worker: int, num_workers: int) -> Any:
+        assert (worker, num_workers) == (1, 2)
+        if what == "refused":
+            raise OSError("no room")
+        return spare
+
+    pool.prepare = prepare  # type: ignore[attr-defined]
+    supervisor.answered(1, 0, 0.0)
+    await asyncio.sleep(0)
+    assert supervisor.workforce.renewing == (None if what == "refused" else 1)
+    assert supervisor.workforce.may_send(1)
+    match what:
+        case "ready":
+            spare.is_ready = True
+        case "ended":
+            spare.is_alive = False
+        case "late":
+            spare.started_at -= 301
+    supervisor.answered(0, 0, 0.0)
+    assert supervisor.workforce.may_send(1) == (what != "ready")
+    assert (supervisor.workforce.renewing == 1) == (what in ("ready", "late"))
+    assert killed == [True] * (what == "late")

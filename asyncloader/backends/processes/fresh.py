@@ -18,6 +18,7 @@ import io
 import os
 import select
 import signal
+from collections.abc import Callable
 from multiprocessing import context, forkserver, popen_forkserver, popen_spawn_posix, resource_tracker, spawn
 from multiprocessing import util as _util
 from multiprocessing.context import BaseContext, set_spawning_popen
@@ -37,16 +38,28 @@ _NOT_TOLD = 255  # multiprocessing's stand-in for a status that the fork server 
 _MAIN = ("init_main_from_name", "init_main_from_path")
 
 
-def own(context: BaseContext) -> tuple[BaseContext, dict[str, str]]:
-    """Return a context with processes of ours, and the main module that those are to import.
+def imports_main(context: BaseContext) -> bool:
+    """Whether a worker that is started so imports the main module itself.
 
-    A context of the user's own is used as it is: its processes are given the main module by multiprocessing.
+    A forked one has it. A context of the user's own is used as it is, and gives it to its processes.
     """
-    kind = _KINDS.get(context.get_start_method()) if type(context) in _CONTEXTS else None
-    if kind is None:
-        return context, {}
+    return type(context) in _CONTEXTS and context.get_start_method() in _KINDS
+
+
+def main_module() -> dict[str, str]:
+    """Return what tells a worker which the main module is."""
     data = spawn.get_preparation_data("")
-    return kind(), {key: data[key] for key in _MAIN if key in data}
+    return {key: data[key] for key in _MAIN if key in data}
+
+
+def make_process(context: BaseContext, target: Callable[..., object], args: tuple[Any, ...]) -> BaseProcess:
+    """Return a process that is not started yet. It is given no main module where it imports that itself."""
+    if not imports_main(context):
+        return cast(BaseProcess, cast(Any, context).Process(target=target, args=args))
+    make, launch = _KINDS[context.get_start_method()]
+    process: BaseProcess = make(target=target, args=args)
+    cast(Any, process)._Popen = launch  # of this process alone, in place of its class's
+    return process
 
 
 def start_server() -> None:
@@ -111,6 +124,7 @@ def _without_main(popen: Any, process: Any) -> bytes:
     for key in _MAIN:
         data.pop(key, None)
     file = io.BytesIO()
+    del process._Popen  # in the child, which knows nothing of this module, it is a process of multiprocessing's own
     set_spawning_popen(popen)
     try:
         dump(data, file)
@@ -120,33 +134,10 @@ def _without_main(popen: Any, process: Any) -> bytes:
     return file.getvalue()  # not its buffer: of a file that is collected before that, Python 3.15 prints an error
 
 
-class SpawnProcess(context.SpawnProcess):
-    """A process that multiprocessing does not give the main module. In the child it is one of multiprocessing's own."""
-
-    _Popen = staticmethod(_Spawn)
-
-    def __reduce__(self) -> Any:
-        return object.__new__, (context.SpawnProcess,), self.__dict__
-
-
-class ForkServerProcess(context.ForkServerProcess):
-    """A process that multiprocessing does not give the main module. In the child it is one of multiprocessing's own."""
-
-    _Popen = staticmethod(_Forkserver)
-
-    def __reduce__(self) -> Any:
-        return object.__new__, (context.ForkServerProcess,), self.__dict__
-
-
-class _SpawnContext(context.SpawnContext):
-    Process = SpawnProcess
-
-
-class _ForkServerContext(context.ForkServerContext):
-    Process = ForkServerProcess
-
-
-_KINDS: dict[str, type[BaseContext]] = {"spawn": _SpawnContext, "forkserver": _ForkServerContext}
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "spawn": (context.SpawnProcess, _Spawn),
+    "forkserver": (context.ForkServerProcess, _Forkserver),
+}
 _CONTEXTS = (context.SpawnContext, context.ForkServerContext, context.DefaultContext)
 
 

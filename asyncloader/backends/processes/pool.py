@@ -76,7 +76,6 @@ class Pool:
         self._spares: dict[int, WorkerProcess] = {}  # started to take the place of a worker, which is there still
         self._epoch: EpochSpec
         self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
-        self._dismissed: set[WorkerProcess] = set()  # of these, who ends by itself
         self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
         self._closing = False
         self._is_starting = False  # somebody may be launching one more
@@ -192,7 +191,6 @@ class Pool:
     def _let_go(self, process: WorkerProcess | None, grace_s: float) -> None:
         if process is not None and process.is_alive:
             self._leaving.add(process)
-            self._dismissed.add(process)
             process.end(grace_s)
 
     def add(self, worker: int, num_workers: int) -> None:
@@ -249,7 +247,7 @@ class Pool:
     def end(self, grace_s: float) -> None:
         """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
         self._closing = True
-        for process in (*self.processes.values(), *self._spares.values(), *self._dismissed):
+        for process in self._everyone():
             process.end(grace_s)
         self._maybe_closed()
 
@@ -332,7 +330,6 @@ class Pool:
             loans.reclaim()
         if process in self._leaving:
             self._leaving.discard(process)
-            self._dismissed.discard(process)
         elif self._spares.get(process.worker_id) is process:
             del self._spares[process.worker_id]
         elif not (expected or self._closing) and self.listener is not None:

@@ -127,7 +127,7 @@ class WorkerProcess:
             try_descriptors(_DESCRIPTORS)
             ends = self._connect()
             try:
-                context, main = fresh.own(context)
+                main = fresh.main_module() if fresh.imports_main(context) else {}
                 initargs = (self.worker_id, ends, Later((source, arena, epoch)), method, thread, main)
                 yield partial(self._launch, context, forking, initargs)
             finally:
@@ -164,7 +164,7 @@ class WorkerProcess:
                 resource_tracker.ensure_running()
         if context.get_start_method() == "forkserver":
             fresh.start_server()
-        process: BaseProcess = cast(Any, context).Process(target=bootstrap.start, args=args)
+        process = fresh.make_process(context, bootstrap.start, args)
         # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
         with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
             start_process(process)
