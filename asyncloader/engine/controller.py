@@ -143,13 +143,14 @@ class Controller:
         max_elsewhere: int = 0,
     ) -> None:
         self.num_workers = num_workers
-        self.most_here = max_computing
+        self.most_here = max_waiting
         self.due = 0.0
         self.reason = ""
         self._most = {True: max_computing, False: max_waiting}
         self._cores = cores
         self._overlaps = overlaps
         self._max_elsewhere = max_elsewhere
+        self._now = 0.0
         self._changed_at: float | None = None  # until those that are to come or go have done so
         self._first: Load | None = None  # where the window begins
         self._settled_at = 0  # when so many batches were made, workers that came have made some of them
@@ -173,10 +174,11 @@ class Controller:
         """This machine has no room for more than so many, whatever the reason."""
         self.most_here = count
         self.num_workers = min(self.num_workers, count + self._max_elsewhere)
-        self._trial = None
+        self._trial, self._changed_at = None, self._now
 
     def observe(self, load: Load) -> None:
         """Take note of a load, and decide how many workers there should be from now on."""
+        self._now = load.at_s
         self.due = load.at_s + _LOOK_S
         if load.num_workers != self.num_workers:
             self._await(load)
@@ -194,7 +196,7 @@ class Controller:
         is_enough = seconds >= _LEAST_WINDOW_S and taken >= max(_LEAST_BATCHES, self.num_workers)
         if is_enough or (seconds >= _LONGEST_WINDOW_S and taken >= 2 and load.made > first.made):
             self._first = load
-            self._judge(Window.between(first, load), load.at_s)
+            self._judge(Window.between(first, load))
 
     def _await(self, load: Load) -> None:
         """Wait for workers that are to come or go; not for ever for those that cannot be had."""
@@ -204,13 +206,13 @@ class Controller:
         late_s = _LATE_ELSEWHERE_S if self._max_elsewhere else _LATE_S
         if load.at_s - self._changed_at > late_s and load.num_workers > 0:
             if self._max_elsewhere and load.num_workers < self.num_workers:
-                self._ceiling = self._ceiling.again(self.num_workers, load.at_s)
+                self._ceiling = self._ceiling.again(self.num_workers, self._now)
             self.num_workers, self.reason = load.num_workers, "no more have come"
             self._changed_at = self._trial = None
 
     # ------------------------------------------------------------------------------------------------- decisions
 
-    def _judge(self, window: Window, now: float) -> None:
+    def _judge(self, window: Window) -> None:
         known, costs = self._known, (window.work, window.train, window.cpu)
         self._known = known or costs
         if known is not None and any(window.differs(a, b, _CHANGED) for a, b in zip(known, costs, strict=True)):
@@ -218,30 +220,30 @@ class Controller:
             self._ceiling = self._floor = Limit()
         refused, self._refused = self._refused, None
         if refused is not None and refused > _UNSURE**2 * window.comes:  # the load had changed during the trial
-            self._ceiling = self._ceiling._replace(until_s=now)
+            self._ceiling = self._ceiling._replace(until_s=self._now)
         trial, self._trial = self._trial, None
         is_waiting = window.waits > _WAITS
         if trial is not None and window.differs(trial[1].train, window.train, _SAME):
             trial = None  # it is another load than before the trial
-        if trial is not None and is_waiting and self._take_back(*trial, window, now):
+        if trial is not None and is_waiting and self._take_back(*trial, window):
             return
-        self.most_here = self._most[window.cpu > 0.5 * window.work]
-        most = self.most_here + self._max_elsewhere
-        if self.num_workers > most:
-            self._change(most, "there are no more cores for workers that compute")
+        most_here = self._most[window.cpu > 0.5 * window.work]
+        self.most_here = min(self.most_here, most_here)
+        if self.num_workers > most_here + self._max_elsewhere:
+            self._change(most_here + self._max_elsewhere, "there are no more cores for workers that compute")
         elif is_waiting:
-            self._more(window, most, now)
+            self._more(window, most_here)
         else:
             wanted = self.num_workers - 1 if self._overlaps else math.ceil(window.work * window.rate * _SPARE)
-            self._fewer(window, wanted, "fewer are enough", now)
+            self._fewer(window, wanted, "fewer are enough")
 
-    def _take_back(self, earlier: int, was: Window, window: Window, now: float) -> bool:
+    def _take_back(self, earlier: int, was: Window, window: Window) -> bool:
         """Go back to the earlier number, if the change was for nothing. Return whether all is decided for now."""
         count, gained = self.num_workers, window.comes / was.comes
         if count < earlier:
             if was.waits > _WAITS and gained * _UNSURE > 1:
                 return False  # it waited before, and no longer now
-            self._floor = self._floor.again(earlier, now)
+            self._floor = self._floor.again(earlier, self._now)
             self._change(earlier, "training waits with fewer")
             return True
         helped = _HELPED_ELSEWHERE if count > self.most_here else _HELPED
@@ -254,41 +256,44 @@ class Controller:
         enough = math.ceil(earlier * gained * _UNSURE - 0.5) if gained > _UNSURE else earlier
         enough = min(count - 1, max(earlier, enough))
         self._refused = window.comes
-        self._ceiling = self._ceiling.again(enough + 1, now)
+        self._ceiling = self._ceiling.again(enough + 1, self._now)
         self._change(enough, "more did not help")
         return True
 
-    def _more(self, window: Window, most: int, now: float) -> None:
+    def _more(self, window: Window, most_here: int) -> None:
         """The trainer waits: have more workers, if they would be at work."""
         count, busy = self.num_workers, window.work * window.makes / self.num_workers
         if busy < _BUSY and not self._overlaps:
             if self._max_elsewhere:  # what is between the workers and the trainer is full
-                self._fewer(window, math.ceil(count * busy * _SPARE), f"workers are idle {1 - busy:.0%}", now)
+                self._fewer(window, math.ceil(count * busy * _SPARE), f"workers are idle {1 - busy:.0%}")
             return
         self._calm = 0
         floor = 0.0 if self._max_elsewhere else (window.cpu + window.main_cpu) / self._cores  # seconds, with all cores
         if floor * window.makes > _FULL:
             return
-        if now < self._ceiling.until_s:
+        most = most_here + self._max_elsewhere
+        if self._now < self._ceiling.until_s:
             most = min(most, self._ceiling.workers - 1)
         enough = 4 * count if self._overlaps else math.ceil(window.work / max(window.train, floor, 1e-6) - 0.05)
         wanted = min(most, 4 * count, max(count + 1, enough))
         if wanted > count:
+            self.most_here = most_here
             self._trial = count, window
             self._change(wanted, f"training waits {window.waits:.0%} of its time")
 
-    def _fewer(self, window: Window, wanted: int, reason: str, now: float) -> None:
+    def _fewer(self, window: Window, wanted: int, reason: str) -> None:
         """Have as few workers as are wanted, if that is so for two windows."""
-        wanted = max(1, wanted, self._floor.workers if now < self._floor.until_s else 1)
+        wanted = max(1, wanted, self._floor.workers if self._now < self._floor.until_s else 1)
         self._calm = self._calm + 1 if wanted < self.num_workers else 0
         if self._calm >= 2:
             self._trial = self.num_workers, window
             if window.waits > _WAITS:
-                self._ceiling = self._ceiling.again(wanted + 1, now)
+                self._ceiling = self._ceiling.again(wanted + 1, self._now)
             self._change(wanted, reason)
 
     def _change(self, num_workers: int, reason: str) -> None:
         self.num_workers, self.reason = num_workers, reason
+        self._changed_at = self._now
         self._is_doubtful = False
         self._calm = 0
         self._known = None  # with others beside them, workers take longer, or less

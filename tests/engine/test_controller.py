@@ -237,6 +237,21 @@ def test_those_that_do_not_come_are_not_waited_for() -> None:
     assert counts[-1] == 2
 
 
+def test_a_window_begins_when_workers_that_came_have_made_batches() -> None:
+    """They may have come before anybody looks again."""
+    controller = Controller(2, max_computing=8, max_waiting=8, cores=2)
+    load: Any = Load(0.0, 2, 0, 0.0, 0.0, 0, 0.0, 0.0, 0.0)
+    while controller.num_workers == 2:
+        at = load.at_s + 0.1
+        load = load._replace(at_s=at, taken=int(200 * at), made=int(200 * at), waited_s=at, work_s=2 * at)
+        controller.observe(load)
+    for made, has_begun in ((0, False), (controller.num_workers - 1, False), (controller.num_workers, True)):
+        load = load._replace(at_s=load.at_s + 0.1, num_workers=controller.num_workers, made=load.made + made)
+        controller.observe(load)
+        assert (controller._first is not None) == has_begun
+        load = load._replace(made=load.made - made)
+
+
 ELSEWHERE = st.builds(
     World,
     train=st.floats(0.001, 0.02),
