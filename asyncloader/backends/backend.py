@@ -98,6 +98,9 @@ class Listener(Protocol):
     def on_lost(self, worker: int) -> None:
         """The worker has gone, and nothing that it was at is to blame: others do it. Its place is free already."""
 
+    def on_prepared(self, worker: int) -> None:
+        """What was prepared for the place of this worker has opened the dataset, or has ended."""
+
     def on_failed(self, error: Exception) -> None:
         """No worker can be had any more, or none that could make these batches."""
 
@@ -161,7 +164,7 @@ class Backend(Protocol):
     def prepare(self, worker: int, num_workers: int) -> Worker | None:
         """Start beforehand what `add` is to put in the place of this worker; return it, or None if nothing can be.
 
-        It is told of nothing until then, and goes with the worker if that is dismissed.
+        Until then it is told of by `Listener.on_prepared` alone, and goes with the worker if that is dismissed.
 
         Raises:
             Exception: as `add`.

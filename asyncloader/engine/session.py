@@ -410,6 +410,11 @@ class Session:
         """The worker has gone, and nothing that it was at is to blame."""
         self.supervisor.lost(worker)
 
+    def on_prepared(self, worker: int) -> None:
+        """What was prepared for the place of this worker has opened the dataset, or has ended."""
+        if self.takes_outcomes:
+            self.supervisor.look_at_renewal(perf_counter())
+
     def on_failed(self, error: Exception) -> None:
         """No worker can be had any more."""
         self.apply([GiveUp(error)] if self.takes_outcomes else [])

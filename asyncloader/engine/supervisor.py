@@ -144,7 +144,7 @@ class Supervisor:
             self.auto.controller.begin()
         self.due = 0.0
         self._settle()
-        self._look_who_is_renewed(perf_counter(), begins=True)
+        self.look_at_renewal(perf_counter(), begins=True)
 
     def stop(self) -> set[int]:
         """Replace nobody any more in this run; return who has no process."""
@@ -156,7 +156,7 @@ class Supervisor:
     def answered(self, worker: int, private_bytes: int, now: float) -> None:
         """A worker has come to an outcome, and has so much memory to itself."""
         if self.workforce.made(worker, private_bytes):
-            self._look_who_is_renewed(now)
+            self.look_at_renewal(now)
         if now >= self.due:
             self._look(now)
 
@@ -244,7 +244,7 @@ class Supervisor:
             self._want(here, wanted)
             auto.tell(here, wanted)
 
-    def _look_who_is_renewed(self, now: float, *, begins: bool = False) -> None:
+    def look_at_renewal(self, now: float, *, begins: bool = False) -> None:
         """See whether a worker is to be renewed, and how far that is.
 
         Args:
@@ -280,7 +280,7 @@ class Supervisor:
             self._not_renewed(str(error))
         else:
             workforce.is_finishing = self._spare is None
-            self._look_who_is_renewed(perf_counter())  # it may be idle, and would not be heard of again
+            self.look_at_renewal(perf_counter())  # it may be idle, and would not be heard of again
 
     def _not_renewed(self, why: str) -> None:
         log.warning("Worker %d could not be renewed, and goes on: %s", self.workforce.renewing, why)

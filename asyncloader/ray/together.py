@@ -142,6 +142,7 @@ class _Half:
         self.on_outcome = listener.on_outcome
         self.on_died = listener.on_died
         self.on_left = listener.on_left
+        self.on_prepared = listener.on_prepared
         self.on_lost = listener.on_lost
         self.on_failed = listener.on_failed
         self.on_closed = on_closed

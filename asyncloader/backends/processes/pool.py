@@ -301,8 +301,9 @@ class Pool:
             process.channel.send(Kind.CONFIRM, bytes(body))
         elif kind == Kind.READY:
             process.is_ready = True
-            if self.listener is not None and self._spares.get(worker) is not process:
-                self.listener.on_ready(worker)
+            if self.listener is not None:
+                is_spare = self._spares.get(worker) is process
+                (self.listener.on_prepared if is_spare else self.listener.on_ready)(worker)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
@@ -332,6 +333,8 @@ class Pool:
             self._leaving.discard(process)
         elif self._spares.get(process.worker_id) is process:
             del self._spares[process.worker_id]
+            if self.listener is not None:
+                self.listener.on_prepared(process.worker_id)
         elif not (expected or self._closing) and self.listener is not None:
             self.listener.on_died(process.worker_id, process)
         self._maybe_closed()

@@ -132,6 +132,9 @@ class Heard:
     def on_lost(self, worker: int) -> None:
         self.told.append(("lost", worker))
 
+    def on_prepared(self, worker: int) -> None:
+        self.told.append(("prepared", worker))
+
     def on_closed(self) -> None:
         self.told.append("closed")
 
@@ -448,23 +451,23 @@ def test_a_worker_stays_where_no_other_can_be_started(make: Make, monkeypatch: p
 
 
 def test_a_process_is_started_beforehand(make: Make) -> None:
-    """It hears of runs, is told of nothing, and takes the place when that is wanted: the one before it finishes."""
+    """It hears of runs, and takes the place when that is wanted: the one before it finishes."""
     pool, heard, (first, second) = make()
     spare: Any = pool.prepare(0, 2)
     assert pool.prepare(0, 2) is spare
     pool.begin_epoch(EPOCHS[1])
     assert pickle.loads(spare.channel.sent[0][1]) == EPOCHS[1]
     spare.say(Kind.READY)
-    assert (pool.processes, spare.is_ready, heard.told[2:]) == ({0: first, 1: second}, True, [])
+    assert (pool.processes, spare.is_ready, heard.told[2:]) == ({0: first, 1: second}, True, [("prepared", 0)])
     pool.add(0, 2)
     assert (pool.processes, first.heard[1:]) == ({0: spare, 1: second}, [("end", END_GRACE_S)])
     spare.exit()
-    assert heard.told[2:] == [("died", 0, spare.pid)]
+    assert heard.told[3:] == [("died", 0, spare.pid)]
 
 
 @pytest.mark.parametrize("how", ["died", "dismissed", "end"])
 def test_a_process_that_was_started_beforehand_goes(make: Make, how: str) -> None:
-    """By itself, with its worker or with all: nothing is told of it, and nothing is closed before it is gone."""
+    """By itself, with its worker or with all: nothing is closed before it is gone."""
     pool, heard, (first, second) = make()
     spare: Any = pool.prepare(0, 2)
     if how == "died":
@@ -479,4 +482,4 @@ def test_a_process_that_was_started_beforehand_goes(make: Make, how: str) -> Non
         for process in (first, second):
             process.exit(expected=True)
         assert pool.listener is not None
-    assert heard.told[2:] == []
+    assert heard.told[2:] == [("prepared", 0)] * (how == "died")
