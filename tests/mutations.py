@@ -215,8 +215,8 @@ MUTATIONS = (
     Mutation(
         "slices are joined though their first samples are of unlike types",
         "transport/join.py",
-        "    if kinds is None or any(other.kinds != kinds for other in slices):\n",
-        "    if kinds is None:\n",
+        "    if kinds[0] is None or any(other != kinds[0] for other in kinds):\n",
+        "    if kinds[0] is None:\n",
         "transport/test_join.py",
     ),
 )

@@ -16,7 +16,8 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError
-from asyncloader.engine import slicer
+from asyncloader.engine import slices as slicing
+from asyncloader.engine.actions import Ticket
 from asyncloader.transport.batch_slabs import BatchSlabs
 from tests.faults.datasets import DEATHS, Augmented, Deadly, plain
 from tests.sameness import same
@@ -29,7 +30,7 @@ Point = namedtuple("Point", ["x", "label"])
 @pytest.fixture(autouse=True)
 def cheap_samples_are_divided_too(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Otherwise only samples that take long are, and tests would."""
-    monkeypatch.setattr(slicer, "_LEAST_SLICE_S", 0.0001)
+    monkeypatch.setattr(slicing, "_LEAST_SLICE_S", 0.0001)
 
 
 def epoch(dataset: Any, batch_size: int = 8, **options: Any) -> list[Any]:
@@ -43,16 +44,18 @@ def epoch(dataset: Any, batch_size: int = 8, **options: Any) -> list[Any]:
 
 
 def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets, for each batch that is read, into how many slices it is divided."""
+    """Return a list that gets, for each batch that is sent, into how many slices it is divided."""
     found: list[int] = []
-    cut = slicer.Slicer.cut
+    cut = slicing.Slices.cut
 
-    def note(self: slicer.Slicer, count: int, num_workers: int) -> list[int]:
-        bounds = cut(self, count, num_workers)
-        found.append(len(bounds) - 1)
-        return bounds
+    def note(self: slicing.Slices, ticket: Ticket, num_workers: int) -> Ticket:
+        is_first = ticket.bounds is None
+        if is_first:
+            found.append(0)
+        found[-1] += 1
+        return cut(self, ticket, num_workers)
 
-    monkeypatch.setattr(slicer.Slicer, "cut", note)
+    monkeypatch.setattr(slicing.Slices, "cut", note)
     return found
 
 
@@ -458,17 +461,16 @@ class Cheap(Dataset[Any]):
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_cheap_samples_are_not_divided_once_that_is_known(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch is divided, and no later one."""
-    monkeypatch.setattr(slicer, "_LEAST_SLICE_S", 60.0)  # whatever else the machine does
+    monkeypatch.setattr(slicing, "_LEAST_SLICE_S", 60.0)  # whatever else the machine does
     static = epoch(Cheap(), batch_size=32, scheduling="static")
     slices = divided(monkeypatch)
     loader = DataLoader(Cheap(), 32, num_workers=num_workers, **OPTIONS)
     assert same(list(loader), static)
-    guess, *found = slices  # the first one is of the size of a batch, for the window
-    assert found[0] == guess > 1
-    assert set(found[1:]) == {1}
+    assert slices[0] > 1
+    assert set(slices[1:]) == {1}
     stats = loader.stats()
     assert (stats.batches, stats.samples) == (8, 256)
-    assert sum(worker.batches for worker in stats.workers) == sum(found)
+    assert sum(worker.batches for worker in stats.workers) == sum(slices)
 
 
 def test_out_of_order_batches_are_whole() -> None:

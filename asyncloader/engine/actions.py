@@ -9,14 +9,33 @@ from typing import Any, NamedTuple, TypeAlias
 
 @dataclass(slots=True)
 class Ticket:
-    """A numbered batch to do: ``keys`` are the indices as the sampler gave them, or those of a slice of a batch."""
+    """A batch to do, or a slice of one.
+
+    Attributes:
+        seq: Number of the batch in the plan.
+        keys: The keys of the batch, as the sampler gave them.
+        number: By which a worker knows the ticket: ``seq`` where batches stay whole; less than 0 before it is sent.
+        bounds: Where in the batch the slice begins and ends; None for the whole batch.
+        worker: The worker that has the ticket, or had it last.
+        tries: How many workers were lost over it.
+        is_suspect: The ticket was in work with others when their worker died, and is done again alone: so whichever
+            kills a worker is found out.
+    """
 
     seq: int
     keys: Any
+    number: int = -1
+    bounds: tuple[int, int] | None = None
     worker: int = -1
     tries: int = 0
+    is_suspect: bool = False
     sent_at: float = 0.0  # the session's note; no decision depends on it
     is_prompt: bool = False  # sent to an idle worker as soon as it was idle: its wait is the channel's latency
+
+    @property
+    def own_keys(self) -> Any:
+        """The keys of the slice, or of the whole batch."""
+        return self.keys if self.bounds is None else self.keys[slice(*self.bounds)]
 
 
 class Send(NamedTuple):
@@ -32,22 +51,10 @@ class Deliver(NamedTuple):
     outcome: Any
 
 
-class Read(NamedTuple):
-    """Let a consumer that waits read the sampler on, until it has read so many batches in all."""
-
-    until: int
-
-
 class Replace(NamedTuple):
     """Start a new process for this worker id."""
 
     worker: int
-
-
-class Window(NamedTuple):
-    """Let consumers read the sampler so many batches ahead of what they have taken: workers have come or gone."""
-
-    size: int
 
 
 class Dismiss(NamedTuple):
@@ -81,8 +88,8 @@ Cause: TypeAlias = Callable[[Sequence[Ticket]], Exception]
 class Fail(NamedTuple):
     """These tickets are given up because their worker died or hung; ``cause`` makes one error of it.
 
-    ``at_once`` hands the error over before what is in order, and the tickets are void already; otherwise it takes the
-    place of the first ticket, through :meth:`Scheduler.ready`; with ``leave_out`` the place stays empty.
+    With ``at_once`` the error comes before what is in order, and the batches are void; otherwise there is one ticket,
+    and the error stands in the place of its batch. With ``leave_out`` that place stays empty.
     """
 
     tickets: list[Ticket]
@@ -95,11 +102,11 @@ class Lose(NamedTuple):
     """Tell the scheduler that a worker is gone.
 
     Attributes:
-        worker: Who.
+        worker: The worker.
         cause: Makes the error for tickets that are given up because of it.
         replaceable: Another process takes its place.
-        was_ready: It may have begun with a ticket.
-        hung: It was killed, for a batch did not come in time.
+        was_ready: The process may have begun with a ticket.
+        hung: The process was killed because a batch did not come in time.
         rest_s: Another process starts only after so many seconds.
     """
 
@@ -130,44 +137,10 @@ class GiveUp(NamedTuple):
     error: Exception
 
 
-class JoinSlices(NamedTuple):
-    """All slices of a batch are here: have them joined, and tell the splitter.
-
-    Attributes:
-        batch: A :class:`asyncloader.engine.splitter.SplitBatch`.
-        slices: What workers have made of each; those without a good sample are left out.
-    """
-
-    batch: Any
-    slices: list[Any]
-
-
-class Finish(NamedTuple):
-    """Everything that was planned has been delivered, and nothing more will be planned."""
-
-
 Action: TypeAlias = (
-    Send
-    | Deliver
-    | Read
-    | Replace
-    | Window
-    | Start
-    | Join
-    | Leave
-    | Dismiss
-    | Fail
-    | Lose
-    | Postpone
-    | Discard
-    | GiveUp
-    | JoinSlices
-    | Finish
+    Send | Deliver | Replace | Start | Join | Leave | Dismiss | Fail | Lose | Postpone | Discard | GiveUp
 )
 
 VOID = object()
 """Nothing is there, and its place in the order is passed over. In the plan, in place of keys: it was yielded before.
 As an outcome: the ticket makes no batch."""
-
-PART = object()
-"""The outcome of a ticket of a slice: a later one stands for the batch, and this one's place is passed over."""

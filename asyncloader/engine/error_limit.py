@@ -27,7 +27,7 @@ class ErrorLimit:
     Args:
         options: With the limit.
         progress: Where the run begins, and how many samples of the epoch had raised before.
-        faults: Of the run.
+        faults: Those of the run.
     """
 
     def __init__(self, options: Options, progress: Progress, faults: Faults) -> None:
@@ -42,7 +42,7 @@ class ErrorLimit:
         """Count bad samples; return the error to raise if there are too many by now.
 
         Args:
-            bad: Those of one batch. A batch that was interrupted on its way comes here once more.
+            bad: The samples of one batch. A batch that was interrupted on its way comes here once more.
             before: How many samples of the epoch had raised before them.
         """
         faults, first, count = self.faults, bad[0], before + len(bad)

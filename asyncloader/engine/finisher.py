@@ -1,6 +1,6 @@
 """Finish batches on a thread beside the loop: join their slices, copy them into page-locked memory for the GPU.
 
-    loop thread ── finish(batch, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
+    loop thread ── finish(make, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
 
 The copy is torch's own (`torch.utils.data._utils.pin_memory`), which knows nested batches and types with a
 ``pin_memory`` method. The slab that the batch came in is free again when the copy is made.
@@ -13,24 +13,15 @@ import queue
 import threading
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from asyncloader.transport.batch_slabs import BatchSlabs
-from asyncloader.transport.join import CollatedSlice, join
 from asyncloader.worker import threads
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 Tell: TypeAlias = Callable[[Any, BaseException | None, float], None]
-
-
-class Slices(NamedTuple):
-    """A batch that is to be joined: its slices, which are dropped with that, and the slabs that they may be in."""
-
-    slices: list[CollatedSlice]
-    slabs: BatchSlabs | None
 
 
 class Finisher:
@@ -51,17 +42,19 @@ class Finisher:
         self._copy = copy or (lambda batch: pin_memory(batch, device))  # type: ignore[no-untyped-call]
         has_device = self.pins and torch.accelerator.is_available()
         self._index = torch.accelerator.current_device_index() if has_device else -1
-        self._queue: queue.SimpleQueue[tuple[Any, Tell] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Tell] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def finish(self, batch: Any, tell: Tell) -> None:
-        """Join and pin a batch, or `Slices` of one.
+    def finish(self, make: Callable[[], Any], tell: Tell) -> None:
+        """Have a batch made, which joins its slices or takes what is there, and pinned, if that is to be.
 
-        ``tell`` is called on the loop with the batch or the error, and how many seconds pinning took.
+        Args:
+            make: Returns the batch. The thread drops it, with the data that it refers to, before the batch is pinned.
+            tell: Called on the loop with the batch or the error, and how many seconds pinning took.
         """
         if self._thread is None:
             self._thread = threads.start(self._run, "asyncloader finish")
-        self._queue.put((batch, tell))
+        self._queue.put((make, tell))
 
     def stop(self) -> None:
         """End the thread after the batch in work."""
@@ -86,20 +79,20 @@ class Finisher:
         if self._index >= 0:
             torch.accelerator.set_device_index(self._index)
         while (job := self._queue.get()) is not None:
-            batch, tell = job
-            del job
-            error: BaseException | None = None
+            make: Any
+            make, tell = job
+            job = batch = error = None
             began = perf_counter()
             try:
-                if type(batch) is Slices:
-                    batch = _joined(batch)
-                    began = perf_counter()
+                batch = make()
+                make = None
+                began = perf_counter()
                 if self.pins:
                     batch = self._pinned(batch)
             except BaseException as raised:
                 batch, error = None, raised
             self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
-            del batch, error, tell
+            del make, tell, batch, error
 
     def _pinned(self, batch: Any) -> Any:
         try:
@@ -108,9 +101,3 @@ class Finisher:
             raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._index}.")
             raised.__traceback__ = None  # its frames refer to the batch
             raise
-
-
-def _joined(batch: Slices) -> Any:
-    joined = join(*batch)
-    batch.slices.clear()
-    return joined

@@ -24,16 +24,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
-
-
-class _Waiter(Protocol):
-    is_gone: bool
-
-    def wake(self) -> bool:
-        """Wake the consumer; False if it is gone."""
 
 
 class _ThreadWaiter:
@@ -88,6 +81,9 @@ class _TaskWaiter:
             if timer is not None:
                 timer.cancel()
         return timer is None or self._loop.time() < until
+
+
+_Waiter: TypeAlias = _ThreadWaiter | _TaskWaiter
 
 
 class Handoff(Generic[T]):

@@ -18,7 +18,7 @@ Refuse: TypeAlias = Callable[[int, int, Exception], None]
 
 
 class Outbox:
-    """What workers are about to be sent. On the loop thread.
+    """Tickets that workers are about to be sent. On the loop thread.
 
     Args:
         pool: The workers.

@@ -43,7 +43,7 @@ _DESCRIPTORS = 12
 
 
 class Closeable(Protocol):
-    """What lives on the portal and must end with it."""
+    """A user of the portal, which must end with it."""
 
     @property
     def is_ending(self) -> bool:
@@ -213,7 +213,7 @@ class Portal:
         return sessions
 
     def _stop(self) -> None:
-        """End the loop. What is left by now, on a machine too busy for the grace, is killed."""
+        """End the loop. Workers that are left by now, on a machine too busy for the grace, are killed."""
         for session in tuple(self.sessions):
             session.close_soon(0.0)
         self.loop.stop()
@@ -267,9 +267,9 @@ def get_portal() -> Portal:
 def shutdown() -> None:
     """End the background thread of this process, which all loaders share, and give back memory that is free.
 
-    It starts with the first loader that needs it, and stays for the next one; that is all there is to it, so nobody has
-    to call this. It is for programs that count their threads, or that fork without threads beside them. A loader that
-    needs the thread afterwards starts another one.
+    The thread starts with the first loader that needs it, and stays for the next one, which costs nothing: nobody has
+    to call this function. Programs that count their threads, or fork without other threads, may. A loader that needs
+    the thread afterwards starts another one.
 
     Raises:
         ConfigurationError: if it is needed: an iterator is not at its end, or has persistent workers. Close iterators

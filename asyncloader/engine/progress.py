@@ -8,8 +8,8 @@ looks for signals nowhere else but where loops jump back. Whatever is taken or c
 and then made so by assignments alone. So there is no moment between a batch that is counted and the ``return`` that
 gives it, and nothing has to be put back or undone: neither after one interrupt nor after two.
 
-It outlives the iterator, so that a loader can tell the state of a run that was left with ``break``; so it holds no
-iterator, and no worker.
+Progress outlives its iterator, so that a loader can tell the state of a run that was left with ``break``. Therefore it
+refers to no iterator, and to no worker.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class SamplerState(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What counts of a batch when the consumer has it, or its error, or when it is left out.
+    """The facts of a batch that count when the consumer has it, or its error, or when it is left out.
 
     Attributes:
-        seq: Number of the batch in the plan; -1 for what is none of it.
-        worker: Who made it; -1 for nobody.
-        number: Of the batch in the stream of its worker.
+        seq: Number of the batch in the plan; -1 for an error beside it.
+        worker: The worker that made it; -1 for none.
+        number: Number of the batch in the stream of its worker.
         snapshot: The dataset's state after it, if one was taken.
         keys: Where they may be needed to make the batch again.
         bad_count: Samples of it that had raised.
@@ -61,9 +61,9 @@ class Call:
     """One call of `next` or `anext`. The first two attributes are written under the lock, the last two not.
 
     Attributes:
-        given: What counts of the batch that is on its way to the caller.
-        item: That batch; None when the caller has it.
-        is_over: The call was interrupted before that.
+        given: The facts of the batch that is on its way to the caller.
+        item: The batch; None when the caller has it.
+        is_over: The call was interrupted before the caller had the batch.
     """
 
     given: Given
@@ -76,10 +76,10 @@ class Place(NamedTuple):
 
     Attributes:
         position: In order, how many batches of the plan are done with.
-        ahead: What is done with behind that: where batches come out of order, or an earlier one is on its way.
+        ahead: Numbers of later batches that are done with: they came out of order, or an earlier one is on its way.
         bad_count: Samples of the epoch that had raised.
         tracks: Where workers are, for datasets that they have a place or a state in.
-        next_worker: Who gets the first batch.
+        next_worker: The worker that gets the first batch.
         untold: Why the state of a dataset could not be taken.
     """
 
@@ -117,14 +117,14 @@ class Place(NamedTuple):
 
 
 class Progress:
-    """What was read and taken of one run.
+    """How much of one run was read and taken.
 
     Args:
         position: Where the run begins.
-        ahead: What is done with beyond that.
+        ahead: Numbers of later batches that are done with.
         workers: Where workers are at the beginning, for datasets that they have a place or a state in.
-        next_worker: Who gets the first batch.
-        key: Of a map-style dataset: what batches are seeded with. None for a stream.
+        next_worker: The worker that gets the first batch.
+        key: The seeds of batches of a map-style dataset: base seed, epoch, rank. None for a stream.
         overlaps: A worker has samples of several batches in work at once.
         bad_count: Samples that had raised before, and were left out or replaced.
         sample: Number of the first sample of the batch at ``position`` in the order of the epoch.

@@ -254,7 +254,7 @@ class Recovery:
         policy, process = self._policy, found.process
         why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
         explain = partial(
-            timed_out, found.timeout_s, found.ticket.keys, process.worker_id, process.pid, found.stack, why
+            timed_out, found.timeout_s, found.ticket.own_keys, process.worker_id, process.pid, found.stack, why
         )
         if policy.on_timeout == "raise" or not found.may_replace:
             return explain(may_retry=policy.on_timeout == "raise" and policy.replaceable and process.is_telling)

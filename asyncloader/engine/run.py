@@ -1,4 +1,4 @@
-"""One run over the data (an epoch): what is planned, in work, ready and taken of it.
+"""A run over the data (an epoch): what is planned, in work, ready and taken of it.
 
     consumers ── read ──> plan ──> inbox ──> loop thread: session, scheduler ──> workers
               <── take ── hand-off <────────────── fail, answered, finish
@@ -12,58 +12,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncloader.engine import exits
-from asyncloader.engine.actions import Action, Fail, Ticket
+from asyncloader.engine.actions import Ticket
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.splitter import Splitter
 from asyncloader.engine.taking import Item, Taking, failed
 from asyncloader.engine.tracks import Track, make_tracks
-from asyncloader.errors import describe_keys
 from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec
-from asyncloader.messages.outcome import NO_RECORD, Failure, LeftOut
+from asyncloader.messages.outcome import Failure
 from asyncloader.messages.snapshot import Frozen, Start
 from asyncloader.observe.meter import Meter
 
-log = logging.getLogger("asyncloader")
-
 
 class Run:
-    """One run over the data (an epoch).
+    """A run over the data (an epoch).
 
     Args:
         scheduler: Decides who makes what.
         epoch: The run, as workers know it.
         meter: Counts what happens.
-        plan: Iterator over batches of keys. It may be infinite, or raise.
+        plan: Iterator over batches of keys, which may be infinite, or raise.
         progress: Where the run begins, and how far it is.
         limit: Counts bad samples.
-        window: Batches in flight or waiting.
         is_stream: The dataset is iterable.
         overlaps: A worker has samples of several batches in work at once.
-        splitter: Divides batches into slices, or None.
 
     Attributes:
-        taking: What consumers take by.
+        taking: The consumers' end of the hand-off.
         inbox: Keys that were read, for the loop thread.
-        plan_ended: There are no more behind these.
-        handoff: What consumers can take.
+        plan_ended: The sampler has no more keys behind these.
+        handoff: Items that consumers can take.
         exhausted: Everything was taken.
         ended: Everything that was planned has been handed over. Written by the loop thread, as all that follows.
-        closed: Nobody makes batches any more.
-        error: Why, if that is no consumer's wish.
-        read_until: A consumer that waits may read the sampler on, until it has read so many batches of keys.
-        void_count: Tickets that made no batch; each frees a place in the window.
-        faults: What went wrong and was mended.
+        closed: No more batches are made.
+        error: Why no more are made, if that is no consumer's wish.
+        faults: Counts failures that were handled.
         ends: By worker, the state of its stream after the end, if that outlasts the run.
         tracks: By worker, how far it is, for datasets that workers have a place or a state in.
     """
@@ -76,14 +67,11 @@ class Run:
         plan: Iterator[Any],
         progress: Progress,
         limit: ErrorLimit,
-        window: int,
         *,
         is_stream: bool = False,
         overlaps: bool = False,
-        splitter: Splitter | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.splitter = splitter
         self.meter = meter
         self.epoch = epoch
         self.progress = progress
@@ -97,15 +85,13 @@ class Run:
         self.ended = self.closed = self.exhausted = False
         self.error: BaseException | None = None
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # consumers that have raised it
-        self.read_until = 0
-        self.void_count = 0
 
         self.inbox: deque[Any] = deque()
         self.plan_ended = False
         self._planned = self.taken
         self._plan = plan
         self._plan_error: Exception | None = None
-        self._window = window  # written by the loop thread later on
+        self._followed = scheduler.window, scheduler.read_until, scheduler.void_count  # what consumers were woken for
         self._lock = progress.lock
         self._taker = 0
         self._wake_loop: Callable[[], None]
@@ -126,7 +112,7 @@ class Run:
         self._wake_loop = wake_loop
         self._note_taker()
         with self._lock:
-            self._read(self._window + self.taken if until is None else until)
+            self._read(self.scheduler.window + self.taken if until is None else until)
 
     def take_up(self, plan: Iterator[Any], progress: Progress, limit: ErrorLimit) -> None:
         """Go on with the sampler itself, after a run that was begun ahead with the first keys of it.
@@ -149,7 +135,7 @@ class Run:
         """Take the next item if there is one, and read the sampler on by what that frees.
 
         Args:
-            call: Of the consumer.
+            call: The consumer's.
             asked_at: Since when the consumer has waited; 0.0 if it has just come.
         """
         meter = self.meter
@@ -159,11 +145,11 @@ class Run:
             if self._taker != threading.get_ident():
                 self._note_taker()
             if item.counts:
-                self._read(self._window + self.taken + self.void_count)
+                self._read(self._window_end())
             if type(item.outcome) is Failure:
                 meter.failed()
             elif item.times is not None:
-                used = self._planned - self.taken - self.void_count
+                used = self._planned - self.taken - self.scheduler.void_count
                 meter.took(asked_at, item.times, used, len(self.handoff.ready))
             if self._plan_error is not None:
                 self.handoff.wake()  # what the sampler raised may be due now, and we may not come again
@@ -220,9 +206,9 @@ class Run:
     def _read(self, until: int) -> None:
         """Read the sampler on, until so many batches of keys were read in all. With the lock held.
 
-        What a sampler raises stands in the place of the batch that it should have named, after those before it. One
-        wake-up of the loop serves all that is read before it gets its turn: that coalesces the traffic of a consumer
-        that finds its batches ready.
+        An error of the sampler stands in the place of the batch that it should have named, after the batches before.
+        One wake-up serves all keys that are read before the loop gets its turn: that coalesces the traffic of a
+        consumer that finds its batches ready.
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:
             try:
@@ -250,10 +236,14 @@ class Run:
 
     def _may_read(self) -> int:
         """Return how far a consumer that waits may read the sampler."""
-        return max(self._window + self.taken + self.void_count, self.read_until)
+        return max(self._window_end(), self.scheduler.read_until)
+
+    def _window_end(self) -> int:
+        """Return how far a consumer may read the sampler in any case."""
+        return self.scheduler.window + self.taken + self.scheduler.void_count
 
     def _is_plan_error_due(self) -> bool:
-        return self.taken + self.void_count >= self._planned
+        return self.taken + self.scheduler.void_count >= self._planned
 
     def _note_taker(self) -> None:
         """Remember who takes: at interpreter exit, threads that train on are waited for."""
@@ -302,7 +292,7 @@ class Run:
     def answered(self, item: Item, ticket: Ticket) -> Item:
         """Note that a worker has answered a ticket, which decides where a replacement would begin."""
         snapshot = item.outcome.snapshot
-        # What an iterator tells after its end is no place to begin at: some would begin anew.
+        # The state of an iterator after its end is no place to begin at: some iterators would begin anew.
         place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
         keys = None if self._is_stream else self.progress.placed(ticket.seq, ticket.keys)
         return item._replace(number=self.tracks[item.worker].answered(item.seq, place, keys), keys=keys)
@@ -312,67 +302,26 @@ class Run:
         if self.tracks:
             self.tracks[worker].lost()
 
-    def fail(self, action: Fail) -> list[Action]:
-        """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
-        assert action.cause is not None
-        batches = self.batches_of(action.tickets)
-        error = action.cause(batches)
-        if action.at_once:
-            self.handoff.ready.appendleft(failed(error, counts=False))
-            self.handoff.wake()
-            return [] if self.splitter is None else self.splitter.lost(action.tickets)
-        (batch,) = batches
-        item = failed(error, batch.seq)
-        if action.leave_out:
-            log.warning("The batch with the indices %s is left out: %s", describe_keys(batch.keys), error)
-            if self.splitter is None:
-                self.faults.left_out.append(batch.keys)
-            item = Item(LeftOut(NO_RECORD), batch.seq)
-        return self.ready(action.tickets[0].seq, item)
-
-    def planned(self, batches: Sequence[Any]) -> list[Action]:
-        """Return what follows from batches of keys that have come."""
-        return (self.splitter or self.scheduler).planned(batches)
-
-    def ready(self, seq: int, item: Any, nbytes: int = 0) -> list[Action]:
-        """Return what follows from the outcome of a ticket; see `Scheduler.ready`."""
-        return (self.splitter or self.scheduler).ready(seq, item, nbytes)
-
-    def awaited(self) -> Ticket | None:
-        """Return the ticket that holds up the consumer; None if no worker has it."""
-        return None if (self.splitter or self.scheduler).is_finishing() else self.scheduler.awaited()
+    def raise_first(self, error: BaseException) -> None:
+        """Have this raised before what is in order."""
+        self.handoff.ready.appendleft(failed(error, counts=False))
+        self.handoff.wake()
 
     def contents(self, ticket: Ticket) -> Any:
         """Return what a worker is to know of a ticket."""
-        if self.splitter is not None:
-            return self.splitter.contents(ticket, self.progress)
-        return self.progress.placed(ticket.seq, ticket.keys)
+        keys = self.progress.placed(ticket.seq, ticket.keys)
+        if ticket.bounds is None:
+            return keys
+        assert self.scheduler.slices is not None
+        return self.scheduler.slices.contents(ticket, keys)
 
-    def batch_of(self, ticket: Ticket) -> tuple[int, Any, int | None]:
-        """Return number and keys of the batch that a ticket is of; of a slice, also where in that batch it begins."""
-        if self.splitter is None:
-            return ticket.seq, ticket.keys, None
-        batch = self.splitter.batch(ticket.seq)
-        return batch.number, batch.keys, None if batch.is_whole else batch.bounds[ticket.seq - batch.first]
-
-    def batches_of(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        """Return the batches that tickets are of: each as one ticket, with its number in the plan."""
-        return tickets if self.splitter is None else self.splitter.batches_of(tickets)
-
-    def let_read(self, until: int) -> None:
-        """Let a consumer that waits read the sampler on."""
-        self.void_count = self.scheduler.void_count
-        if self.splitter is not None:
-            until, self.void_count = self.splitter.read_until(until), self.splitter.num_void
-        self.read_until = max(self.read_until, until)
-        self.handoff.wake()
-
-    def resize(self, window: int) -> None:
-        """Let consumers read the sampler so many batches ahead of what they have taken."""
-        self._window = window
-        self.handoff.wake()
-
-    def finish(self) -> None:
-        """Tell consumers that everything that was planned has been handed over."""
-        self.ended = self.error is None
-        self.handoff.wake_all()
+    def follow(self) -> None:
+        """Wake consumers if the scheduler lets them read further, or has delivered everything."""
+        scheduler, before = self.scheduler, self._followed
+        self._followed = now = scheduler.window, scheduler.read_until, scheduler.void_count
+        if now != before:
+            self.meter.resized(scheduler.num_workers, scheduler.window)
+            self.handoff.wake()
+        if scheduler.is_finished and not self.ended and self.error is None:
+            self.ended = True
+            self.handoff.wake_all()

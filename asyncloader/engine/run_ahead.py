@@ -1,4 +1,4 @@
-"""What is known of batches, how long they take and how large they are: how much work is to lie ready for workers.
+"""How much work is to lie ready for workers, from how long batches take and how large they are.
 
     returned, sized ──> RunAhead ──> queue_depth: tickets that one worker has at once, under dynamic scheduling
                                  └─> rounds: how much further to read than the window, while workers would stand idle
@@ -17,7 +17,7 @@ _MOST_DEPTH = 100
 # Where waiting for the channel takes a smaller share than this of a worker's time, it gets one ticket at a time.
 _LATENCY_SHARE = 0.05
 _LATENCY_GUESS_S = 0.0003
-# What a parked batch costs beyond its data. Bounds run-ahead over batches of a few bytes.
+# The cost of a parked batch beyond its data. Bounds run-ahead over batches of a few bytes.
 _BATCH_OVERHEAD_BYTES = 4096
 # Further than so many batches a worker nobody runs ahead, whatever they are thought to weigh.
 _MOST_AHEAD = 256
@@ -27,7 +27,7 @@ class RunAhead:
     """Running means over the batches of a run, and what follows from them.
 
     Args:
-        limit_bytes: What is ahead of the consumer is to stay below this; 0 for no run-ahead.
+        limit_bytes: Batches ahead of the consumer are to stay below this; 0 for no run-ahead.
         overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
 
     Attributes:
@@ -94,8 +94,8 @@ class RunAhead:
     def window(self, num_workers: int, prefetch_factor: int, asked: int) -> int:
         """Return how many batches may be in flight or waiting with so many workers.
 
-        One for each at least, and what the workers that were ``asked`` for may have: whoever names their number accepts
-        what they hold. Those beyond them do not make what waits larger than the limit.
+        Each worker has one at least, and the workers that were ``asked`` for have all of theirs: the user who names
+        their number accepts the memory. Workers beyond them do not make the waiting batches larger than the limit.
         """
         most = num_workers * prefetch_factor
         if self._mean_bytes is None or not self.limit_bytes:
@@ -105,14 +105,14 @@ class RunAhead:
     def rounds(self, num_workers: int, window: int, ahead: int, parked: int, parked_bytes: int) -> int:
         """Return how many rounds of tickets are to be read now; less than 1 for none.
 
-        One, or for batches of microseconds as many as hide the latency of asking.
+        There is one round, or for batches of microseconds as many as hide the latency of asking.
 
         Args:
             num_workers: Tickets in a round.
             window: Batches in flight or waiting without run-ahead.
             ahead: Batches that were read and are not delivered.
-            parked: Of these, what is here.
-            parked_bytes: What that weighs; the rest is in flight, or being pinned.
+            parked: How many of these are here.
+            parked_bytes: The weight of the parked ones; the others are in flight, or being pinned.
         """
         assert self._mean_bytes is not None
         room_bytes = self.limit_bytes - parked_bytes - self._mean_bytes * (ahead - parked)

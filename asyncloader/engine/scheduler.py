@@ -2,46 +2,45 @@
 
     planned(keys)  ──>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
     returned, ready ──> │ unsent -> in flight -> parked -> delivered │ ──> Deliver(outcome)
-    exhausted, died,    │                                            │ ──> Read(until), Replace(worker), Finish()
-    hung, rested ─────> │                                            │
-    joined, left, lost  └────────────────────────────────────────────┘ ──> Window(size), Dismiss(worker)
+    exhausted, died ──> │                                            │ ──> Replace(worker), Dismiss(worker), Fail
+    joined, left, lost  └────────────────────────────────────────────┘ ──> window, read_until, is_finished
 
 A batch is in exactly one of four places: *unsent* (read from the sampler, no worker has it), *in flight* (a worker
 has its ticket), *parked* (its outcome is here, but an earlier batch is missing), or gone: *delivered* or *void* (an
 iterable dataset ended before it, or its error was handed over at once).
 
 Workers come and go, for map-style datasets: `joined` takes one in, `left` lets one finish what it has in hand, `lost`
-has others do what a worker had that went through no fault of its batches. What a batch costs here does not depend on
-how many workers there are (:mod:`asyncloader.engine.roster`).
+has others do the tickets of a worker that is gone through no fault of its batches. A batch costs the same here with two
+workers and with thousands (:mod:`asyncloader.engine.roster`).
 
-Events come in as method calls, decisions go out as lists of actions which the session carries out. The scheduler alone
-knows sequence numbers, order, window and retries. It belongs to one loop thread. Hypothesis drives it in the tests.
+The session reports events by method calls, and carries out the lists of actions that are returned. Only the scheduler
+knows order, window and retries. All calls come from one loop thread; in the tests Hypothesis makes them.
+
+Where batches may be divided (:mod:`asyncloader.engine.slices`), a worker that is free gets the next slice of the first
+unsent batch, and the rest of the batch stays unsent. Slices are tickets like whole batches; all else counts batches.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from asyncloader.engine.actions import (
-    PART,
     VOID,
     Action,
     Cause,
     Deliver,
     Dismiss,
     Fail,
-    Finish,
-    Read,
     Replace,
     Send,
     Ticket,
-    Window,
 )
 from asyncloader.engine.roster import Roster
 from asyncloader.engine.run_ahead import RunAhead
+from asyncloader.engine.slices import Divided, Slices
 
 
 class Scheduler:
@@ -55,21 +54,24 @@ class Scheduler:
         in_order: Deliver by sequence number; otherwise as they come.
         max_buffered_bytes: Read beyond the window while workers would stand idle, as long as what is ahead of the
             consumer is estimated below this many bytes. 0 for never.
-        on_crash: What becomes of the ticket that a dead worker was at: "retry", "raise" or "skip".
+        on_crash: How the ticket fares that a dead worker was at: "retry", "raise" or "skip".
         on_timeout: The same for a worker that hung and was killed; "raise" never comes here.
         max_retries: How often a ticket is sent again before it is given up.
         overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
         first: Sequence number of the first ticket; more than 0 in a run that goes on with an earlier one.
-        next_worker: Who gets the first ticket, under static scheduling; by default worker first % num_workers.
+        next_worker: The worker that gets the first ticket under static scheduling; by default first % num_workers.
+        slices: Divides batches under dynamic scheduling, or None.
 
     Attributes:
-        num_workers: Who takes tickets, or has come to the end of its data.
+        num_workers: How many workers take tickets, or have come to the end of their data.
         window: Batches in flight or waiting at a time, beyond which only run-ahead reads.
-        roster: The workers, with `in_flight`, their tickets, and `active`, who takes tickets or has some in hand still.
-        resting: Who is without a process for a moment.
+        read_until: A consumer that waits may read the sampler on, until it has read so many batches in all.
+        is_finished: Everything that was planned has been delivered, and nothing more will be planned.
+        roster: The workers, with `in_flight`, their tickets, and `active`, those that take tickets or still have some.
+        resting: Workers without a process for a moment.
         planned_count: Batches that were read, those before the run included.
-        gone_count: Of these, delivered or void; in order it is the sequence number that is awaited.
-        void_count: Of these, void.
+        gone_count: Batches that were delivered or are void; in order this is the number of the awaited batch.
+        void_count: Batches that are void.
     """
 
     def __init__(
@@ -87,10 +89,12 @@ class Scheduler:
         first: int = 0,
         next_worker: int | None = None,
         num_expected: int = 0,
+        slices: Slices | None = None,
     ) -> None:
         self.num_workers = num_workers
         self._prefetch_factor = prefetch_factor
-        self.window = num_workers * prefetch_factor
+        self.slices = slices
+        self._num_sent = 0  # tickets, where batches are divided: their numbers
         self._window_asked = max(num_workers, num_expected) * prefetch_factor
         self._static = scheduling == "static"
         self._in_order = in_order
@@ -101,18 +105,17 @@ class Scheduler:
         self.roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
         self.resting: set[int] = set()
-        self._unsent: list[tuple[int, Ticket]] = []  # a heap by sequence number
-        # By worker, what was in work at once when its process died: to be done one by one, before anything else.
-        self._suspects: dict[int, deque[Ticket]] = {}
+        self._unsent: list[tuple[int, int, Ticket]] = []  # a heap by batch, and where in it the ticket begins
         self._parked: dict[int, Any] = {}
         self.planned_count = first
         self.gone_count = self._first = first
         self.void_count = 0
         self._plan_ended = False
-        self._finished = False
-        self._read_until = first + self.window
+        self.is_finished = False
         self._parked_bytes = 0
         self._run_ahead = RunAhead(max_buffered_bytes if in_order else 0, overlapping)
+        self.window = self._count_window() or prefetch_factor
+        self.read_until = first + self.window
 
     def __repr__(self) -> str:
         loads = ",".join(str(len(tickets)) for _, tickets in sorted(self.in_flight.items()))
@@ -132,58 +135,72 @@ class Scheduler:
             if keys is VOID:
                 actions += self.ready(seq, VOID)
             else:
-                heapq.heappush(self._unsent, (seq, Ticket(seq, keys)))
+                heapq.heappush(self._unsent, (seq, 0, Ticket(seq, keys, seq if self.slices is None else -1)))
         return actions + self._assign()
 
-    def plan_ended(self) -> list[Action]:
+    def plan_ended(self) -> None:
         """The sampler has no more batches."""
         self._plan_ended = True
-        return self._maybe_finish()
+        self._maybe_finish()
 
-    def returned(self, worker: int, seq: int, busy_s: float = 0.0, wait_s: float = 0.0) -> list[Action]:
-        """The worker is done with this ticket; its outcome follows in `ready`.
+    def returned(self, worker: int, number: int, busy_s: float = 0.0, wait_s: float = 0.0) -> list[Action]:
+        """The worker is done with this ticket; the outcome of its batch follows in `ready`.
 
         Args:
-            worker: Who did it.
-            seq: Of the ticket.
+            worker: The worker.
+            number: Number of the ticket.
             busy_s: Seconds of work that it took.
             wait_s: Seconds that the worker had waited for it.
         """
         roster = self.roster
-        if (ticket := roster.take_back(worker, seq)) is None:
-            raise AssertionError(f"worker {worker} returned {seq}, which it did not have: {self!r}")
+        if (ticket := roster.take_back(worker, number)) is None:
+            raise AssertionError(f"worker {worker} returned {number}, which it did not have: {self!r}")
+        if self.slices is not None:
+            self.slices.made(ticket, busy_s)
+        if ticket.is_suspect:
+            roster.release(worker)
         self._run_ahead.returned(busy_s, wait_s, ticket.is_prompt)
         actions = self._maybe_dismiss(worker) if worker in roster.leaving else []
-        return actions + self._assign(idle=worker) if self._unsent or self._suspects else actions
+        return actions + self._assign(idle=worker) if self._unsent else actions
 
     def ready(self, seq: int, outcome: Any, nbytes: int = 0) -> list[Action]:
-        """The outcome of a returned ticket can be handed over.
+        """The outcome of a batch, all of whose tickets were returned, can be handed over.
 
         Args:
-            seq: Of the ticket.
-            outcome: What is handed over.
+            seq: Number of the batch.
+            outcome: The batch, or the error in its place; VOID for neither.
             nbytes: How large it is; 0 for what is no batch, less than 0 if nobody knows: then none is run ahead of.
         """
         nbytes = self._run_ahead.sized(nbytes)
+        if self.slices is not None:
+            self.window = self._count_window()
         if not self._in_order:
             return self._leave(outcome, [])
         if seq != self.gone_count:
             self._parked[seq] = (outcome, nbytes)
             self._parked_bytes += nbytes
-            return self._maybe_run_ahead()
+            self._maybe_run_ahead()
+            return []
         actions = self._leave(outcome, [])
         while (parked := self._parked.pop(self.gone_count, None)) is not None:
             self._parked_bytes -= parked[1]
             self._leave(parked[0], actions)
-        return actions or self._maybe_run_ahead()
+        return actions
+
+    def slice_came(self, ticket: Ticket, item: Any) -> Divided | None:
+        """A slice has an outcome, or is VOID; return its batch if no slice is missing any more."""
+        assert self.slices is not None
+        batch = self.slices.add(ticket, item)
+        self.window = self._count_window()
+        return batch
 
     def again(self, seq: int, keys: Any) -> list[Action]:
-        """Have a returned ticket, whose outcome was not ready, done once more, with these keys."""
-        self._queue([Ticket(seq, keys)])
+        """Have a batch made once more, whole: its slices were returned, and its outcome was not ready."""
+        self._queue([Ticket(seq, keys, self._next_number())])
         return self._assign()
 
-    def exhausted(self, worker: int, seq: int) -> list[Action]:
-        """The worker's iterable dataset ended before this ticket: it, and what the worker has behind it, is void."""
+    def exhausted(self, worker: int) -> list[Action]:
+        """The worker's iterable dataset has ended: what the worker still has is void."""
         self.resting.discard(worker)
         self.roster.retire(worker)
         actions: list[Action] = []
@@ -196,41 +213,40 @@ class Scheduler:
         worker: int,
         cause: Cause | None = None,
         *,
+        hung: bool = False,
         replaceable: bool = True,
         was_ready: bool = True,
         rests: bool = False,
         unsent: Iterable[int] = (),
     ) -> list[Action]:
-        """The worker's process ended. What it was at is tried again, given up or left out, as ``on_crash`` says.
+        """The worker's process ended. The tickets in work are tried again, given up or left out, as the options say.
 
-        A worker that cannot be replaced (it held the state of an iterable dataset) takes no more tickets, and what it
-        had in flight is named in one error. One that was not ready had begun with nothing, and with what is unsent no
-        worker has. One that rests gets its process later (`rested`), one at the end of its data none.
+        Args:
+            worker: The worker.
+            cause: Makes the error for tickets that are given up.
+            hung: The process was killed because a batch did not come in time: ``on_timeout`` counts, not ``on_crash``.
+            replaceable: Another process takes its place. Otherwise the worker held the state of an iterable dataset: it
+                takes no more tickets, and one error names those that it had.
+            was_ready: The process may have begun with a ticket.
+            rests: The next process comes later (`rested`).
+            unsent: Numbers of tickets that were not sent to the worker.
         """
         if worker not in self.active:
             return []
+        policy = self._on_timeout if hung else self._on_crash
         self._vacate(worker, rests and replaceable, unsent)
-        if self._on_crash == "raise" or not replaceable:
+        if policy == "raise" or not replaceable:
             return self._give_up(worker, replaceable, cause)
-        if self._overlapping and was_ready and len(self.in_flight[worker]) > 1:
-            was_ready = worker not in self.roster.leaving  # otherwise whoever gets these finds out which is to blame
-            if was_ready:
-                self._suspects[worker] = deque(sorted(self.roster.take_all(worker), key=lambda ticket: ticket.seq))
-                self.roster.hold(worker)
-        return self._replace(worker, self._on_crash, was_ready, cause)
-
-    def hung(
-        self, worker: int, cause: Cause | None = None, *, rests: bool = False, unsent: Iterable[int] = ()
-    ) -> list[Action]:
-        """The worker was killed, for a batch did not come in time: what it was at fares as ``on_timeout`` says."""
-        self._vacate(worker, rests, unsent)
-        return self._replace(worker, self._on_timeout, True, cause)
+        if self._overlapping and was_ready and not hung and len(tickets := self.in_flight[worker]) > 1:
+            was_ready = False
+            for ticket in tickets.values():
+                ticket.is_suspect = True
+        return self._replace(worker, policy, was_ready, cause)
 
     def rested(self, worker: int) -> list[Action]:
         """The worker has a process again."""
         self.resting.discard(worker)
-        if worker not in self._suspects:
-            self.roster.release(worker)
+        self.roster.release(worker)
         return self._assign()
 
     def joined(self, worker: int) -> list[Action]:
@@ -238,58 +254,62 @@ class Scheduler:
         if self.roster.takes(worker):
             raise AssertionError(f"worker {worker} has joined twice: {self!r}")
         self.roster.join(worker)
-        return [self._resize(1), *self._assign()]
+        self._resize(1)
+        return self._assign()
 
     def left(self, worker: int) -> list[Action]:
         """The worker is to go: it finishes what it has in hand, gets nothing more, and is dismissed after that."""
         if not self.roster.takes(worker):
             return []
         self.roster.leave(worker)
-        return [self._resize(-1), *self._maybe_dismiss(worker), *self._assign()]
+        self._resize(-1)
+        return [*self._maybe_dismiss(worker), *self._assign()]
 
     def lost(self, worker: int) -> list[Action]:
-        """The worker went, through no fault of what it had: others do that. Nobody is blamed, no retry is counted."""
+        """The worker went, through no fault of its tickets: others do these. No ticket is blamed, no retry counted."""
         if worker not in self.active:
             return []
-        actions: list[Action] = [self._resize(-1)] if self.roster.takes(worker) else []
+        if self.roster.takes(worker):
+            self._resize(-1)
         self._queue(self._forget(worker))
-        return actions + self._assign()
+        return self._assign()
 
     def stopped(self) -> list[Ticket]:
         """No worker can be had any more: give up everything that has no outcome yet."""
-        lost, self._unsent = [ticket for _, ticket in self._unsent], []
+        lost, self._unsent = [ticket for *_, ticket in self._unsent], []
         for worker in tuple(self.active):
             lost += self._forget(worker)
-        return sorted(lost, key=lambda ticket: ticket.seq)
+        return sorted(lost, key=_place)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def awaited(self) -> Ticket | None:
-        """Return the ticket that the consumer waits for: the first in order that a worker has."""
-        in_flight = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
-        return min(in_flight, key=lambda ticket: ticket.seq, default=None)
+        """Return the ticket that the consumer waits for: the first in order that a worker has.
 
-    def is_finishing(self) -> bool:
-        """Whether the ticket whose turn it is was returned, and nothing but its outcome is missing."""
-        first_unsent = self._unsent[0][0] if self._unsent else self.planned_count
-        suspects = [ticket.seq for tickets in self._suspects.values() for ticket in tickets]
-        in_flight = self.awaited()
-        first = min([first_unsent, *suspects] if in_flight is None else [first_unsent, in_flight.seq, *suspects])
-        return self._in_order and self.gone_count < first
+        None if no worker has one, or the batch whose turn it is was made, and is being joined or pinned.
+        """
+        in_flight = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
+        first = [ticket for *_, ticket in self._unsent[:1]]
+        if self._in_order and all(ticket.seq > self.gone_count for ticket in (*in_flight, *first)):
+            return None
+        return min(in_flight, key=_place, default=None)
 
     def validate(self) -> None:
         """Check what must hold between any two events."""
-        flying = [seq for tickets in self.in_flight.values() for seq in tickets]
-        unsent = [seq for seq, _ in self._unsent]
-        unsent += [ticket.seq for suspects in self._suspects.values() for ticket in suspects]
-        everywhere = [*flying, *unsent, *self._parked]
-        assert len(everywhere) == len(set(everywhere)), f"a batch is in two places: {self!r}"
+        tickets = [ticket for tickets in self.in_flight.values() for ticket in tickets.values()]
+        tickets += [ticket for *_, ticket in self._unsent]
+        places, batches = [_place(ticket) for ticket in tickets], {ticket.seq for ticket in tickets}
+        assert len(places) == len(set(places)), f"a ticket is in two places: {self!r}"
+        assert not batches & self._parked.keys(), f"a batch is in two places: {self!r}"
         if self._in_order:
+            everywhere = batches | self._parked.keys()
             assert all(seq >= self.gone_count for seq in everywhere), f"a batch came back after delivery: {self!r}"
             assert self.gone_count not in self._parked, f"a batch is parked that could go: {self!r}"
         assert self._parked_bytes == sum(nbytes for _, nbytes in self._parked.values())
-        assert self.gone_count + len(self._parked) + len(flying) + len(unsent) <= self.planned_count
-        assert self.resting | self._suspects.keys() == {w for w in self.active if self.roster.is_held(w)}
+        assert self.gone_count + len(self._parked) + len(batches) <= self.planned_count
+        alone = {worker for worker, tickets in self.in_flight.items() if any(t.is_suspect for t in tickets.values())}
+        assert all(len(self.in_flight[worker]) == 1 for worker in alone), f"a suspect is not alone: {self!r}"
+        assert self.resting | alone == {worker for worker in self.active if self.roster.is_held(worker)}
         self.roster.validate()
 
     # ---------------------------------------------------------------------------------------------- decisions
@@ -300,90 +320,111 @@ class Scheduler:
         if not self.active and self.num_workers:  # every worker has come to the end of its data, or is lost for good
             self._plan_ended = True
             unsent, self._unsent = self._unsent, []
-            for seq, _ in sorted(unsent):
-                actions += self.ready(seq, VOID)
-            return actions + self._maybe_finish()
-        for worker in tuple(self._suspects) if self._suspects else ():
-            actions += self._assign_suspect(worker)
+            for *_, ticket in sorted(unsent):
+                actions += self.ready(ticket.seq, VOID)
+            self._maybe_finish()
+            return actions
         while self._unsent:
-            ticket = self._unsent[0][1]
+            ticket = self._unsent[0][2]
             chosen = self._choose(ticket)
             if chosen is None:
                 break
-            heapq.heappop(self._unsent)
+            if self.slices is None or ticket.number >= 0:
+                heapq.heappop(self._unsent)
+            else:
+                ticket = self._next_slice(ticket)
             ticket.is_prompt = chosen == idle and not self.in_flight[chosen]
             self.roster.give(chosen, ticket)
+            if ticket.is_suspect:
+                self.roster.hold(chosen)
             actions.append(Send(chosen, ticket))
-        return actions + self._maybe_run_ahead()
+        self._maybe_run_ahead()
+        return actions
 
-    def _assign_suspect(self, worker: int) -> list[Action]:
-        if self.in_flight[worker] or worker in self.resting:
-            return []
-        suspects = self._suspects[worker]
-        if not suspects:
-            del self._suspects[worker]
-            self.roster.release(worker)
-            return self._maybe_dismiss(worker) if worker in self.roster.leaving else []
-        ticket = suspects.popleft()
-        ticket.is_prompt = False
-        self.roster.give(worker, ticket)
-        return [Send(worker, ticket)]
+    def _next_slice(self, ticket: Ticket) -> Ticket:
+        """Take the first unsent ticket, which nobody has had: all of it, or a slice, and the rest stays unsent."""
+        assert self.slices is not None
+        if (part := self.slices.cut(ticket, self.roster.num_takers)) is ticket:
+            heapq.heappop(self._unsent)
+        else:
+            heapq.heapreplace(self._unsent, (*_place(ticket), ticket))
+        part.number = self._next_number()
+        return part
+
+    def _next_number(self) -> int:
+        self._num_sent += 1
+        return self._num_sent
 
     def _choose(self, ticket: Ticket) -> int | None:
         roster = self.roster
-        if self._static and ticket.worker >= 0 and roster.takes(ticket.worker):  # sent again after a crash
-            return None if roster.is_held(ticket.worker) else ticket.worker
-        if self._static and self._in_order:
+        if self._static and ticket.worker >= 0 and roster.takes(worker := ticket.worker):  # sent again after a crash
+            return None if roster.is_held(worker) or (ticket.is_suspect and self.in_flight[worker]) else worker
+        if self._static and self._in_order and not ticket.is_suspect:
             return roster.take_turn(self._prefetch_factor)
         if (least := roster.least()) is None:
             return None
-        most = self.window // roster.num_takers if self._static else self._run_ahead.queue_depth
+        if ticket.is_suspect:
+            most = 1
+        else:
+            most = self.window // roster.num_takers if self._static else self._run_ahead.queue_depth
         return least[0] if least[1] < most else None
 
-    def _maybe_run_ahead(self) -> list[Action]:
+    def _maybe_run_ahead(self) -> None:
         """Ask for more tickets if a worker would stand idle because the awaited batch is slow.
 
-        One round of tickets, or for batches of microseconds as many as hide the latency of asking, and no more until
-        the consumer has read that far. One that does not wait does not read: then training is what is slow. Nor is
-        anything read before the first batch: all consumers wait for that, also for workers that are slow to start.
+        The scheduler asks for one round of tickets, or for batches of microseconds for as many as hide the latency of
+        asking, and for no more until the consumer has read that far. A consumer that does not wait does not read: then
+        training is what is slow. Nothing is asked for before the first batch, for which all consumers wait: workers may
+        be slow to start.
         """
         run_ahead = self._run_ahead
         if self.gone_count == self._first:
-            return []
-        if self.planned_count < self._read_until or self._unsent or self._plan_ended or not run_ahead.is_possible:
-            return []
+            return
+        if self.planned_count < self.read_until or self._unsent or self._plan_ended or not run_ahead.is_possible:
+            return
         if (least := self.roster.least()) is None or least[1] >= run_ahead.low:
-            return []
+            return
         ahead = self.planned_count - self.gone_count
-        rounds = run_ahead.rounds(self.num_workers, self.window, ahead, len(self._parked), self._parked_bytes)
-        self._read_until = self.planned_count + max(0, rounds) * self.num_workers
-        return [Read(self._read_until)] if rounds > 0 else []
+        batches = self._batches_of(self.num_workers)
+        rounds = run_ahead.rounds(batches, self.window, ahead, len(self._parked), self._parked_bytes)
+        self.read_until = self.planned_count + max(0, rounds) * batches
 
     # -------------------------------------------------------------------------------------------------- workers
 
-    def _resize(self, change: int) -> Window:
+    def _resize(self, change: int) -> None:
         self.num_workers += change
-        self.window = self._run_ahead.window(self.num_workers, self._prefetch_factor, self._window_asked)
-        return Window(self.window)
+        self.window = self._count_window()
+
+    def _count_window(self) -> int:
+        """Return how many batches there may be: tickets for all workers, and not too few where each has several."""
+        tickets = self._run_ahead.window(self.num_workers, self._prefetch_factor, self._window_asked)
+        if self.slices is None:
+            return tickets
+        # While nobody knows what samples cost, no batch is divided without need: cheap ones would be, too.
+        return max(1 if self.slices.slicer.is_guessing else self._prefetch_factor, self._batches_of(tickets))
+
+    def _batches_of(self, tickets: int) -> int:
+        """Return how many batches have so many tickets."""
+        return tickets if self.slices is None else max(1, math.ceil(tickets / self.slices.each))
 
     def _vacate(self, worker: int, rests: bool, unsent: Iterable[int]) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""
-        tickets = [ticket for seq in sorted(unsent) if (ticket := self.roster.take_back(worker, seq)) is not None]
-        self._put_back(worker, tickets)
+        self.roster.release(worker)
+        tickets = [ticket for number in unsent if (ticket := self.roster.take_back(worker, number)) is not None]
+        self._queue(tickets)
         if rests and worker not in self.roster.leaving:  # then nobody takes its place
             self.resting.add(worker)
             self.roster.hold(worker)
 
     def _forget(self, worker: int) -> list[Ticket]:
-        """Let go of the worker; return what it had, and what it was to be given again one by one."""
+        """Let go of the worker; return what it had."""
         self.resting.discard(worker)
         self.roster.retire(worker)
-        return [*self.in_flight.pop(worker).values(), *self._suspects.pop(worker, ())]
+        return list(self.in_flight.pop(worker).values())
 
     def _maybe_dismiss(self, worker: int) -> list[Action]:
         """Let a worker that is leaving go, if it has nothing in hand."""
-        has_more = self.in_flight[worker] or (worker in self._suspects and worker not in self.resting)
-        return [] if has_more else self._dismiss(worker)
+        return [] if self.in_flight[worker] else self._dismiss(worker)
 
     def _dismiss(self, worker: int) -> list[Action]:
         self._queue(self._forget(worker))
@@ -397,41 +438,34 @@ class Scheduler:
 
     def _take_all(self, worker: int) -> list[Ticket]:
         """Take what the worker has, and what it was to be given again."""
-        lost = [*self.roster.take_all(worker), *self._suspects.pop(worker, ())]
-        again = [ticket for _, ticket in self._unsent if self._static and ticket.worker == worker]
-        unsent, self._unsent = self._unsent, []
-        self._queue([ticket for _, ticket in unsent if not (self._static and ticket.worker == worker)])
-        return lost + again
+        tickets, self._unsent = [ticket for *_, ticket in self._unsent], []
+        self._queue([ticket for ticket in tickets if not (self._static and ticket.worker == worker)])
+        again = [ticket for ticket in tickets if self._static and ticket.worker == worker]
+        return self.roster.take_all(worker) + again
 
-    def _put_back(self, worker: int, tickets: list[Ticket]) -> None:
-        """Have tickets, in ascending order, sent again before all that is behind them."""
-        if worker in self._suspects:
-            self._suspects[worker].extendleft(reversed(tickets))
-        else:
-            self._queue(tickets)
-
-    def _queue(self, tickets: list[Ticket]) -> None:
+    def _queue(self, tickets: Iterable[Ticket]) -> None:
+        """Have tickets sent before all that is behind them."""
         for ticket in tickets:
-            heapq.heappush(self._unsent, (ticket.seq, ticket))
+            heapq.heappush(self._unsent, (*_place(ticket), ticket))
 
     def _replace(self, worker: int, policy: str, was_ready: bool, cause: Cause | None) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
         lost = self.roster.take_all(worker)
         if self._overlapping:
-            lost.sort(key=lambda ticket: ticket.seq)
+            lost.sort(key=_place)
         actions = self._successor(worker)
         if lost and was_ready:
-            # Tickets are taken in order, so blame the first. Overlapping tickets of a worker that died are suspects and
-            # never get here; after a hang the first is the awaited one, or holds up the successor that has it.
+            # Tickets are taken in order, so blame the first. Where several overlap, those of a worker that died are
+            # suspects; after a hang the first is the awaited one, or holds up the successor that has it.
             actions += self._blame(lost.pop(0), policy, cause)
-        self._put_back(worker, lost)
+        self._queue(lost)
         return actions + self._assign()
 
     def _blame(self, ticket: Ticket, policy: str, cause: Cause | None) -> list[Action]:
         ticket.tries += 1
         if policy == "skip" or ticket.tries > self._max_retries:
             return [Fail([ticket], at_once=False, leave_out=policy == "skip", cause=cause)]
-        self._put_back(ticket.worker, [ticket])
+        self._queue([ticket])
         return []
 
     def _give_up(self, worker: int, replaceable: bool, cause: Cause | None) -> list[Action]:
@@ -439,24 +473,26 @@ class Scheduler:
         actions = self._successor(worker) if replaceable else []
         if not replaceable:
             self.roster.retire(worker)
-        if lost or not (replaceable or self._finished):
+        if lost or not (replaceable or self.is_finished):
             actions.append(Fail(lost, at_once=True, cause=cause))
         for ticket in lost:
-            actions += self.ready(ticket.seq, VOID)
+            if ticket.bounds is None or self.slice_came(ticket, VOID) is not None:
+                actions += self.ready(ticket.seq, VOID)
         return actions + self._assign()
 
     def _leave(self, outcome: Any, actions: list[Action]) -> list[Action]:
         self.gone_count += 1
         if outcome is VOID:
-            self.void_count += 1
-            actions.append(Read(self._read_until))  # a void ticket frees its place in the window
-        elif outcome is not PART:
+            self.void_count += 1  # which frees a place in the window
+        else:
             actions.append(Deliver(outcome))
-        actions += self._maybe_finish()
+        self._maybe_finish()
         return actions
 
-    def _maybe_finish(self) -> list[Action]:
-        if self._plan_ended and not self._finished and self.gone_count == self.planned_count:
-            self._finished = True
-            return [Finish()]
-        return []
+    def _maybe_finish(self) -> None:
+        self.is_finished |= self._plan_ended and self.gone_count == self.planned_count
+
+
+def _place(ticket: Ticket) -> tuple[int, int]:
+    """Return where in the plan a ticket begins: its batch, and the sample in that."""
+    return ticket.seq, 0 if ticket.bounds is None else ticket.bounds[0]

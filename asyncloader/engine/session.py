@@ -28,31 +28,28 @@ from typing import Any, ClassVar
 from asyncloader.backends.backend import END_GRACE_S, Backend, Worker
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.engine.actions import (
+    VOID,
     Action,
     Deliver,
     Discard,
     Fail,
-    Finish,
     GiveUp,
-    JoinSlices,
-    Read,
     Send,
     Ticket,
-    Window,
 )
-from asyncloader.engine.finisher import Finisher, Slices
+from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue
 from asyncloader.engine.run import Run
-from asyncloader.engine.splitter import SplitBatch
+from asyncloader.engine.slices import Divided
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item, failed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
 from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut, Outcome, Refused
 from asyncloader.messages.snapshot import Frozen
-from asyncloader.observe.meter import BatchTimes
-from asyncloader.transport.join import CannotJoin
+from asyncloader.observe.meter import Made
+from asyncloader.transport.join import CannotJoin, columns_of
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
@@ -105,6 +102,7 @@ class Session:
         self.run = run
         self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
         self._finisher = finisher
+        self._pins = finisher is not None and finisher.pins
         self._is_stream = supervisor.is_stream
         self.supervisor = supervisor
         self._next_runs: deque[Run] = deque()
@@ -290,12 +288,13 @@ class Session:
         if not self.takes_outcomes:
             return
         if batches:
-            self.apply(self.run.planned(batches))
+            self.apply(self.run.scheduler.planned(batches))
         if plan_ended:
-            self.apply(self.run.scheduler.plan_ended())
+            self.run.scheduler.plan_ended()
+            self.run.follow()
 
     def _begin(self, run: Run) -> None:
-        """Begin another run with the same workers. What is left to be made of the last one is dropped."""
+        """Begin another run with the same workers. Batches of the last one that are not made yet are dropped."""
         last, self.run = self.run, run
         self._last = last if last.ended else None
         last.handoff.wake_all()
@@ -320,7 +319,7 @@ class Session:
         self.supervisor.ready(worker)
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """What has become of a ticket has come, and began to be read at this time."""
+        """The outcome of a ticket has come, and began to be read at this time."""
         if not self.takes_outcomes:
             return
         self._heard_at = arrived_at
@@ -329,68 +328,95 @@ class Session:
         if kind is Exhausted:
             if isinstance(outcome.snapshot, Frozen):
                 run.ends[worker] = outcome.snapshot
-            self.apply(scheduler.exhausted(worker, record.seq))
+            self.apply(scheduler.exhausted(worker))
             return
         supervisor.recovery.reset()
         if type(outcome) is Refused:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
             return
         ticket = scheduler.in_flight[worker][record.seq]
-        number, all_keys, begin = run.batch_of(ticket)
-        is_slice = begin is not None
         times: Any = None
-        nbytes = 0
         if type(outcome) is Batch:
-            nbytes = outcome.nbytes
-            count = run.meter.slice_came if is_slice else run.meter.came
-            times = count(worker, record, ticket.sent_at, arrived_at, max(nbytes, 0), number)
-        elif kind is LeftOut and run.splitter is None:
-            run.faults.left_out.append(all_keys)
+            times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.seq)
+            if ticket.bounds is None and not self._pins:
+                times = run.meter.came(ticket.seq, [times])
         elif type(outcome) is Failure and not isinstance(outcome.error, BaseException):
-            keys = None if self._is_stream else all_keys  # a stream has no indices
-            outcome = outcome._replace(error=outcome.error.rebuild(keys, begin or 0))
+            keys = None if self._is_stream else ticket.keys  # a stream has no indices
+            outcome = outcome._replace(error=outcome.error.rebuild(keys, ticket.bounds[0] if ticket.bounds else 0))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
-        item = Item(outcome, number, worker, times)
+        item = Item(outcome, ticket.seq, worker, times)
         if run.tracks:
             item = run.answered(item, ticket)
-        if type(outcome) is Batch and not is_slice and self._finisher is not None and self._finisher.pins:
-            emptied = item._replace(outcome=outcome._replace(data=None))  # it does not refer to the batch
-            self._finisher.finish(outcome.data, partial(self._on_pinned, run, times, emptied))
-        else:
-            actions += run.ready(record.seq, item, nbytes)
-        self.apply(actions)
+        self.apply(actions + self._came(ticket, item))
         supervisor.answered(worker, record.private_bytes, arrived_at)
 
-    def _on_pinned(
-        self, run: Run, times: BatchTimes, item: Item, data: Any, error: BaseException | None, seconds: float
+    def _came(self, ticket: Ticket, item: Item) -> list[Action]:
+        """Return what follows from what has become of a ticket that was returned."""
+        run, outcome = self.run, item.outcome
+        if ticket.bounds is not None:
+            batch = run.scheduler.slice_came(ticket, item)
+            return [] if batch is None else self._conclude(ticket, batch)
+        if type(outcome) is not Batch:
+            if type(outcome) is LeftOut:
+                run.faults.left_out.append(ticket.keys)
+            return run.scheduler.ready(item.seq, item)
+        if not self._pins:
+            return run.scheduler.ready(item.seq, item, outcome.nbytes)
+        emptied = item._replace(outcome=outcome._replace(data=None))
+        self._finish(ticket, emptied, [item.times], [outcome.data].pop)
+        return []
+
+    def _conclude(self, ticket: Ticket, batch: Divided) -> list[Action]:
+        """Return what follows from all slices of a batch, the last of which this ticket was for."""
+        scheduler, seq = self.run.scheduler, ticket.seq
+        assert scheduler.slices is not None
+        fate = batch.fate(scheduler.slices.on_error)
+        if fate == "void":
+            return scheduler.ready(seq, VOID)
+        if fate == "again":
+            return self._make_again(ticket)
+        if fate != "join":
+            return self._came(Ticket(seq, batch.keys), Item(fate, seq))
+        self._finish(ticket, *batch.to_join(seq))
+        return []
+
+    def _make_again(self, ticket: Ticket) -> list[Action]:
+        """Have a batch made whole whose slices cannot be joined."""
+        scheduler = self.run.scheduler
+        assert scheduler.slices is not None
+        scheduler.slices.slicer.refused()
+        return scheduler.again(ticket.seq, ticket.keys)
+
+    def _finish(self, ticket: Ticket, item: Item, made: list[Made], make: Callable[[], Any]) -> None:
+        """Have the data of a batch joined, or pinned, or both, beside the loop: ``item`` is to have them then."""
+        assert self._finisher is not None
+        self._finisher.finish(make, partial(self._on_finished, self.run, ticket, item, made))
+
+    def _on_finished(
+        self,
+        run: Run,
+        ticket: Ticket,
+        item: Item,
+        made: list[Made],
+        data: Any,
+        error: BaseException | None,
+        seconds: float,
     ) -> None:
         if run is not self.run or self.state is not State.OPEN:
             return
+        if isinstance(error, CannotJoin):
+            self.apply(self._make_again(ticket))
+            return
+        times = run.meter.came(item.seq, made)
+        if self._pins:
+            run.meter.pinned(times, seconds)
         batch: Any = item.outcome
-        run.meter.pinned(times, seconds)
         outcome = batch._replace(data=data)
         if error is not None:
             outcome = Failure(batch.record, error, batch.bad, batch.snapshot)
-        self.apply(run.ready(batch.record.seq, item._replace(outcome=outcome), batch.nbytes))
-
-    def _join_slices(self, action: JoinSlices) -> None:
-        assert self._finisher is not None
-        slices = Slices(action.slices, action.batch.slabs)
-        self._finisher.finish(slices, partial(self._on_joined, self.run, action.batch))
-
-    def _on_joined(self, run: Run, batch: SplitBatch, data: Any, error: BaseException | None, seconds: float) -> None:
-        if run is not self.run or self.state is not State.OPEN:
-            return
-        assert run.splitter is not None
-        assert self._finisher is not None
-        if isinstance(error, CannotJoin):
-            self.apply(run.splitter.make_again(batch))
-            return
-        times = run.meter.slices_joined(batch.number, [item.times for item in batch.items if item.times is not None])
-        if self._finisher.pins:
-            run.meter.pinned(times, seconds)
-        outcome = Batch(NO_RECORD, data, 0, batch.bad()) if error is None else Failure(NO_RECORD, error, batch.bad())
-        self.apply(run.splitter.joined(batch, Item(outcome, batch.number, times=times)))
+        elif run.scheduler.slices is not None and ticket.bounds is not None:
+            run.scheduler.slices.slicer.joined(columns_of(data))
+        self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome, times=times), batch.nbytes))
 
     @property
     def takes_outcomes(self) -> bool:
@@ -439,7 +465,7 @@ class Session:
         if self.error is not None:
             tell(None)
             return
-        ticket, processes = self.run.awaited(), self.pool.processes
+        ticket, processes = self.run.scheduler.awaited(), self.pool.processes
         process = None if ticket is None else processes.get(ticket.worker)
         if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being joined or pinned
             is_anybody_there = any(each.is_alive for each in processes.values())
@@ -449,11 +475,11 @@ class Session:
             )
             tell(None if waits_on else timed_out(timeout_s))
             return
-        process.ask_stack(ticket.seq, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
+        process.ask_stack(ticket.number, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
 
     def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
         worker = ticket.worker
-        has_ticket = self.run.scheduler.in_flight.get(worker, {}).get(ticket.seq) is ticket
+        has_ticket = self.run.scheduler.in_flight.get(worker, {}).get(ticket.number) is ticket
         is_there, age_s = self.pool.processes.get(worker) is process, time.monotonic() - process.started_at
         found = Overdue(timeout_s, ticket, process, stack, age_s, has_ticket and is_there, self.takes_outcomes)
         decided = self.supervisor.recovery.overdue(found, self.run.start_of(worker))
@@ -465,24 +491,39 @@ class Session:
     # ------------------------------------------------------------------------------------------------- actions
 
     def apply(self, actions: Sequence[Action]) -> None:
-        """Carry out what the scheduler decided, in order; tickets for one worker go in one message."""
+        """Carry out actions in order, and let consumers see how far they may read; one message for each worker."""
         for action in actions:
             if (do := self._do.get(type(action))) is not None:
                 do(self, action)
             else:
                 self.supervisor.do(action)
+        self.run.follow()
         self.flush()
 
     def flush(self) -> None:
         """Give workers their tickets; what is for one that is not started yet waits."""
         self._outbox.flush(self._refuse)
 
-    def _refuse(self, worker: int, seq: int, error: Exception, why: str = "cannot be sent to") -> None:
+    def _refuse(self, worker: int, number: int, error: Exception, why: str = "cannot be sent to") -> None:
         """Hand over why the keys of a ticket have not reached the worker, in its place. No dataset has seen them."""
         scheduler = self.run.scheduler
-        (batch,) = self.run.batches_of([scheduler.in_flight[worker][seq]])
-        with_notes(error, [f"The sampler yielded {describe_keys(batch.keys)}, which {why} a worker process."])
-        self.apply(scheduler.returned(worker, seq) + self.run.ready(seq, failed(error, batch.seq)))
+        ticket = scheduler.in_flight[worker][number]
+        with_notes(error, [f"The sampler yielded {describe_keys(ticket.keys)}, which {why} a worker process."])
+        self.apply(scheduler.returned(worker, number) + self._came(ticket, failed(error, ticket.seq)))
+
+    def _fail(self, action: Fail) -> None:
+        """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
+        assert action.cause is not None
+        error = action.cause(list({ticket.seq: ticket for ticket in action.tickets}.values()))
+        if action.at_once:
+            self.run.raise_first(error)
+            return
+        (ticket,) = action.tickets
+        item = failed(error, ticket.seq)
+        if action.leave_out:
+            log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
+            item = Item(LeftOut(NO_RECORD), ticket.seq)
+        self.apply(self._came(ticket, item))
 
     def _send(self, action: Send) -> None:
         if self.error is not None:
@@ -490,39 +531,28 @@ class Session:
         ticket = action.ticket
         ticket.sent_at = perf_counter()
         self.run.given(action.worker, ticket)
-        self._outbox.put(action.worker, ticket.seq, self.run.contents(ticket))
+        self._outbox.put(action.worker, ticket.number, self.run.contents(ticket))
 
     def _deliver(self, action: Deliver) -> None:
         if (times := action.outcome.times) is not None:
             times.ready_at = perf_counter()
         self.run.handoff.put(action.outcome)
 
-    def _note_window(self, action: Window) -> None:
-        splitter = self.run.splitter
-        window = action.size if splitter is None else splitter.count_window()
-        self.run.resize(window)
-        self.run.meter.resized(self.run.scheduler.num_workers, window)
-
     def _give_up(self, action: GiveUp) -> None:
         error = action.error
         self._read_inbox()
         if lost := self.run.scheduler.stopped():
-            batches = self.run.batches_of(lost)
-            keys = describe_keys(batches[0].keys)
-            error.add_note(f"{len(batches)} batches that were planned are lost; the first has the indices {keys}.")
+            count, keys = len({ticket.seq for ticket in lost}), describe_keys(lost[0].keys)
+            error.add_note(f"{count} batches that were planned are lost; the first has the indices {keys}.")
         self._stop(error)
         self._loop.call_soon(self._close, END_GRACE_S)
 
     _do: ClassVar[dict[type, Callable[[Session, Any], None]]] = {
         Send: _send,
         Deliver: _deliver,
-        Read: lambda session, action: session.run.let_read(action.until),
-        Fail: lambda session, action: session.apply(session.run.fail(action)),
-        JoinSlices: _join_slices,
+        Fail: _fail,
         Discard: lambda session, action: session.pool.discard(action.worker),
         GiveUp: _give_up,
-        Finish: lambda session, action: session.run.finish(),
-        Window: _note_window,
     }
 
 

@@ -400,7 +400,7 @@ class Supervisor:
         facts: dict[str, Any] = {"rests": rests, "unsent": unsent}
         if action.hung:
             run.faults.timeouts += 1
-            self.session.apply(run.scheduler.hung(worker, action.cause, **facts))
+            self.session.apply(run.scheduler.died(worker, action.cause, hung=True, **facts))
         else:
             facts |= {"replaceable": action.replaceable, "was_ready": action.was_ready}
             self.session.apply(run.scheduler.died(worker, action.cause, **facts))

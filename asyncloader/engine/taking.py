@@ -14,17 +14,17 @@ _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and t
 
 
 class Item(NamedTuple):
-    """What the consumer gets: an outcome whose turn has come.
+    """An outcome whose turn has come, for the consumer.
 
     Attributes:
         outcome: A batch, what was raised in its place, or nothing, but the place in the window is free; the end of the
             data, where batches are made in this process.
         seq: Number of the batch in the plan; -1 beside the order.
-        worker: Who has answered the ticket; -1 for nobody.
-        times: Of a batch, for the meter; when it was made, where that was in this process.
-        number: Of the batch in the stream of its worker.
+        worker: The worker that has answered the ticket; -1 for none.
+        times: Times of a batch, for the meter; when it was made, where that was in this process.
+        number: Number of the batch in the stream of its worker.
         keys: Where they may be needed to make the batch again.
-        counts: It is in order, and frees a place in the window.
+        counts: The item is in order, and frees a place in the window.
     """
 
     outcome: Outcome
@@ -56,7 +56,7 @@ class Taking:
         limit: Counts bad samples.
 
     Attributes:
-        handoff: What is taken from.
+        handoff: The queue that items are taken from.
         taken: How many batches of the plan were, those before the run included.
     """
 
@@ -90,7 +90,7 @@ class Taking:
     def take(self, call: Call) -> Item | None:
         """Give a call the first batch that is ready, or what is in its place; None if nothing is.
 
-        That may be one whose call was interrupted. What is left out is counted, and passed over.
+        A batch whose call was interrupted comes first. Batches that are left out are counted, and passed over.
         """
         progress, ready = self.progress, self.handoff.ready
         while True:

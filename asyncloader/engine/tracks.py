@@ -14,26 +14,9 @@ was last taken. Another worker loads the state and makes that again.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from asyncloader.messages.snapshot import Made, Start, Untold
-
-
-class Progressing(Protocol):
-    """How far one worker is."""
-
-    @property
-    def start(self) -> Start:
-        """Where another worker has to begin."""
-
-    def lost(self) -> None:
-        """The worker is gone, and what it had was not made."""
-
-    def answered(self, seq: int, snapshot: Any, keys: Any) -> int:
-        """The ticket has an outcome; return what `done` is to be told of it."""
-
-    def done(self, number: int, snapshot: Any, keys: Any = None) -> None:
-        """A batch is done with; the dataset was in this state then, or nobody knows (None, Untold)."""
 
 
 class Track:
@@ -99,7 +82,7 @@ class History:
 
     Args:
         start: Where the worker begins.
-        key: What batches are seeded with: base seed, epoch, rank.
+        key: The seeds of batches: base seed, epoch, rank.
         overlaps: Samples of several batches are in work at once.
     """
 
@@ -139,6 +122,10 @@ class History:
         elif not self._overlaps or snapshot.taken_at >= getattr(self._start.snapshot, "taken_at", 0.0):
             self._is_known = True
             self._start, self._since = Start(0, snapshot), None
+
+
+Progressing: TypeAlias = Track | History
+"""How far one worker is."""
 
 
 def make_tracks(

@@ -73,11 +73,16 @@ class Slice(NamedTuple):
 
     Attributes:
         keys: The keys of the slice, with the number of its first sample in the epoch.
-        rows: Where large tensors of it belong in the slabs of the batch: `RowsOfSlice`, in a worker `Rows` of each.
+        rows: Where large tensors of it belong in slabs of the batch: `Rows` of each.
+        slabs: These slabs, which the parent shows to the worker; None in a worker.
     """
 
     keys: Placed
     rows: Any = ()
+    slabs: Any = None
+
+    def __reduce__(self) -> Any:
+        return Slice, (self.keys, self.rows)
 
 
 _PACKED = frozenset({Indices, Placed})

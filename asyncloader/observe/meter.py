@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from time import perf_counter, process_time
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from asyncloader.machine import usable_cores
 from asyncloader.observe import trace as timeline
@@ -31,21 +31,20 @@ from asyncloader.observe.traffic import Traffic
 
 log = logging.getLogger("asyncloader")
 
+_new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
+
 _MADE: Final = ("queue", "fetch", "collate", "encode", "transfer", "decode", "work")
 _TAKEN: Final = ("waited", "ready", "order")
 _HERE: Final = ("fetch", "collate", "work", "waited", "ready")
 """The columns where this process makes the batches: the last two as `_TAKEN`, after the first batch."""
 
-Times: TypeAlias = tuple[float, float, float, float, float, float, float]
-"""Of one ticket, the seconds of each of `_MADE`."""
 
-
-class SliceTimes(NamedTuple):
-    """Figures of a slice, which are counted when its batch is joined."""
+class Made(NamedTuple):
+    """What is counted of a ticket when its batch is there; ``times`` are the seconds of each of `_MADE`."""
 
     samples: int
     nbytes: int
-    times: Times
+    times: list[float]
 
 
 class BatchTimes:
@@ -129,16 +128,8 @@ class Meter:
 
     # ------------------------------------------------------------------------------------------- loop thread
 
-    def came(
-        self,
-        worker: int,
-        record: Record,
-        sent_at: float,
-        arrived_at: float,
-        nbytes: int,
-        number: int,
-    ) -> BatchTimes:
-        """Count a batch that a worker made, and has just been read.
+    def made(self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int) -> Made:
+        """Count what a worker did for a ticket, whose outcome has just been read; the batch is counted by `came`.
 
         Args:
             worker: The id of the worker that made it.
@@ -148,35 +139,6 @@ class Meter:
             nbytes: Its size.
             number: The batch's number in the plan.
         """
-        row, now = self._count(worker, record, sent_at, arrived_at, number)
-        self._made.add(list(row))
-        self._samples += record.samples
-        self._bytes += nbytes
-        return BatchTimes(number, now)
-
-    def slice_came(
-        self, worker: int, record: Record, sent_at: float, arrived_at: float, nbytes: int, number: int
-    ) -> SliceTimes:
-        """Count what a worker did for a slice of a batch, as `came` does; the rest is counted when that is joined."""
-        return SliceTimes(record.samples, nbytes, self._count(worker, record, sent_at, arrived_at, number)[0])
-
-    def slices_joined(self, number: int, slices: Sequence[SliceTimes]) -> BatchTimes:
-        """Count a batch of slices: the work of all of them, the first's wait for its ticket, the last's way.
-
-        Args:
-            number: The batch's number in the plan.
-            slices: The figures of each slice that has samples, in their order.
-        """
-        samples, sizes, times = zip(*slices, strict=True)
-        _, fetch, collate, encode, _, _, work = map(sum, zip(*times, strict=True))
-        self._made.add([times[0][0], fetch, collate, encode, times[-1][4], times[-1][5], work])
-        self._samples += sum(samples)
-        self._bytes += sum(sizes)
-        return BatchTimes(number, perf_counter())
-
-    def _count(
-        self, worker: int, record: Record, sent_at: float, arrived_at: float, number: int
-    ) -> tuple[Times, float]:
         now = perf_counter()
         fetch, collate, encode, began = record.fetch_s, record.collate_s, record.encode_s, record.began
         work = fetch + collate + encode
@@ -198,7 +160,26 @@ class Meter:
         if self._trace is not None:
             stages = (("fetch", fetch), ("collate", collate), ("encode", encode))
             self._note(timeline.batch, own.node, number, worker, sent_at, began, stages, arrived_at, now)
-        return (max(0.0, began - sent_at), fetch, collate, encode, transfer, now - arrived_at, work), now
+        times = [max(0.0, began - sent_at), fetch, collate, encode, transfer, now - arrived_at, work]
+        return _new(Made, (record.samples, nbytes, times))
+
+    def came(self, number: int, made: Sequence[Made]) -> BatchTimes:
+        """Count a batch: the work of all its tickets, the first one's wait to be begun, the last one's way.
+
+        Args:
+            number: Of the batch in the plan.
+            made: What was counted of its tickets, in the order of their samples.
+        """
+        samples, nbytes, row = made[0]
+        if len(made) > 1:
+            counts, sizes, times = zip(*made, strict=True)
+            _, fetch, collate, encode, _, _, work = map(sum, zip(*times, strict=True))
+            samples, nbytes = sum(counts), sum(sizes)
+            row = [row[0], fetch, collate, encode, times[-1][4], times[-1][5], work]
+        self._made.add(row)
+        self._samples += samples
+        self._bytes += nbytes
+        return BatchTimes(number, perf_counter())
 
     def pinned(self, times: BatchTimes, seconds: float) -> None:
         """Count a copy into page-locked memory, which has just been made."""

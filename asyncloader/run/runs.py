@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from asyncloader.engine.slicer import Slicer
+from asyncloader.engine.slices import Slicer
 from asyncloader.epochs import Told, numbers, told
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace

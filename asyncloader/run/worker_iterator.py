@@ -199,13 +199,11 @@ class WorkerIterator(BaseIterator[T_co]):
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         options = self._options
         faults = Faults()
-        scheduler = workplace.make_scheduler(options, progress)
-        splitter = workplace.make_splitter(options, scheduler, progress, self._runs.slicer, faults)
-        window = (splitter or scheduler).window or options.window  # that of one worker, where all are yet to come
-        meter = workplace.make_meter(options, self._runs, spec.key[1], window, faults)
-        kind: Any = {"is_stream": options.is_iterable, "overlaps": options.overlaps, "splitter": splitter}
+        scheduler = workplace.make_scheduler(options, progress, self._runs.slicer)
+        meter = workplace.make_meter(options, self._runs, spec.key[1], scheduler.window, faults)
+        kind: Any = {"is_stream": options.is_iterable, "overlaps": options.overlaps}
         limit = ErrorLimit(options, progress, faults)
-        return Run(scheduler, spec, meter, plan, progress, limit, window, **kind)
+        return Run(scheduler, spec, meter, plan, progress, limit, **kind)
 
     # ------------------------------------------------------------------------------------------------- workers
 

@@ -17,8 +17,7 @@ from asyncloader.engine.progress import Progress
 from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session
-from asyncloader.engine.slicer import Slicer
-from asyncloader.engine.splitter import Splitter
+from asyncloader.engine.slices import Slicer, Slices
 from asyncloader.engine.supervisor import Auto
 from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import Told
@@ -98,12 +97,13 @@ def _is_over(session: weakref.ref[Session]) -> bool:
     return alive is not None and alive.run.ended
 
 
-def make_scheduler(options: Options, progress: Progress) -> Scheduler:
+def make_scheduler(options: Options, progress: Progress, slicer: Slicer) -> Scheduler:
     """Return what decides who does which ticket of a run.
 
     Args:
         options: Of the run.
         progress: Where it begins.
+        slicer: Knows what samples cost, where batches are divided.
     """
     return Scheduler(
         num_workers=options.num_at_start,
@@ -118,33 +118,21 @@ def make_scheduler(options: Options, progress: Progress) -> Scheduler:
         overlapping=options.tickets_at_once,
         first=progress.now.position,
         next_worker=progress.now.next_worker,
+        slices=make_slices(options, slicer),
     )
 
 
-def make_splitter(
-    options: Options, scheduler: Scheduler, progress: Progress, slicer: Slicer, faults: Faults
-) -> Splitter | None:
+def make_slices(options: Options, slicer: Slicer) -> Slices | None:
     """Return what divides the batches of a run into slices; None where they stay whole.
 
     Args:
         options: Of the run.
-        scheduler: Of the run.
-        progress: Where it begins.
         slicer: Knows what samples cost.
-        faults: Of the run.
     """
     if not (options.splits and _can_join(options)):
         return None
-    return Splitter(
-        scheduler,
-        slicer,
-        first=progress.now.position,
-        on_error=options.on_error,
-        faults=faults,
-        prefetch_factor=options.prefetch,
-        batch_size=options.samples_in_batch,
-        obtain=None if options.is_in_process else partial(batch_slabs.obtain, slab_pool()),
-    )
+    obtain = None if options.is_in_process else partial(batch_slabs.obtain, slab_pool())
+    return Slices(slicer, options.on_error, obtain)
 
 
 def _can_join(options: Options) -> bool:

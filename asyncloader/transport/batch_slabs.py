@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
 
 import torch
 
@@ -21,65 +20,37 @@ from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.tensors import held
 
 
-class _Column(NamedTuple):
-    region: Region
-    memory: memoryview
-    tensor: torch.Tensor  # over all rows
-
-
 class BatchSlabs:
     """The slabs of one batch, on lease as long as this or a tensor over them is there.
 
     Made on the loop thread; `whole` may be called by the one that joins.
 
     Args:
-        columns: Slabs with a tensor over each.
+        columns: Slabs, each with a tensor over all of its rows.
 
     Attributes:
         memory: The memory of each slab, by its number.
     """
 
-    def __init__(self, columns: Sequence[_Column]) -> None:
-        self._columns = columns
-        self.memory = {column.region.number: column.memory for column in columns}
+    def __init__(self, columns: Sequence[tuple[Region, memoryview, torch.Tensor]]) -> None:
+        self._columns = [(region, tensor) for region, _, tensor in columns]
+        self.memory = {region.number: memory for region, memory, _ in columns}
 
-    def rows(self, begin: int, end: int) -> RowsOfSlice:
-        """Return where the samples from ``begin`` to ``end`` are to be."""
-        return RowsOfSlice(self, begin, end)
-
-    def named(self, begin: int, end: int) -> list[Rows]:
-        """Return the same as a worker is told it."""
-        return [_rows(column, begin, end) for column in self._columns]
+    def rows(self, begin: int, end: int) -> list[Rows]:
+        """Return where the samples from ``begin`` to ``end`` are to be, as a worker is told it."""
+        return [_rows(region, tensor, begin, end) for region, tensor in self._columns]
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the tensor that these are the rows of; they lie back to back."""
+        """Return the tensor that these are the rows of, which lie back to back; None if there is none."""
         first, count = parts[0], sum(map(len, parts))
-        for region, _, tensor in self._columns:
+        for region, tensor in self._columns:
             if tensor.data_ptr() == first.data_ptr() and tensor.dtype is first.dtype and len(tensor) == count:
                 region.is_fresh = False  # each writer has reserved its rows. Nobody else looks at this during a lease
                 return tensor
         return None
 
 
-class RowsOfSlice:
-    """The rows of a slice, on their way to a worker: there a tuple of `Rows`.
-
-    Args:
-        slabs: Of the batch.
-        begin: The first of its samples.
-        end: Where they end.
-    """
-
-    def __init__(self, slabs: BatchSlabs, begin: int, end: int) -> None:
-        self.slabs = slabs
-        self._bounds = begin, end
-
-    def __reduce__(self) -> Any:
-        return tuple, (self.slabs.named(*self._bounds),)
-
-
-def _rows(column: _Column, begin: int, end: int) -> Rows:
-    region, _, tensor = column
+def _rows(region: Region, tensor: torch.Tensor, begin: int, end: int) -> Rows:
     shape = tensor.shape[1:]
     each = prod(shape) * tensor.itemsize
     first, nbytes = begin * each, (end - begin) * each
@@ -97,7 +68,7 @@ def obtain(pool: SlabPool, columns: Columns, count: int) -> BatchSlabs | None:
     On the loop thread.
     """
     pool.turn()
-    made: list[_Column] = []
+    made: list[tuple[Region, memoryview, torch.Tensor]] = []
     for dtype, row in columns:
         nbytes = count * prod(row) * dtype.itemsize
         region = pool.obtain(nbytes, may_carve=True)
@@ -106,6 +77,5 @@ def obtain(pool: SlabPool, columns: Columns, count: int) -> BatchSlabs | None:
         is_fresh = region.is_fresh
         memory = pool.lease(region, nbytes)[:nbytes]
         region.is_fresh = is_fresh  # until all rows are written
-        tensor = held(torch.frombuffer(memory, dtype=dtype), memory).view(count, *row)
-        made.append(_Column(region, memory, tensor))
+        made.append((region, memory, held(torch.frombuffer(memory, dtype=dtype), memory).view(count, *row)))
     return BatchSlabs(made) if made else None

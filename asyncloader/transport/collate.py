@@ -76,7 +76,7 @@ def recycling_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         nonlocal maps
         recycler.begin_batch()
         if isinstance(batch, Whole):
-            return batch.batch(stacker)
+            return batch.batch(stacker.rows)
         if not _makes_cpu_tensors():  # numbers and arrays become tensors on the default device
             return collate_fn(batch)
         if maps[0] != torch_collate.default_collate_fn_map:  # which the user may change between two batches

@@ -1,7 +1,7 @@
 """Join the collated slices of a batch: what torch's default collation makes of all its samples at once, or nothing.
 
-    samples 0..7  ── collated in one worker ────> CollatedSlice ──┐
-    samples 8..15 ── collated in another one ───> CollatedSlice ──┴── join ──> the batch; or CannotJoin
+    samples 0..7  ── collated in one worker ────> a slice ──┐
+    samples 8..15 ── collated in another one ───> a slice ──┴── join ──> the batch; or CannotJoin
 
 Leaf by leaf: tensors are concatenated, and texts, which torch leaves in lists. Tensors that lie back to back in a slab
 of the batch (:mod:`asyncloader.transport.batch_slabs`) are there already, and nothing is copied.
@@ -14,15 +14,14 @@ batch. These make one row of each sample; what else depends on all samples is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from asyncloader.transport import collate
 from asyncloader.transport.tensors import INLINE_MAX, carrier
-from asyncloader.transport.whole import Whole
 
 Columns: TypeAlias = "tuple[tuple[torch.dtype, tuple[int, ...]], ...]"
 """Of the large tensors in a batch, in their order: dtype, and shape of a row."""
@@ -32,30 +31,16 @@ class CannotJoin(Exception):
     """Only collating all samples of the batch at once tells what becomes of them."""
 
 
-class CollatedSlice(NamedTuple):
-    """A slice of a batch, as a worker has collated it.
+CollatedSlice: TypeAlias = tuple[Any, Any]
+"""A slice of a batch, as a worker has collated it, and the types in its first sample: None for rules of the user's."""
 
-    Attributes:
-        data: The samples of the slice, collated.
-        kinds: The types in its first sample; None if functions of the user's have collated them.
-    """
-
-    data: Any
-    kinds: Any
-
-
-class Placed(Protocol):
-    """The slabs of a batch."""
-
-    def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the tensor that these are the rows of, if each is where it belongs in it."""
+Find: TypeAlias = "Callable[[Sequence[torch.Tensor]], torch.Tensor | None]"
+"""Returns the tensor that these are the rows of, if each is where it belongs in it: `BatchSlabs.whole`."""
 
 
 def collated(samples: Any, data: Any, collate_fn: Any) -> CollatedSlice:
     """Return the slice that has been collated from these samples."""
-    if isinstance(samples, Whole):
-        return CollatedSlice(data, "gathered")
-    return CollatedSlice(data, _kinds(samples[0]) if collate.copies_samples(collate_fn) else None)
+    return data, _kinds(samples[0]) if collate.copies_samples(collate_fn) else None
 
 
 def _kinds(sample: Any) -> Any:
@@ -67,47 +52,47 @@ def _kinds(sample: Any) -> Any:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def join(slices: Sequence[CollatedSlice], slabs: Placed | None = None) -> Any:
+def join(slices: Sequence[CollatedSlice], find: Find | None = None) -> Any:
     """Return the batch that these slices are, in their order.
 
     Args:
         slices: At least one.
-        slabs: Slabs that the workers may have written the tensors into.
+        find: Finds tensors that the workers have written into slabs of the batch.
 
     Raises:
         CannotJoin: if that is not for certain what collating all samples at once makes.
     """
-    kinds = slices[0].kinds
-    if kinds is None or any(other.kinds != kinds for other in slices):
+    parts, kinds = zip(*slices, strict=True)
+    if kinds[0] is None or any(other != kinds[0] for other in kinds):
         raise CannotJoin
-    return _joined([each.data for each in slices], slabs)
+    return _joined(parts, find)
 
 
-def _joined(parts: Sequence[Any], slabs: Placed | None) -> Any:
+def _joined(parts: Sequence[Any], find: Find | None) -> Any:
     first = parts[0]
     kind = type(first)
     if any(type(part) is not kind for part in parts):
         raise CannotJoin
     if kind is torch.Tensor:
-        return _tensor(parts, slabs)
+        return _tensor(parts, find)
     if kind is dict and all(part.keys() == first.keys() for part in parts):
-        return {key: _joined([part[key] for part in parts], slabs) for key in first}
+        return {key: _joined([part[key] for part in parts], find) for key in first}
     if kind in (list, tuple) and first and isinstance(first[0], (str, bytes)):
         return kind(chain.from_iterable(parts))
     is_named = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # and has no constructor of its own
     if (kind is list or is_named) and all(len(part) == len(first) for part in parts):
-        members = [_joined(members, slabs) for members in zip(*parts, strict=True)]
+        members = [_joined(members, find) for members in zip(*parts, strict=True)]
         return kind(*members) if is_named else members
     raise CannotJoin
 
 
-def _tensor(parts: Sequence[torch.Tensor], slabs: Placed | None) -> torch.Tensor:
+def _tensor(parts: Sequence[torch.Tensor], find: Find | None) -> torch.Tensor:
     first = parts[0]
     dtype, row = first.dtype, first.shape[1:]
     if not all(_is_plain(part) and part.dtype is dtype and part.shape[1:] == row for part in parts):
         raise CannotJoin
-    if slabs is not None and _are_back_to_back(parts) and (whole := slabs.whole(parts)) is not None:
-        return whole
+    if find is not None and _are_back_to_back(parts) and (found := find(parts)) is not None:
+        return found
     stored = carrier(dtype)  # torch cannot concatenate all of its dtypes
     if stored is dtype:
         return torch.cat(list(parts))

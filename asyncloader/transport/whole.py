@@ -1,13 +1,14 @@
 """Batches that were fetched as a whole: there are no samples to collate.
 
-Rows    rows of tensors and arrays in memory, known by their numbers; gathered where the batch is to be
-Ready   what the dataset has collated itself
+rows_in_memory  rows of tensors and arrays in memory, known by their numbers; gathered where the batch is to be
+ready           a batch that the dataset has collated itself
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,42 +19,29 @@ from asyncloader.transport.tensors import Array
 Source: TypeAlias = "torch.Tensor | Array"
 
 
-class Gatherer(Protocol):
-    """Gathers rows into memory of its own choice."""
-
-    def rows(self, source: Source, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """Return these rows of a tensor or an array, as a tensor that is a copy."""
+Gather: TypeAlias = "Callable[[Source, NDArray[np.int64]], torch.Tensor]"
+"""Returns these rows of a tensor or an array, as a tensor that is a copy, in memory of its own choice."""
 
 
 class Whole:
-    """A batch in the place of its samples. Has the number of samples as its length."""
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def batch(self, gatherer: Gatherer) -> Any:
-        """Return the batch."""
-        raise NotImplementedError
-
-
-class Ready(Whole):
-    """A batch that the dataset has made. As without automatic batching, arrays in it become tensors.
+    """A batch in the place of its samples. Has the number of samples as its length.
 
     Args:
-        data: The batch.
-        count: How many samples are in it.
+        count: How many samples there are.
+        make: Makes the batch.
     """
 
-    def __init__(self, data: Any, count: int) -> None:
-        self._data = data
+    def __init__(self, count: int, make: Callable[[Gather], Any]) -> None:
         self._count = count
+        self.batch = make
 
     def __len__(self) -> int:
         return self._count
 
-    def batch(self, gatherer: Gatherer) -> Any:
-        """Return the batch."""
-        return torch.utils.data.default_convert(self._data)  # type: ignore[no-untyped-call]
+
+def ready(data: Any, count: int) -> Whole:
+    """Return a batch that the dataset has made. As without automatic batching, arrays in it become tensors."""
+    return Whole(count, lambda _: torch.utils.data.default_convert(data))  # type: ignore[no-untyped-call]
 
 
 class Column(NamedTuple):
@@ -72,38 +60,28 @@ Tree: TypeAlias = "list[Column] | tuple[Any, ...] | dict[Any, Any]"
 """The columns of samples that are tuples of rows; or of samples that are tuples or dicts of such samples."""
 
 
-class Rows(Whole):
-    """What torch's default collation makes of samples that are tuples of rows, or are made of such ones.
+def rows_in_memory(tree: Tree, count: int) -> Whole:
+    """Return what torch's default collation makes of samples that are tuples of rows, or are made of such ones.
 
     Args:
-        tree: A column for each entry of a sample.
+        tree: A column for each entry of a sample: a tensor in a list, as torch collates tuples.
         count: How many samples there are.
     """
-
-    def __init__(self, tree: Tree, count: int) -> None:
-        self._tree = tree
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, gatherer: Gatherer) -> Any:
-        """Gather the rows: a tensor for each column, in a list, as torch collates tuples."""
-        return _batch(self._tree, gatherer)
+    return Whole(count, partial(_batch, tree))
 
 
-def _batch(tree: Tree, gatherer: Gatherer) -> Any:
+def _batch(tree: Tree, gather: Gather) -> Any:
     if type(tree) is list:
-        return [_gathered(column, gatherer) for column in tree]
+        return [_gathered(column, gather) for column in tree]
     if isinstance(tree, dict):
-        return {name: _batch(part, gatherer) for name, part in tree.items()}
-    return [_batch(part, gatherer) for part in tree]
+        return {name: _batch(part, gather) for name, part in tree.items()}
+    return [_batch(part, gather) for part in tree]
 
 
-def _gathered(column: Column, gatherer: Gatherer) -> torch.Tensor:
+def _gathered(column: Column, gather: Gather) -> torch.Tensor:
     if column.order is None:
-        return gatherer.rows(*column.parts[0])
-    return gatherer.rows(torch.cat([_copied(*part) for part in column.parts]), column.order)
+        return gather(*column.parts[0])
+    return gather(torch.cat([_copied(*part) for part in column.parts]), column.order)
 
 
 def _copied(source: Source, numbers: NDArray[np.int64]) -> torch.Tensor:

@@ -275,7 +275,7 @@ class BatchMaker:
         job, fetch, keeper = Job(seq, waited_s=waited_s), self._fetch, self.keeper
         rows: Sequence[Rows] | None = None
         if type(keys) is Slice:
-            keys, rows = keys
+            keys, rows, _ = keys
         here, job.keys = self._context(self.seeder, seq, keys)
         outside = sample_context.current.set(here)
         try:

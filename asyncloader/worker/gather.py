@@ -30,7 +30,7 @@ from asyncloader.messages.indices import Indices, Numbers
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.protocols import has_samples, is_collated, seeds_samples
 from asyncloader.transport.collate import is_default, stacks_tuples
-from asyncloader.transport.whole import Column, Ready, Rows, Source, Tree
+from asyncloader.transport.whole import Column, Source, Tree, Whole, ready, rows_in_memory
 
 Array = NDArray[np.int64]
 _Piece: TypeAlias = "tuple[Sequence[Source], Array, Array | None]"
@@ -64,7 +64,7 @@ class WholeBatches:
         self._is_default = spec.auto_collation and is_default(spec.collate_fn)
         self.is_in_memory = gathers(dataset, spec.auto_collation, spec.collate_fn)
 
-    def find(self, keys: Any) -> Rows | None:
+    def find(self, keys: Any) -> Whole | None:
         """Return the rows of a batch; None if its samples are to be fetched."""
         return rows_of(self._dataset, keys) if self.is_in_memory and stacks_tuples() else None
 
@@ -72,7 +72,7 @@ class WholeBatches:
         """Return what ``__getitems__`` returned of these keys, as a batch if that is what it is."""
         if not (self.is_collated and self._is_default):
             return samples
-        return Ready(samples, len(keys) if hasattr(keys, "__len__") else 1)
+        return ready(samples, len(keys) if hasattr(keys, "__len__") else 1)
 
 
 def gathers(dataset: Any, auto_collation: bool, collate_fn: Any) -> bool:
@@ -93,10 +93,10 @@ def is_in_memory(dataset: Any) -> bool:
     return kind is not None
 
 
-def rows_of(dataset: Any, keys: Any) -> Rows | None:
+def rows_of(dataset: Any, keys: Any) -> Whole | None:
     """Return the rows of a batch; None if it is to be fetched sample by sample."""
     try:
-        return Rows(_tree(dataset, keys), len(keys)) if len(keys) else None
+        return rows_in_memory(_tree(dataset, keys), len(keys)) if len(keys) else None
     except Exception:  # what it is about is raised by its sample
         return None
 

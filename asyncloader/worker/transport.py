@@ -192,7 +192,7 @@ class ProcessTransport:
         self._encoder.name_rows(rows)
         self._stacker.min_bytes = 0 if rows else INLINE_MAX
         with self._encoder:
-            return samples.batch(self._stacker) if isinstance(samples, Whole) else collate_fn(samples)
+            return samples.batch(self._stacker.rows) if isinstance(samples, Whole) else collate_fn(samples)
 
     def send(self, kind: int, body: Any = None) -> None:
         """Send a frame."""

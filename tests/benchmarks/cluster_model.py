@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncloader.engine.actions import Deliver, Dismiss, Finish, Read, Send, Window
+from asyncloader.engine.actions import Deliver, Dismiss, Send
 from asyncloader.engine.scheduler import Scheduler
 
 
@@ -251,18 +251,15 @@ class Play:
             elif kind is Deliver:
                 self._ready.append(action.outcome)
                 self._wake()
-            elif kind is Read:
-                self._read_until = max(self._read_until, action.until)
-                self._wake()
-            elif kind is Window:
-                self._window = action.size
-                self._wake()
             elif kind is Dismiss:
                 self._dismissed(action.worker)
-            elif kind is Finish:
-                self._is_finished = True
             else:
                 raise AssertionError(action)
+        scheduler, before = self.scheduler, (self._window, self._read_until)
+        self._window, self._read_until = scheduler.window, scheduler.read_until
+        self._is_finished = scheduler.is_finished
+        if (self._window, self._read_until) != before:
+            self._wake()
 
     # --------------------------------------------------------------------------------------------------- workers
 
@@ -397,7 +394,7 @@ class Play:
         first, self._planned = self._planned, self._planned + count
         actions = self.scheduler.planned(range(first, self._planned))
         if self._planned == self.num_batches:
-            actions += self.scheduler.plan_ended()
+            self.scheduler.plan_ended()
         self._do(actions)
 
     def _mark(self) -> None:

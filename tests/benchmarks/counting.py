@@ -26,7 +26,7 @@ def measure(bench: Bench) -> None:
     for _ in range(50 if bench.quick else 500):
         began = thread_time()
         for _ in range(BATCHES):
-            passage = meter.came(1, record, perf_counter(), perf_counter(), 1000, 1)
+            passage = meter.came(1, [meter.made(1, record, perf_counter(), perf_counter(), 1000, 1)])
             meter.took(0.0, passage, 4, 2)
         counting.append((thread_time() - began) / BATCHES)
         began = thread_time()

@@ -18,7 +18,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from asyncloader.engine.actions import Deliver, Read, Send
+from asyncloader.engine.actions import Deliver, Send
 from asyncloader.engine.scheduler import Scheduler
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run
@@ -37,7 +37,7 @@ class Simulation:
     def __init__(self, num_workers: int, **options: Any) -> None:
         self.scheduler = Scheduler(num_workers=num_workers, prefetch_factor=2, **options)
         self.window = 2 * num_workers
-        self.planned = self.taken = self.read_until = 0
+        self.planned = self.taken = 0
         self.queues: list[deque[int]] = [deque() for _ in range(num_workers)]
         self.busy: list[int] = []  # a worker for each ticket that it has
         self.chance = random.Random(0)
@@ -62,7 +62,7 @@ class Simulation:
 
     def read(self) -> None:
         """Read the sampler as far as a consumer may that waits."""
-        count = max(self.window + self.taken, self.read_until) - self.planned
+        count = max(self.window + self.taken, self.scheduler.read_until) - self.planned
         if count > 0:
             began = perf_counter()
             actions = self.scheduler.planned(range(count))
@@ -78,8 +78,6 @@ class Simulation:
                 self.busy.append(action.worker)
             elif type(action) is Deliver:
                 self.taken += 1
-            elif type(action) is Read:
-                self.read_until = max(self.read_until, action.until)
 
 
 def simulate(batches: int, num_workers: int, **options: Any) -> Run:

@@ -49,7 +49,7 @@ def lose(recovery: Recovery, process: Gone | None = None, start: Start | None = 
 def overdue(policy: Policy, process: Gone | None = None, start: Start | None = None, **found: Any) -> Any:
     """The awaited batch has not come in time; return what is decided."""
     facts = {"timeout_s": 1.0, "stack": "at line 3", "age_s": 5.0, "is_held": True, "may_replace": True, **found}
-    ticket = Ticket(7, KEYS, 0, tries=1)
+    ticket = Ticket(7, KEYS, worker=0, tries=1)
     return Recovery(policy, 2).overdue(Overdue(ticket=ticket, process=process or Gone(), **facts), start)
 
 
@@ -205,7 +205,7 @@ def test_a_hung_worker_is_killed_and_lost(on_timeout: Any) -> None:
     discard, lose = overdue(MAP._replace(on_timeout=on_timeout))
     assert discard == Discard(0)
     assert (lose.worker, lose.hung, lose.replaceable, lose.rest_s) == (0, True, True, 0.0)
-    assert isinstance(lose.cause([Ticket(7, KEYS, 0, tries=3)]), BatchTimeoutError)
+    assert isinstance(lose.cause([Ticket(7, KEYS, worker=0, tries=3)]), BatchTimeoutError)
 
 
 def test_hangs_back_off_as_deaths_do() -> None:

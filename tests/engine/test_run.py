@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader import DataLoader
-from asyncloader.engine.actions import VOID, Action, Deliver, Fail, Finish, Read, Replace, Send, Ticket
+from asyncloader.engine.actions import VOID, Action, Deliver, Replace, Send, Ticket
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
@@ -38,7 +38,7 @@ class Driver:
         progress, faults = Progress(position), Faults()
         scheduler = Scheduler(num_workers=WORKERS, prefetch_factor=FACTOR, first=position)
         limit, meter = ErrorLimit(settings, progress, faults), Meter(0, WORKERS, WINDOW, faults)
-        self.run = Run(scheduler, EpochSpec(1, (0, 0, 0)), meter, iter(plan), progress, limit, WINDOW)
+        self.run = Run(scheduler, EpochSpec(1, (0, 0, 0)), meter, iter(plan), progress, limit)
         self.wakes = 0
         self.sent: dict[int, Ticket] = {}
         self.planned: list[Any] = []
@@ -53,7 +53,8 @@ class Driver:
         self.planned += batches
         self.apply(self.run.scheduler.planned(batches))
         if plan_ended:
-            self.apply(self.run.scheduler.plan_ended())
+            self.run.scheduler.plan_ended()
+            self.run.follow()
 
     def answer(self, seq: int, outcome: Outcome | None = None) -> None:
         """A worker has come to this outcome; to the keys by default."""
@@ -86,14 +87,9 @@ class Driver:
                     self.sent[ticket.seq] = ticket
                 case Deliver(item):
                     self.run.handoff.put(item)
-                case Read(until):
-                    self.run.let_read(until)
-                case Fail():
-                    self.apply(self.run.fail(action))
-                case Finish():
-                    self.run.finish()
                 case _:
                     assert isinstance(action, Replace)
+        self.run.follow()
 
 
 def begun(plan: Iterable[Any], **options: Any) -> Driver:
@@ -249,26 +245,12 @@ def test_an_error_at_once_comes_before_what_is_ready() -> None:
     """It takes no place in the window."""
     driver = begun(range(10))
     driver.answer(0)
-    driver.apply([Fail([driver.sent[1]], at_once=True, cause=lambda tickets: OSError(tickets[0].keys))])
+    driver.run.raise_first(OSError("1"))
     taken = driver.run.taken
     with pytest.raises(OSError, match="1"):
         driver.get()
     assert driver.run.taken == taken
     assert driver.get() == 0
-
-
-def test_a_batch_that_is_given_up_is_an_error_in_its_place_or_left_out() -> None:
-    """As the scheduler says."""
-    driver = begun(range(10))
-    for seq in (0, 1):
-        ticket = driver.sent.pop(seq)
-        driver.apply(driver.run.scheduler.returned(ticket.worker, seq))
-        driver.apply([Fail([ticket], at_once=False, leave_out=seq == 1, cause=lambda _: OSError("gone"))])
-    driver.answer(2)
-    with pytest.raises(OSError, match="gone"):
-        driver.get()
-    assert driver.get() == 2
-    assert [*driver.run.faults.left_out] == [1]
 
 
 def test_closing_drops_what_is_ready_and_wakes_who_waits() -> None:

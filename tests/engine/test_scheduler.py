@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Finish, Read, Replace, Send, Ticket, Window
+from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Replace, Send, Ticket
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
 from asyncloader.messages.snapshot import Start
@@ -40,7 +40,7 @@ class Model(RuleBasedStateMachine):
     """A trainer, its workers and its pinning thread, reduced to what the scheduler can see of them.
 
     The consumer reads its sampler as :class:`asyncloader.run.worker_iterator.WorkerIterator` does: as far as the
-    window, and to `Read.until` only when it waits. A worker does its tickets in the order in which it got them, or,
+    window, and to `read_until` only when it waits. A worker does its tickets in the order in which it got them, or,
     where samples overlap, in any order. Between `returned` and `ready` lies the pinning, which may change the order.
 
     A worker of a stream reads one batch of it for each ticket. If the stream is *told* (its dataset tells its state,
@@ -132,6 +132,7 @@ class Model(RuleBasedStateMachine):
         self.taken_numbers: list[list[int]] = [[] for _ in range(MOST_WORKERS)]
 
         self.tries: dict[int, int] = {}
+        self.suspects: set[int] = set()
         self.planned = self.taken = self.void_count = self.read_until = 0
         self.plan_ended = self.finished = False
         self.lost_workers: set[int] = set()
@@ -144,7 +145,8 @@ class Model(RuleBasedStateMachine):
         while self.planned < until and not self.plan_ended:
             if self.planned == self.length:
                 self.plan_ended = True
-                self._apply(self.scheduler.plan_ended())
+                self.scheduler.plan_ended()
+                self._follow()
             else:
                 self.planned += 1
                 self._apply(self.scheduler.planned([f"keys {self.planned - 1}"]))
@@ -213,7 +215,8 @@ class Model(RuleBasedStateMachine):
     def what_is_pinned_is_with_no_worker(self) -> None:
         if hasattr(self, "scheduler"):
             is_pinning = self.in_order and self.scheduler.gone_count in self.pinning
-            assert self.scheduler.is_finishing() is is_pinning
+            is_nobody_at_work = not any(self.scheduler.in_flight.values())
+            assert (self.scheduler.awaited() is None) is (is_pinning or is_nobody_at_work)
 
     @rule(worker=st.integers(0, MOST_WORKERS - 1), rests=st.booleans(), ready=st.booleans())
     def die(self, worker: int, rests: bool, ready: bool) -> None:
@@ -236,8 +239,6 @@ class Model(RuleBasedStateMachine):
             assert lost[0] in self.fates
         if len(lost) > 1 and self.overlapping and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed among several"
-            if not is_leaving:
-                assert len(self.at_work[worker]) == (not rests), "suspects are done one by one"
 
     def _lose(self, worker: int, rests: bool) -> tuple[list[int], list[int]]:
         """Take what a worker has, and what has waited for its successor."""
@@ -268,7 +269,7 @@ class Model(RuleBasedStateMachine):
         at_work = min(lost) if self.overlapping else lost[0]
         self.has_hung = True
         with self._not_blamed(unsent):
-            self._apply(self.scheduler.hung(ticket.worker, rests=rests, unsent=unsent))
+            self._apply(self.scheduler.died(ticket.worker, rests=rests, unsent=unsent, hung=True))
         assert self.on_timeout != "skip" or at_work in self.fates
 
     @rule(data=st.data())
@@ -332,7 +333,7 @@ class Model(RuleBasedStateMachine):
         self.lost_workers.add(worker)
         for seq in lost:
             assert self.fates.setdefault(seq, "exhausted") == "exhausted"
-        self._apply(self.scheduler.exhausted(worker, lost[0]))
+        self._apply(self.scheduler.exhausted(worker))
 
     @rule(chance=st.integers(0, 9))
     def give_up(self, chance: int) -> None:
@@ -351,32 +352,23 @@ class Model(RuleBasedStateMachine):
         for ticket in lost:
             assert self.fates.setdefault(ticket.seq, "failed") == "failed"
             self._apply(self.scheduler.ready(ticket.seq, VOID))
-        self._apply(self.scheduler.plan_ended())
+        self.scheduler.plan_ended()
+        self._follow()
 
     # -------------------------------------------------------------------------------------------- the session
 
     def _apply(self, actions: list[Any]) -> None:
         for action in actions:
-            assert not self.finished or type(action) in (Replace, Read, Window, Dismiss), "an action after the end"
+            assert not self.finished or type(action) in (Replace, Dismiss), "an action after the end"
             match action:
                 case Send(worker, ticket):
                     self._send(worker, ticket)
                 case Deliver(seq):
                     self._deliver(seq)
-                case Read(until):
-                    ahead = until - self.scheduler.gone_count - self._void_ahead()
-                    assert until <= self.planned or ahead <= self.most_ahead, f"{ahead} batches ahead"
-                    self.read_until = max(self.read_until, until)
-                    self.void_count = self.scheduler.void_count
                 case Replace(worker):
                     assert not self.at_work[worker]
                     assert worker not in self.lost_workers | self.resting
                     self.readers[worker] = Reader(self.tracks[worker].start)
-                case Window(size):
-                    assert len(self.takers) <= size <= self.prefetch_factor * len(self.takers)
-                    assert size == self.prefetch_factor * len(self.takers) or size >= self.run_ahead_batches
-                    self.window = size
-                    self.most_ahead = max(self.most_ahead, size)
                 case Dismiss(worker):
                     assert not self.at_work[worker]
                     self.leaving.remove(worker)
@@ -384,11 +376,26 @@ class Model(RuleBasedStateMachine):
                 case Fail(tickets, at_once, leave_out, _):
                     assert not (at_once and leave_out)
                     self._fail(tickets, at_once)
-                case Finish():
-                    self.finished = True
                 case _:
                     raise AssertionError(action)
         self.scheduler.validate()
+        self._follow()
+
+    def _follow(self) -> None:
+        """See how far the consumer may read now."""
+        scheduler = self.scheduler
+        self.void_count, self.finished = scheduler.void_count, scheduler.is_finished
+        if scheduler.window != self.window:
+            size, num_takers = scheduler.window, scheduler.roster.num_takers
+            assert num_takers <= size <= self.prefetch_factor * num_takers
+            assert size == self.prefetch_factor * num_takers or size >= self.run_ahead_batches
+            self.window = size
+            self.most_ahead = max(self.most_ahead, size)
+        if scheduler.read_until != self.read_until:
+            ahead = scheduler.read_until - scheduler.gone_count - self._void_ahead()
+            assert scheduler.read_until <= self.planned or ahead <= self.most_ahead, f"{ahead} batches ahead"
+            assert scheduler.read_until >= self.read_until
+            self.read_until = scheduler.read_until
 
     def _void_ahead(self) -> int:
         """Return how many batches that hold no memory wait for an earlier one."""
@@ -404,6 +411,9 @@ class Model(RuleBasedStateMachine):
         assert ticket.seq not in self.fates
         assert all(ticket.seq not in queue for queue in self.at_work), "a ticket at two workers"
         assert all(ticket.seq not in queue for queue in self.waiting.values()), "a ticket twice"
+        in_hand = {*self.at_work[worker], *self.waiting.get(worker, ())}
+        assert not in_hand if ticket.is_suspect else not in_hand & self.suspects, "a suspect is not alone"
+        self.suspects |= {ticket.seq} if ticket.is_suspect else set()
         (self.waiting[worker] if worker in self.waiting else self.at_work[worker]).append(ticket.seq)
         for owed in self.owed:
             owed.discard(ticket.seq)
@@ -541,6 +551,15 @@ def kinds(actions: list[Any]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
+def windows(scheduler: Scheduler, event: Callable[[int], object], *workers: int) -> list[int]:
+    """Return the window after this has happened to each of the workers."""
+    found = []
+    for worker in workers:
+        event(worker)
+        found.append(scheduler.window)
+    return found
+
+
 def test_static_scheduling_is_round_robin() -> None:
     """Batch i goes to worker i % num_workers, whatever came back when."""
     scheduler = make(num_workers=3)
@@ -554,8 +573,7 @@ def test_a_worker_that_joins_first_gets_what_the_others_have() -> None:
     """Then it has its turn among them, by its number."""
     scheduler = make()
     scheduler.planned(range(4))
-    actions = scheduler.joined(2)
-    assert actions == [Window(6)]
+    assert windows(scheduler, scheduler.joined, 2) == [6]
     assert sent(scheduler.planned(range(6))) == [(2, 4), (2, 5), (0, 6), (1, 7), (2, 8), (0, 9)]
     scheduler.validate()
 
@@ -565,24 +583,22 @@ def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
     budget = 5 * (BATCH_BYTES + OVERHEAD_BYTES)
     scheduler = make(max_buffered_bytes=budget)
     scheduler.planned(range(4))
-    assert scheduler.joined(2) == [Window(6)]  # how large batches are is not known yet
+    assert windows(scheduler, scheduler.joined, 2) == [6]  # how large batches are is not known yet
     scheduler.returned(0, 0)
     scheduler.ready(0, 0, BATCH_BYTES)
-    assert [scheduler.joined(worker)[0] for worker in (3, 4, 5)] == [Window(5), Window(5), Window(6)]
-    assert [scheduler.left(worker)[0] for worker in (5, 4, 3, 2)] == [Window(5), Window(5), Window(5), Window(4)]
+    assert windows(scheduler, scheduler.joined, 3, 4, 5) == [5, 5, 6]
+    assert windows(scheduler, scheduler.left, 5, 4, 3, 2) == [5, 5, 5, 4]
 
 
 def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late() -> None:
     """Whoever names their number accepts what they hold; those beyond it, and those who are not there, add nothing."""
     scheduler = make(num_workers=0, num_expected=4, max_buffered_bytes=1)
-    assert [scheduler.joined(worker)[0] for worker in range(2)] == [Window(2), Window(4)]
+    assert windows(scheduler, scheduler.joined, 0, 1) == [2, 4]
     scheduler.planned(range(4))
     scheduler.returned(0, 0)
     scheduler.ready(0, 0, BATCH_BYTES)
-    assert [scheduler.joined(worker)[0] for worker in range(2, 10)] == [
-        Window(size) for size in (6, 8, 8, 8, 8, 8, 9, 10)
-    ]
-    assert [scheduler.lost(worker)[0] for worker in range(9, 1, -1)] == [Window(n) for n in (9, 8, 8, 8, 8, 8, 6, 4)]
+    assert windows(scheduler, scheduler.joined, *range(2, 10)) == [6, 8, 8, 8, 8, 8, 9, 10]
+    assert windows(scheduler, scheduler.lost, *range(9, 1, -1)) == [9, 8, 8, 8, 8, 8, 6, 4]
     scheduler.validate()
 
 
@@ -590,14 +606,14 @@ def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
     """It gets nothing more; the turns go on without it."""
     scheduler = make(num_workers=3)
     scheduler.planned(range(6))
-    assert scheduler.left(1) == [Window(4)]
+    assert (scheduler.left(1), scheduler.window) == ([], 4)
     assert sent(scheduler.planned(range(3))) == [(0, 6), (2, 7), (0, 8)]
     assert scheduler.returned(1, 1) == []
     assert scheduler.returned(1, 4) == [Dismiss(1)]
     assert 1 not in scheduler.in_flight
     assert scheduler.left(1) == []
-    assert scheduler.left(2) == [Window(2)]
-    assert scheduler.joined(2) == [Window(4)]  # it is wanted again, and has its tickets still
+    assert (scheduler.left(2), scheduler.window) == ([], 2)
+    assert (scheduler.joined(2), scheduler.window) == ([], 4)  # it is wanted again, and has its tickets still
     assert sent(scheduler.planned("xy")) == [(0, 9), (2, 10)]
     scheduler.validate()
 
@@ -606,9 +622,9 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     """Also one that rests: what is kept for it is for others."""
     scheduler = make(on_timeout="retry")
     scheduler.planned(range(4))
-    assert sent(scheduler.hung(1, rests=True)) == []
+    assert sent(scheduler.died(1, rests=True, hung=True)) == []
     actions = scheduler.left(1)
-    assert actions[:2] == [Window(2), Dismiss(1)]
+    assert (actions[0], scheduler.window) == (Dismiss(1), 2)
     assert sent(actions) == [(0, 1), (0, 3)]
     assert scheduler.rested(1) == []
     scheduler.validate()
@@ -621,7 +637,7 @@ def test_a_run_that_begins_without_workers_waits_for_those_who_join(scheduling: 
     scheduler = make(num_workers=0, scheduling=scheduling, in_order=in_order)
     assert kinds(scheduler.planned(range(2))) == []
     actions = scheduler.joined(3)
-    assert actions[0] == Window(2)
+    assert scheduler.window == 2
     assert sent(actions) == [(3, 0), (3, 1)]
     scheduler.validate()
 
@@ -631,9 +647,9 @@ def test_what_is_lost_with_a_worker_is_done_by_others_and_nobody_is_blamed() -> 
     scheduler = make(max_retries=0, on_crash="raise")
     scheduler.planned(range(4))
     actions = scheduler.lost(0)
-    assert (actions[0], sent(actions)) == (Window(2), [(1, 0), (1, 2)])
+    assert (scheduler.window, sent(actions)) == (2, [(1, 0), (1, 2)])
     assert scheduler.lost(0) == []
-    assert scheduler.lost(1) == [Window(0)]
+    assert (scheduler.lost(1), scheduler.window) == ([], 0)
     assert kinds(scheduler.planned("x")) == []
     scheduler.validate()
     actions = scheduler.joined(5)
@@ -658,20 +674,17 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
     scheduler.validate()
 
 
-def test_whoever_gets_what_overlapped_in_a_worker_that_was_leaving_finds_out_who_is_to_blame() -> None:
+def test_what_overlapped_in_a_worker_that_was_leaving_is_done_alone_by_another() -> None:
     """Nothing is blamed before it was alone."""
     scheduler = make(prefetch_factor=3, overlapping=3, on_crash="skip")
     scheduler.planned(range(6))
     scheduler.left(1)
     actions = scheduler.died(1)
-    assert sent(actions) == [(0, 1), (0, 3), (0, 5)]
+    assert sent(actions) == []
     assert "Fail" not in kinds(actions)
-    scheduler = make(prefetch_factor=3, overlapping=3, on_crash="skip")
-    scheduler.planned(range(6))
-    assert sent(scheduler.died(1)) == [(1, 1)]
-    scheduler.left(1)  # in the middle of finding out, which it goes on with
-    assert sent(scheduler.returned(1, 1)) == [(1, 3)]
-    actions = scheduler.died(1)
+    assert [sent(scheduler.returned(0, seq)) for seq in (0, 2, 4)] == [[], [], [(0, 1)]]
+    assert sent(scheduler.returned(0, 1)) == [(0, 3)]
+    actions = scheduler.died(0)
     assert [action.tickets[0].seq for action in actions if isinstance(action, Fail)] == [3]
     assert sent(actions) == [(0, 5)]
     scheduler.validate()
@@ -770,12 +783,12 @@ def run_ahead(scheduler: Scheduler, size: int) -> int:
     planned = scheduler.planned_count
     while mine := sorted(scheduler.in_flight[1]):
         scheduler.returned(1, mine[0], 1e-5)
-        for action in scheduler.ready(mine[0], mine[0], size):
-            if isinstance(action, Deliver):  # the last one before the batch that is slow
-                continue
-            assert isinstance(action, Read)
-            scheduler.planned(range(action.until - planned))
-            planned = action.until
+        before = scheduler.read_until
+        actions = scheduler.ready(mine[0], mine[0], size)
+        assert all(isinstance(action, Deliver) for action in actions)  # the last one before the batch that is slow
+        if scheduler.read_until != before:
+            scheduler.planned(range(scheduler.read_until - planned))
+            planned = max(planned, scheduler.read_until)
     scheduler.validate()
     return planned
 
@@ -853,12 +866,13 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
     scheduler = make(scheduling=scheduling, overlapping=1, on_timeout="skip", max_retries=0)
     assert sent(scheduler.planned(range(4))) == [(0, 0), (1, 1), (0, 2), (1, 3)]
     scheduler.returned(0, 0, 1.0)
+    scheduler.ready(0, "a")
     scheduler.left(1)
     assert [ticket.seq for ticket in scheduler.in_flight[0].values()] == [2]
     assert sent(scheduler.died(1, was_ready=False)) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
     assert scheduler.awaited() is scheduler.in_flight[0][1]
     waiting = [seq for seq in scheduler.in_flight[0] if seq != 2]  # for the successor of worker 0
-    actions = scheduler.hung(0, unsent=waiting)
+    actions = scheduler.died(0, unsent=waiting, hung=True)
     assert [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [2]
     assert {seq for _, seq in sent(actions)} >= set(waiting)
     scheduler.validate()
@@ -892,13 +906,13 @@ def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
     scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4)
     scheduler.planned("abcd")
     assert sent(scheduler.died(0)) == [(0, 0)]
-    assert sent(scheduler.exhausted(0, 0)) == []
+    assert sent(scheduler.exhausted(0)) == []
     assert scheduler.void_count == 4
     scheduler = make(overlapping=4, on_timeout="retry")
     scheduler.planned("abcd")
-    assert sent(scheduler.hung(0, rests=True)) == []
+    assert sent(scheduler.died(0, rests=True, hung=True)) == []
     assert sent(scheduler.died(1, was_ready=False)) == []  # behind those of the worker that rests
-    scheduler.exhausted(1, 1)
+    scheduler.exhausted(1)
     assert sent(scheduler.rested(0)) == [(0, 0), (0, 2)]
     assert scheduler.void_count == 0
     scheduler.returned(0, 0)
@@ -912,7 +926,7 @@ def test_the_end_of_a_stream_lets_go_of_all_that_waited_for_it() -> None:
     scheduler.planned("abcd")
     scheduler.returned(1, 1)
     assert delivered(scheduler.ready(1, "b")) == []
-    assert delivered(scheduler.exhausted(0, 0)) == ["b"]
+    assert delivered(scheduler.exhausted(0)) == ["b"]
     assert scheduler.gone_count == 3
 
 
@@ -927,7 +941,9 @@ def test_nothing_is_blamed_on_a_worker_that_never_came_up() -> None:
 
 def test_an_empty_plan_is_finished_at_once() -> None:
     """Nothing planned, nothing to wait for."""
-    assert make().plan_ended() == [Finish()]
+    scheduler = make()
+    scheduler.plan_ended()
+    assert scheduler.is_finished
 
 
 def test_finish_comes_once_after_everything() -> None:
@@ -936,7 +952,9 @@ def test_finish_comes_once_after_everything() -> None:
     scheduler.planned([0])
     scheduler.returned(0, 0)
     assert kinds(scheduler.ready(0, 0, 1)) == ["Deliver"]
-    assert scheduler.plan_ended() == [Finish()]
+    assert not scheduler.is_finished
+    scheduler.plan_ended()
+    assert scheduler.is_finished
     assert kinds(scheduler.died(0)) == ["Replace"]
 
 
@@ -954,6 +972,8 @@ def test_the_awaited_ticket_is_the_first_that_a_worker_has() -> None:
     assert scheduler.awaited() is None
     scheduler.planned("ab")
     scheduler.returned(0, 0)
+    assert scheduler.awaited() is None  # it was made, and is being pinned
+    scheduler.ready(0, "a")
     ticket = scheduler.awaited()
     assert ticket is not None
     assert (ticket.seq, ticket.keys, ticket.worker) == (1, "b", 1)

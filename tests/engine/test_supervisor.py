@@ -47,7 +47,7 @@ class Session:
     takes_outcomes = True
 
     def __init__(self) -> None:
-        scheduler = Scheduler(num_workers=2, prefetch_factor=2)
+        scheduler = Scheduler(num_workers=2, prefetch_factor=2, on_timeout="retry")
         faults = SimpleNamespace(replacements=0, timeouts=0)
         self.run: Any = SimpleNamespace(
             scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None, tracks={}, plan_ended=True

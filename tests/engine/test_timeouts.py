@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, DataLoader
-from asyncloader.engine import finisher
+from asyncloader.engine import slices as slicing
 from tests.patience import patiently, wait_until
 
 pytestmark = pytest.mark.usefixtures("patient_stacks")
@@ -171,14 +171,14 @@ def test_a_batch_that_is_being_joined_costs_no_worker_its_life(
 ) -> None:
     """No worker has the awaited batch; those with later ones do not hang. What is to be tried again is waited for."""
     joining, gate = threading.Event(), threading.Event()
-    join = finisher.join
+    join = slicing.join
 
     def join_late(*args: Any) -> Any:
         joining.set()
         assert gate.wait(60)
         return join(*args)
 
-    monkeypatch.setattr(finisher, "join", join_late)
+    monkeypatch.setattr(slicing, "join", join_late)
     options: Any = {"scheduling": "split", "seeding": "sample", "num_workers": 2}
     dataset = Gated(tmp_path / "gate", at=9)
     iterator: Any = iter(DataLoader(dataset, 8, timeout=60, on_timeout=on_timeout, **options))

@@ -79,7 +79,7 @@ def made_of(
     columns = columns_of(default_collate(like or samples))
     slabs = batch_slabs.obtain(pool, columns, len(samples))
     parts = [worker.make(samples[begin:end], slabs, begin) for begin, end in reversed(list(pairwise(bounds)))]
-    return join(parts[::-1], slabs), slabs
+    return join(parts[::-1], slabs and slabs.whole), slabs
 
 
 KINDS: list[Any] = [

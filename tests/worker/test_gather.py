@@ -18,7 +18,7 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader import DataLoader
 from asyncloader.datasets import ArrayDataset
 from asyncloader.transport.collate import recycling_collate
-from asyncloader.transport.whole import Rows, Whole
+from asyncloader.transport.whole import Whole
 from asyncloader.worker.gather import is_in_memory
 from tests.effort import examples
 from tests.worker.fetching import fetching
@@ -258,7 +258,7 @@ def test_changes_between_batches_are_seen() -> None:
 def test_collation_that_the_user_changed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another function for tensors or tuples in torch's map, or another collate_fn."""
     fetch = fetching(tensors(), collate_fn=default_collate)
-    assert isinstance(fetch([1]), Rows)
+    assert isinstance(fetch([1]), Whole)
     for key in (torch.Tensor, tuple, dict, object):
         with monkeypatch.context() as patch:
             patch.setitem(torch_collate.default_collate_fn_map, key, lambda batch, collate_fn_map: "the user's")

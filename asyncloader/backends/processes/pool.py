@@ -272,8 +272,8 @@ class Pool:
         of_worker = self._loans[process]
         loans, unsent = of_worker.lend(self._outstanding[worker]), {seq for seq, _ in refused}
         for seq, keys in tickets:
-            if type(keys) is Slice and keys.rows and seq not in unsent:
-                of_worker.show((self._epoch.number, seq), keys.rows.slabs)
+            if type(keys) is Slice and keys.slabs is not None and seq not in unsent:
+                of_worker.show((self._epoch.number, seq), keys.slabs)
         process.channel.send(Kind.TICKETS, pack_tickets(pickled, loans))
         return refused
 

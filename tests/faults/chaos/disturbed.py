@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from asyncloader import DataLoader
-from asyncloader.engine import slicer
+from asyncloader.engine import slices
 from tests.faults.chaos.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.chaos.left import nothing_left
 from tests.faults.datasets import DEATHS
@@ -334,7 +334,7 @@ def _leave(iterator: Any, how: str) -> None:
 @contextlib.contextmanager
 def every_batch_divided() -> Iterator[None]:
     """Have scheduling="split" divide batches of cheap samples too, as often as it can."""
-    with mock.patch.object(slicer, "_LEAST_SLICE_S", 1e-9):
+    with mock.patch.object(slices, "_LEAST_SLICE_S", 1e-9):
         yield
 
 

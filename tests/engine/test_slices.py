@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from asyncloader.engine.actions import (
@@ -17,23 +18,17 @@ from asyncloader.engine.actions import (
     Deliver,
     Dismiss,
     Fail,
-    Finish,
-    JoinSlices,
-    Read,
     Replace,
     Send,
     Ticket,
-    Window,
 )
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.scheduler import Scheduler
-from asyncloader.engine.slicer import Slicer
-from asyncloader.engine.splitter import Splitter
+from asyncloader.engine.slices import Divided, Slicer, Slices
 from asyncloader.engine.taking import Item, failed
 from asyncloader.messages.failure import BadSample, RemoteError
 from asyncloader.messages.messages import Slice
 from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut
-from asyncloader.observe.faults import Faults
 from asyncloader.observe.record import Record
 from tests.effort import examples
 
@@ -50,9 +45,12 @@ class Slabs:
         assert 0 <= begin < end <= self.count
         return begin, end
 
+    def whole(self, parts: Any) -> None:
+        raise AssertionError("nothing is joined here")
+
 
 class Workplace:
-    """A trainer, its workers and the session, reduced to what splitter and scheduler can see of them."""
+    """A trainer, its workers and the session, reduced to what the scheduler can see of them."""
 
     def __init__(
         self,
@@ -67,70 +65,85 @@ class Workplace:
         self.options = {"prefetch_factor": 2, "max_retries": 1, **options}
         self.slicer = Slicer()
         self.progress = Progress(knows_places=True)
-        self.faults = Faults()
-        self.scheduler = Scheduler(scheduling="dynamic", **self.options)
-        self.splitter = Splitter(
-            self.scheduler,
-            self.slicer,
-            first=0,
-            on_error=on_error,
-            faults=self.faults,
-            prefetch_factor=self.options["prefetch_factor"],
-            batch_size=6,
-            obtain=obtain,
-        )
+        self.left_out: list[Any] = []
+        self.slices = Slices(self.slicer, on_error, obtain)
+        self.scheduler = Scheduler(scheduling="dynamic", slices=self.slices, **self.options)
         self.on_error = on_error
         self.length = length
         self.sizes = sizes or (lambda number: 6)
         self.at_work: dict[int, deque[Ticket]] = {worker: deque() for worker in range(num_workers)}
         self.sent: dict[int, Any] = {}  # what workers were told of their tickets
-        self.joining: deque[JoinSlices] = deque()
+        self.joining: deque[tuple[int, Divided]] = deque()
         self.delivered: list[Item] = []
         self.handed_over: deque[Item] = deque()
         self.named: set[int] = set()  # batches that an error was raised of beside the order
         self.batches: list[list[int]] = []
-        self.window = self.splitter.window
-        self.taken = self.void_count = self.read_until = 0
-        self.plan_ended = self.finished = False
+        self.taken = 0
+        self.plan_ended = self.was_finished = False
         self.read(self.window)
+
+    @property
+    def window(self) -> int:
+        return self.scheduler.window
+
+    @property
+    def finished(self) -> bool:
+        return self.scheduler.is_finished
 
     def read(self, until: int) -> None:
         while len(self.batches) < until and not self.plan_ended:
             number = len(self.batches)
             if number == self.length:
                 self.plan_ended = True
-                self.apply(self.scheduler.plan_ended())
+                self.scheduler.plan_ended()
             else:
                 first = sum(map(len, self.batches))
                 self.batches.append(list(range(first, first + self.sizes(number))))
                 self.progress.read_batch(len(self.batches[-1]))
-                self.apply(self.splitter.planned([self.batches[-1]]))
+                self.apply(self.scheduler.planned([self.batches[-1]]))
 
     def take(self) -> None:
-        until = self.taken + self.void_count + self.window
+        until = self.taken + self.scheduler.void_count + self.window
         if self.handed_over:
             self.handed_over.popleft()
             self.taken += 1
             self.read(until + 1)
         else:
-            self.read(max(until, self.read_until))
+            self.read(max(until, self.scheduler.read_until))
 
     def work(self, worker: int, fate: str = "good", busy_s: float = 1.0) -> None:
         """Have a worker answer its first ticket."""
         ticket = self.at_work[worker].popleft()
-        keys, batch = self.sent.pop(ticket.seq), self.splitter.batch(ticket.seq)
-        assert (type(keys) is Slice) is not batch.is_whole
+        keys = self.sent.pop(ticket.number)
+        assert (type(keys) is Slice) is (ticket.bounds is not None)
         placed = keys.keys if type(keys) is Slice else keys
-        first = self.batches[batch.number][:1] or [placed.first]
-        assert placed.keys == ticket.keys
-        assert placed.first == (ticket.keys or first)[0], "a sample is seeded by another's place"
+        assert placed.keys == ticket.own_keys
+        assert placed.first == (ticket.own_keys or [placed.first])[0], "a sample is seeded by another's place"
         outcome = self.outcome(ticket, fate, busy_s)
-        self.apply(self.scheduler.returned(worker, ticket.seq, busy_s))
-        self.apply(self.splitter.ready(ticket.seq, Item(outcome, batch.number, worker), 10_000))
+        self.apply(self.scheduler.returned(worker, ticket.number, busy_s))
+        self.came(ticket, Item(outcome, ticket.seq, worker))
+
+    def came(self, ticket: Ticket, item: Any) -> None:
+        """Do what the session does with what has become of a ticket."""
+        if ticket.bounds is None:
+            if type(item.outcome) is LeftOut:
+                self.left_out.append(ticket.keys)
+            self.apply(self.scheduler.ready(ticket.seq, item, 10_000))
+        elif (batch := self.scheduler.slice_came(ticket, item)) is not None:
+            fate = batch.fate(self.on_error)
+            if fate == "join":
+                self.joining.append((ticket.seq, batch))
+            elif fate == "again":
+                self.slicer.refused()
+                self.apply(self.scheduler.again(ticket.seq, batch.keys))
+            elif fate == "void":
+                self.apply(self.scheduler.ready(ticket.seq, VOID))
+            else:
+                self.came(Ticket(ticket.seq, batch.keys), Item(fate, ticket.seq))
 
     def outcome(self, ticket: Ticket, fate: str, busy_s: float) -> Any:
-        keys = ticket.keys
-        record = Record(ticket.seq, 1, len(keys), 0.0, 0.0, busy_s, 0.0, 0.0, 0.0)
+        keys = ticket.own_keys
+        record = Record(ticket.number, 1, len(keys), 0.0, 0.0, busy_s, 0.0, 0.0, 0.0)
         if fate == "error":
             return Failure(record._replace(samples=0), ValueError(keys[0] if keys else 0))
         if fate == "collation":
@@ -145,53 +158,46 @@ class Workplace:
 
     def join(self, fate: str = "joined") -> None:
         """Have the finisher join the slices of a batch, which was the first to be complete."""
-        batch, slices = self.joining.popleft()
+        seq, batch = self.joining.popleft()
         assert self.on_error != "replace" or not batch.bad()
         if fate == "cannot be joined":
-            self.apply(self.splitter.make_again(batch))
+            self.slicer.refused()
+            self.apply(self.scheduler.again(seq, batch.keys))
             return
-        outcome = Batch(NO_RECORD, [key for each in slices for key in each], 0, batch.bad())
-        self.apply(self.splitter.joined(batch, Item(outcome, batch.number)))
+        self.slicer.joined(())
+        item, _, make = batch.to_join(seq)
+        found = item.outcome._replace(data=[key for part in make.args[0] for key in part])  # type: ignore[call-arg,attr-defined]
+        self.apply(self.scheduler.ready(seq, item._replace(outcome=found), 60_000))
 
     def apply(self, actions: list[Any]) -> None:
         for action in actions:
-            assert not self.finished or type(action) in (Replace, Read, Window, Dismiss), "an action after the end"
+            assert not self.was_finished or type(action) in (Replace, Dismiss), "an action after the end"
             match action:
                 case Send(worker, ticket):
                     assert not any(ticket in queue for queue in self.at_work.values()), "a ticket at two workers"
                     self.at_work[worker].append(ticket)
-                    self.sent[ticket.seq] = self.splitter.contents(ticket, self.progress)
-                case JoinSlices():
-                    self.joining.append(action)
+                    placed = self.progress.placed(ticket.seq, ticket.keys)
+                    self.sent[ticket.number] = self.slices.contents(ticket, placed) if ticket.bounds else placed
                 case Deliver(item):
                     self.delivered.append(item)
                     self.handed_over.append(item)
-                case Read(until):
-                    self.void_count = self.splitter.num_void
-                    self.read_until = max(self.read_until, self.splitter.read_until(until))
-                case Window():
-                    self.window = self.splitter.count_window()
                 case Replace():
                     pass
                 case Dismiss(worker):
                     assert not self.at_work.pop(worker)
                 case Fail(tickets, at_once, leave_out, _):
                     self._fail(tickets, at_once, leave_out)
-                case Finish():
-                    self.finished = True
                 case _:
                     raise AssertionError(action)
+        self.was_finished = self.finished
         self.scheduler.validate()
 
     def _fail(self, tickets: list[Ticket], at_once: bool, leave_out: bool) -> None:
-        batches = self.splitter.batches_of(tickets)
         if at_once:
-            self.named |= {batch.seq for batch in batches}
-            self.apply(self.splitter.lost(tickets))
+            self.named |= {ticket.seq for ticket in tickets}
             return
-        (batch,) = batches
-        item = Item(LeftOut(NO_RECORD), batch.seq) if leave_out else failed(OSError(), batch.seq)
-        self.apply(self.splitter.ready(tickets[0].seq, item))
+        (ticket,) = tickets
+        self.came(ticket, Item(LeftOut(NO_RECORD), ticket.seq) if leave_out else failed(OSError(), ticket.seq))
 
     def finish(self) -> None:
         """Come to the end: all that is planned is made and taken."""
@@ -220,8 +226,8 @@ class Workplace:
                 bad = {sample.key for sample in outcome.bad}
                 assert outcome.data == [key for key in keys if key not in bad]
             if type(outcome) is LeftOut:
-                assert any(left is keys for left in self.faults.left_out)
-        ahead = len(self.batches) - self.taken - self.splitter.num_void
+                assert any(left is keys for left in self.left_out)
+        ahead = len(self.batches) - self.taken - self.scheduler.void_count
         assert not self.options.get("max_buffered_bytes") or ahead <= 40
 
 
@@ -259,7 +265,7 @@ class Model(RuleBasedStateMachine):
             worker = data.draw(st.sampled_from(busy))
             if there.on_error == "raise" and fate in ("bad", "none good"):
                 fate = "error"
-            if there.splitter.batch(there.at_work[worker][0].seq).is_whole and fate != "error":
+            if there.at_work[worker][0].bounds is None and fate != "error":
                 fate = "good"
             there.work(worker, fate, busy_s)
 
@@ -275,7 +281,7 @@ class Model(RuleBasedStateMachine):
         if hangs:
             if (ticket := scheduler.awaited()) is not None:
                 there.at_work[ticket.worker].clear()
-                there.apply(scheduler.hung(ticket.worker))
+                there.apply(scheduler.died(ticket.worker, hung=True))
             return
         worker = data.draw(st.sampled_from(sorted(there.at_work)))
         there.at_work[worker].clear()
@@ -303,8 +309,9 @@ class Model(RuleBasedStateMachine):
     def what_is_joined_is_with_no_worker(self) -> None:
         if hasattr(self, "there"):
             there = self.there
-            joining = {action.batch.first for action in there.joining} if there.options["in_order"] else set()
-            assert there.splitter.is_finishing() is (there.scheduler.gone_count in joining)
+            is_joining = there.options["in_order"] and there.scheduler.gone_count in dict(there.joining)
+            is_nobody_at_work = not any(there.scheduler.in_flight.values())
+            assert (there.scheduler.awaited() is None) is (is_joining or is_nobody_at_work)
 
     @invariant()
     def each_batch_comes_once(self) -> None:
@@ -320,8 +327,8 @@ class Model(RuleBasedStateMachine):
         found = Counter(item.seq for item in there.delivered)
         for number in range(len(there.batches)):
             assert found[number] == 1 or number in there.named, f"batch {number} is neither here nor named"
-        assert len(there.faults.left_out) == sum(type(item.outcome) is LeftOut for item in there.delivered)
-        assert there.splitter.num_void == len(there.batches) - len(there.delivered)
+        assert len(there.left_out) == sum(type(item.outcome) is LeftOut for item in there.delivered)
+        assert there.scheduler.void_count == len(there.batches) - len(there.delivered)
 
 
 Model.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
@@ -331,8 +338,7 @@ TestEveryInterleaving = Model.TestCase
 def all_slices(there: Workplace, number: int = 0) -> list[tuple[int, Ticket]]:
     """Return who has slices of a batch, in the order of these."""
     found = [(worker, ticket) for worker, queue in there.at_work.items() for ticket in queue]
-    mine = [pair for pair in found if there.splitter.batch(pair[1].seq).number == number]
-    return sorted(mine, key=lambda pair: pair[1].seq)
+    return sorted([pair for pair in found if pair[1].seq == number], key=lambda pair: pair[1].bounds or (0, 0))
 
 
 def test_slices_go_to_whoever_is_free_and_are_joined_in_their_order() -> None:
@@ -376,10 +382,11 @@ def test_what_becomes_of_a_batch_of_slices_that_did_not_come_well(fates: list[st
     there = Workplace(num_workers=3, length=1, sizes=lambda number: 3)
     names = ("first", "second", "third")
     for worker, ticket in reversed(all_slices(there)):
-        there.work(worker, fates[ticket.seq])
+        assert ticket.bounds is not None
+        there.work(worker, fates[ticket.bounds[0]])
     if expected == "made again":
         ((worker, ticket),) = all_slices(there)
-        assert ticket.keys == [0, 1, 2]
+        assert (ticket.keys, ticket.bounds) == ([0, 1, 2], None)
         there.work(worker)
         assert there.delivered[0].outcome.data == [0, 1, 2]
     else:
@@ -395,7 +402,7 @@ def test_bad_samples_in_slices(on_error: Any, is_made_again: bool) -> None:
     tickets = all_slices(there)
     there.work(tickets[0][0], "bad")
     while slices := all_slices(there):
-        if slices[0][1].keys == [0, 1, 2, 3, 4, 5]:
+        if slices[0][1].bounds is None:
             break
         there.work(slices[0][0])
     assert bool(slices) is is_made_again
@@ -412,17 +419,19 @@ def test_a_batch_without_a_good_sample_is_left_out_once() -> None:
     (item,) = there.delivered
     assert type(item.outcome) is LeftOut
     assert len(item.outcome.bad) == 6
-    assert list(there.faults.left_out) == [[0, 1, 2, 3, 4, 5]]
+    assert there.left_out == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_a_dead_worker_costs_its_slice() -> None:
     """What others have made is kept."""
     there = Workplace(num_workers=2, length=1)
     there.work(1)
-    made = there.splitter.batch(0).missing
+    lost = [ticket.own_keys for ticket in there.at_work[0]]
+    others = [ticket.own_keys for ticket in there.at_work[1]]
     there.at_work[0].clear()
     there.apply(there.scheduler.died(0))
-    assert there.splitter.batch(0).missing == made
+    assert [ticket.own_keys for ticket in there.at_work[0]] == lost[:1]
+    assert [ticket.own_keys for ticket in there.at_work[1]] == others
     there.finish()
     assert there.delivered[0].outcome.data == [0, 1, 2, 3, 4, 5]
 
@@ -435,14 +444,17 @@ def test_a_batch_whose_slices_are_lost_is_void_once() -> None:
     there.apply(there.scheduler.died(0))
     there.finish()
     assert there.named <= set(range(before))
-    assert there.splitter.num_void == len(there.named)
+    assert there.scheduler.void_count == len(there.named)
 
 
 def test_the_window_follows_what_batches_cost() -> None:
     """In batches: one while nobody knows, two where all workers share one, torch's where batches are whole."""
     there = Workplace(num_workers=3)
     assert there.window == 1
-    there.work(0, busy_s=1e-6)
+    while not there.joining:
+        there.work(next(worker for worker, queue in there.at_work.items() if queue), busy_s=1e-6)
+    assert there.window == 2  # while it is joined, who waits reads on
+    there.join()
     assert there.window == 2
     for _ in range(40):
         if busy := [worker for worker, queue in there.at_work.items() if queue]:
@@ -457,10 +469,11 @@ def test_the_window_follows_what_batches_cost() -> None:
 def test_reading_on_is_counted_in_batches() -> None:
     """Whatever the number of tickets: who waits reads one batch after the other, not as many as there are slices."""
     there = Workplace(num_workers=2, max_buffered_bytes=64 << 20)
+    window = there.window
     for _ in range(100):
-        before = len(there.batches)
+        before, most, window = len(there.batches), 1 + there.window - window, there.window
         there.take()
-        assert len(there.batches) <= before + 1
+        assert len(there.batches) <= before + most
         if not there.handed_over:
             there.work(next(worker for worker, queue in there.at_work.items() if queue))
         while there.joining:
@@ -479,7 +492,7 @@ def played(times_s: Any, batch_size: int, **options: Any) -> list[float]:
         for worker in there.at_work.keys() - working:
             if there.at_work[worker]:
                 ticket = there.at_work[worker][0]
-                took = 0.0003 + sum(times_s[key] for key in ticket.keys)
+                took = 0.0003 + sum(times_s[key] for key in ticket.own_keys)
                 working.add(worker)
                 heapq.heappush(events, (now + took, worker, took))
 
@@ -512,10 +525,108 @@ def test_samples_that_take_unlike_times_leave_nobody_idle() -> None:
 
 def test_void_keys_free_their_place() -> None:
     """Batches that were given before a resume are passed over."""
-    there = Workplace(num_workers=2, length=0)
-    there.finished = False
-    actions = Splitter(
-        Scheduler(num_workers=2, prefetch_factor=2, scheduling="dynamic"),
-        Slicer(), first=0, on_error="raise", faults=Faults(), prefetch_factor=2, batch_size=6,
-    ).planned([VOID])  # fmt: skip
-    assert any(type(action) is Read for action in actions)
+    scheduler = Scheduler(num_workers=2, prefetch_factor=2, scheduling="dynamic", slices=Slices(Slicer()))
+    assert scheduler.planned([VOID]) == []
+    assert (scheduler.void_count, scheduler.gone_count) == (1, 1)
+
+
+def test_keys_of_any_other_kind_are_a_whole_batch() -> None:
+    """They need not even have a length."""
+    scheduler = Scheduler(num_workers=2, prefetch_factor=2, scheduling="dynamic", slices=Slices(Slicer()))
+    (action,) = scheduler.planned([iter([1, 2, 3])])
+    ticket = action.ticket  # type: ignore[union-attr]
+    assert ticket.bounds is None
+    scheduler.returned(ticket.worker, ticket.number, 1.0)
+    assert scheduler.ready(ticket.seq, "batch") == [Deliver("batch")]
+
+
+# ------------------------------------------------------------------------------------------------- how large slices are
+
+
+def slicer_of(making_s: float) -> Slicer:
+    slicer = Slicer()
+    slicer.each = 1
+    slicer.made(1, making_s)
+    return slicer
+
+
+def sizes(slicer: Slicer, count: int, num_workers: int) -> list[int]:
+    """Return how large the slices of a batch are, one after the other."""
+    found: list[int] = []
+    while (left := count - sum(found)) > 0:
+        found.append(slicer.size(left, num_workers))
+    return found
+
+
+@given(
+    count=st.integers(0, 5000),
+    num_workers=st.integers(0, 100),
+    costs=st.lists(st.tuples(st.integers(0, 64), st.floats(0, 10)), max_size=5),
+)
+def test_slices_cover_the_batch_and_none_is_empty(count: int, num_workers: int, costs: list[tuple[int, float]]) -> None:
+    """Whatever was measured: each sample is in one slice."""
+    slicer = Slicer()
+    for samples, seconds in costs:
+        slicer.made(samples, seconds)
+        slicer.each = samples or slicer.each
+    found = sizes(slicer, count, num_workers)
+    assert sum(found) == count
+    assert all(size > 0 for size in found)
+
+
+@pytest.mark.parametrize(
+    ("making_s", "count", "num_workers", "slices"),
+    [
+        (20e-3, 64, 4, 27),  # of 8 samples at first, of one in the end
+        (1e-3, 64, 4, 3),  # of 20 ms each
+        (1e-3, 39, 4, 1),  # not twice 20 ms
+        (10e-6, 512, 4, 1),
+        (1.0, 1, 4, 1),
+        (1.0, 64, 1, 1),  # nobody to share with
+        (0.0, 64, 4, 1),
+    ],
+)
+def test_a_slice_is_worth_its_ticket(making_s: float, count: int, num_workers: int, slices: int) -> None:
+    """Slices take a worker 20 ms at least; a batch that does not take two of these stays whole."""
+    assert len(sizes(slicer_of(making_s), count, num_workers)) == slices
+
+
+def test_a_first_batch_is_divided_before_anything_is_known() -> None:
+    """Into slices that become smaller, down to a single sample: workers that start first do more of it."""
+    found = sizes(Slicer(), 64, 4)
+    assert found[0] == 8
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 1
+
+
+def test_a_first_sample_that_costs_nothing_does_not_keep_the_first_batch_together() -> None:
+    """What samples cost is believed when a batch is there."""
+    slicer = slicer_of(1e-6)
+    slicer.each = math.inf
+    assert slicer.size(40, 4) == 5
+
+
+def test_what_samples_cost_is_what_they_cost_now() -> None:
+    """A long past of cheap ones does not keep dear ones together, nor one ticket decide."""
+    slicer = slicer_of(1e-6)
+    for _ in range(100):
+        slicer.made(64, 64e-6)
+    slicer.made(64, 64e-4)
+    assert len(sizes(slicer, 64, 4)) == 1
+    for _ in range(50):
+        slicer.made(64, 0.64)
+    assert len(sizes(slicer, 64, 4)) > 1
+
+
+def test_batches_stay_whole_where_slices_often_cannot_be_joined() -> None:
+    """One in eight may be made again, and one more."""
+    slicer = slicer_of(1.0)
+    for refused in (False, True, *[False] * 8, True, False):
+        assert len(sizes(slicer, 64, 4)) > 1
+        if refused:
+            slicer.refused()
+        else:
+            slicer.joined(())
+    slicer.refused()
+    assert slicer.is_whole
+    assert slicer.size(64, 4) == 64
