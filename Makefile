@@ -41,11 +41,14 @@ test-all: $(FRAMEWORKS_READY) $(SERVICES_READY) $(RAY_READY) chromium ## all tes
 	$(BIN)/python -m pytest tests/frameworks
 	$(BIN)/python -m pytest tests/clusters
 
-# Each has an environment of its own, in .venv-3.12 and so on. A name on PATH may be a shim without an interpreter.
+# Each has an environment of its own, in .venv-3.12 and so on. A name on PATH may be a shim without an interpreter, or
+# one of pyenv's that is told of another version: pyenv's own folder has the interpreter.
 matrix: ## demo and quick tests on each of VERSIONS of Python that is there, with the newest torch (TORCH===2.13.0: with that)
 	@failed=""; for version in $(VERSIONS); do \
-		python$$version -c "" 2>/dev/null || { echo "== Python $$version: not found"; continue; }; \
-		own="VENV=.venv-$$version PYTHON=python$$version"; \
+		for python in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python$$version none; do \
+			$$python -c "" 2>/dev/null && break; done; \
+		[ $$python != none ] || { echo "== Python $$version: not found"; continue; }; \
+		own="VENV=.venv-$$version PYTHON=$$python"; \
 		$(MAKE) $$own .venv-$$version/.ready && \
 		.venv-$$version/bin/pip install --quiet --upgrade 'torch$(TORCH)' && \
 		.venv-$$version/bin/python -c 'import sys, torch; print("== Python", sys.version.split()[0], "torch", torch.__version__)' && \

@@ -41,6 +41,7 @@ from asyncloader.run.in_step import enrol, in_step
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.runs import Runs
 from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
+from asyncloader.worker.data_pipes import one_walks
 
 if TYPE_CHECKING:
     from asyncloader.run.base_iterator import BaseIterator
@@ -182,15 +183,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         _import_iterators()
         accept_iterable(dataset)
         # Torch does not know of workers that a provider brings. It refuses these two options where it sees no workers.
-        are_all_brought = num_workers == 0 and not isinstance(_backend(worker_backend), str)
-        super().__init__(
-            cast(Dataset[T_co], dataset), batch_size, shuffle, sampler, batch_sampler,
-            first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
-            multiprocessing_context, generator, prefetch_factor=None if are_all_brought else prefetch_factor,
-            persistent_workers=persistent_workers and not are_all_brought, pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )  # fmt: skip
-        if are_all_brought:
+        seen = num_workers != 0 or isinstance(_backend(worker_backend), str)
+        with one_walks(dataset):
+            super().__init__(
+                cast(Dataset[T_co], dataset), batch_size, shuffle, sampler, batch_sampler,
+                first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
+                multiprocessing_context, generator, in_order=in_order, pin_memory_device=pin_memory_device,
+                prefetch_factor=prefetch_factor if seen else None, persistent_workers=persistent_workers and seen,
+            )  # fmt: skip
+        if not seen:
             vars(self).update(prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps

@@ -32,7 +32,7 @@ from asyncloader.run.checkpoint import Checkpointer, check
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.seeding_epochs import SeedingEpochs
-from asyncloader.worker.data_pipes import shard
+from asyncloader.worker.data_pipes import one_walks, shard
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -104,7 +104,8 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def _construct(self, loader: DataLoader[T_co]) -> None:
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
-        super().__init__(loader)
+        with one_walks(loader.dataset):  # torch seeds each pipe of a graph
+            super().__init__(loader)
 
     def _begin(
         self,

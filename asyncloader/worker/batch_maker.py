@@ -244,7 +244,7 @@ class BatchMaker:
 
         shared_rng = torch.Generator()
         shared_rng.manual_seed(self._epoch.shared_seed)
-        with one_walks():
+        with one_walks(dataset):
             return apply_random_seed(dataset, shared_rng)
 
     def close(self) -> None:

@@ -427,6 +427,7 @@ def test_a_few_calls_fail(make_case: CaseMaker) -> None:
 
 @never_awaited
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # each of some hundreds of faults is a run, and in some kinds of runs a worker hangs for a while
 @pytest.mark.parametrize(("kind", "face"), [(kind, face) for kind in KINDS for face in FACES])
 def test_each_call_fails(make_case: CaseMaker, kind: str, face: str) -> None:
     """Each function that the loop thread calls: its first call, one in the middle, and its last."""

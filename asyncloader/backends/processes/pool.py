@@ -42,6 +42,7 @@ from asyncloader.messages.pickled_spec import PickledSpec
 from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
+from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
@@ -98,7 +99,8 @@ class Pool:
             with contextlib.suppress(OSError):  # whoever launches a worker will tell
                 fresh.start_server()  # it imports what it is to import while this pickles
         try:
-            self._source = PickledSpec(self._spec)
+            with one_walks(self._spec.dataset):
+                self._source = PickledSpec(self._spec)
         except Exception as error:
             with_notes(error, [say_unpicklable(self._spec)])
             warn(

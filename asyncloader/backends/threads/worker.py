@@ -32,6 +32,7 @@ from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.stack_text import stack_of
 from asyncloader.worker import threads
+from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
 from asyncloader.worker.serial_loop import SerialLoop
@@ -350,7 +351,8 @@ def private_copy(dataset: Any) -> Any:
     copied are shared.
     """
     try:
-        copied = copy.copy(dataset)
+        with one_walks(dataset):
+            copied = copy.copy(dataset)
     except Exception:
         return dataset
     if isinstance(copied, Subset):
