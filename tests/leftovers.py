@@ -79,9 +79,10 @@ class Holdings:
         return left
 
     def _compare(self, now: Holdings) -> list[str]:
+        children = now.children - self.children
         return [
-            *(f"process {_process(pid)}" for pid in sorted(now.children - self.children)),
-            *(f"not joined: {child!r}" for child in multiprocessing.active_children() if child.pid in now.children),
+            *(f"process {_process(pid)}" for pid in sorted(children)),
+            *(f"not joined: {child!r}" for child in multiprocessing.active_children() if child.pid in children),
             *(f"thread {thread!r}" for thread in now.threads - self.threads if thread.is_alive()),
             *(f"descriptor {fd} -> {what}" for fd, what in self._new_descriptors(now)),
             *(f"shared memory {SHM / name}" for name in now.segments - self.segments if _is_ours(name)),

@@ -41,6 +41,7 @@ from tests.ray.local_agents import LocalAgents
 
 PACKAGE = str(Path(asyncloader.__file__).parent)
 PATIENCE_S = 20.0  # on a busy machine; what hangs hangs for ever
+PARTS = 6  # of all faults, each a test: they wait more than they work, and run beside each other
 
 RIGHT = [list(range(begin, begin + 4)) for begin in range(0, 24, 4)]
 
@@ -239,6 +240,7 @@ TRUSTED = {
     "LocalWorker.start",
     "WorkerProcess.start",
     "LocalPool._start_one",
+    "carry_out",
     "Pool._start_one",
     "Pool._start_beside",
     "WorkerProcess._connect",
@@ -398,15 +400,20 @@ def sweep(case: Case, choose: Callable[[list[tuple[Place, int]]], list[tuple[Pla
     faults = sorted(
         {(place, number) for place, count in seen.counts.items() for number in (1, (count + 1) // 2, count)}
     )
-    failed = []
+    failed: list[str] = []
+
+    def note(place: Place, number: int, what: str) -> None:
+        failed.append(f"{place}, call {number}: {what}")
+        print(failed[-1], flush=True)  # `pytest -s` shows it while others are played
+
     for place, number in choose(faults):
         before = Holdings.now()
         try:
             case.run(Watch(place, number))
         except (AssertionError, Exception) as error:
-            failed.append(f"{place}, call {number}: {type(error).__name__}: {str(error)[:300]}")
+            note(place, number, f"{type(error).__name__}: {str(error)[:300]}")
         if left := before.more_than_before(8.0):
-            failed.append(f"{place}, call {number}: left behind {left}")
+            note(place, number, f"left behind {left}")
     assert not failed, f"{len(failed)} of {len(faults)}:\n" + "\n".join(failed)
 
 
@@ -427,11 +434,12 @@ def test_a_few_calls_fail(make_case: CaseMaker) -> None:
 
 @never_awaited
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # each of some hundreds of faults is a run, and in some kinds of runs a worker hangs for a while
+@pytest.mark.timeout(1800)  # hundreds of runs, and in some kinds of runs workers hang for a while
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("kind", "face"), [(kind, face) for kind in KINDS for face in FACES])
-def test_each_call_fails(make_case: CaseMaker, kind: str, face: str) -> None:
+def test_each_call_fails(make_case: CaseMaker, kind: str, face: str, part: int) -> None:
     """Each function that the loop thread calls: its first call, one in the middle, and its last."""
-    sweep(make_case(kind, face), lambda faults: faults)
+    sweep(make_case(kind, face), lambda faults: faults[part::PARTS])
 
 
 @pytest.mark.parametrize(

@@ -72,15 +72,15 @@ class Running:
 
     Args:
         pid: Of the process.
-        pidfd: A descriptor of it, which is closed with this.
+        pidfd: A descriptor of it; this has a copy.
     """
 
     exitcode = None
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
-        self.sentinel = pidfd
-        weakref.finalize(self, os.close, pidfd).atexit = False
+        self.sentinel = os.dup(pidfd)
+        weakref.finalize(self, os.close, self.sentinel).atexit = False
 
     def start(self) -> None:
         """Nothing: it runs."""

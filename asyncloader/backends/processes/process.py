@@ -177,7 +177,7 @@ class WorkerProcess:
         """Return the process for an executor, or None if it is gone. In any thread."""
         with self._closing:
             pidfd = self._descriptors.get("pid")
-            return None if pidfd is None else Running(self.pid, os.dup(pidfd))
+            return None if pidfd is None else Running(self.pid, pidfd)
 
     def _watch(self) -> None:
         """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""

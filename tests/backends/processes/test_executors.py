@@ -34,6 +34,14 @@ def pids() -> Iterator[list[int]]:
         os.waitpid(pid, 0)
 
 
+def make_running(pid: int) -> Running:
+    pidfd = os.pidfd_open(pid)
+    try:
+        return Running(pid, pidfd)
+    finally:
+        os.close(pidfd)
+
+
 def test_a_process_that_has_died_before_it_is_given_holds_nobody_up(
     pids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +57,7 @@ def test_a_process_that_has_died_before_it_is_given_holds_nobody_up(
         return future
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_break)
-    running = [Running(pid, os.pidfd_open(pid)) for pid in pids]
+    running = [make_running(pid) for pid in pids]
     managers: list[threading.Thread] = []
     adopting = threading.Thread(target=lambda: managers.append(executors.adopt(running)), daemon=True)
     adopting.start()
