@@ -1,8 +1,9 @@
 """Data pipes of torch beside worker threads: a hook that all threads of a process share finds the pipes of a graph.
 
-torch finds the pipes that a pipe is made of by pickling it, with a hook on the class of all pipes. Whatever else pickles
-or copies a pipe meanwhile meets the hook too: its own pipe becomes a stub, and the other thread shards this one's pipes.
-So a thread that walks over a graph, copies or pickles a pipe holds one lock.
+torch finds the pipes that a pipe is made of by pickling it, with a hook on the class of all pipes. Another thread that
+pickles or copies a pipe meanwhile meets the hook too: its own pipe becomes a stub, and the first thread shards the
+other's pipes. Two walks at once are an error of torch's. So a thread that walks over a graph, copies or pickles a pipe
+holds one lock.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import IterDataPipe
+from torch.utils.data import IterDataPipe, graph_settings
 
 from asyncloader import DataLoader
+from asyncloader.backends.processes.pool import Pool
 from asyncloader.backends.threads import worker
 from asyncloader.worker import data_pipes
 
@@ -18,27 +19,29 @@ WAIT_S = 30.0
 
 
 class Meeting:
-    """Keeps the first thread that walks over a graph there until a second thread has come, to a pipe or to the lock."""
+    """Keeps the first worker thread that walks over a graph there until another thread comes, to a pipe or to the lock.
 
-    def __init__(self) -> None:
+    Args:
+        stage: The walk that is meant.
+    """
+
+    def __init__(self, stage: str = "seeds") -> None:
+        self.stage = stage
+        self.stages: dict[threading.Thread, str] = {}
         self.walker: threading.Thread | None = None
         self.walks = threading.Event()
         self.came = threading.Event()
-        self.met: list[str] = []
+        self.met: list[threading.Thread] = []
 
     def look(self) -> None:
-        """A pipe is being pickled, by torch's walk or to be copied or sent."""
+        """A pipe is pickled: by a walk, or to be copied or sent."""
         me = threading.current_thread()
-        if IterDataPipe.reduce_ex_hook is None:
-            return
-        if self.walker is None:
-            if me is threading.main_thread():
-                return
+        if self.walker is None and self.stages.get(me) == self.stage:
             self.walker = me
             self.walks.set()
             assert self.came.wait(WAIT_S)
-        elif me is not self.walker and not self.came.is_set():
-            self.met.append(me.name)
+        elif self.walker not in (None, me) and not self.came.is_set():
+            self.met.append(me)
             self.came.set()
 
 
@@ -86,9 +89,25 @@ class Plain(Numbers):
 
 
 @pytest.fixture(autouse=True)
-def new_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Know which walk a worker thread is at."""
+
+    def told(stage: str, walk: Callable[..., Any]) -> Callable[..., Any]:
+        def walk_and_tell(*args: Any, **kwargs: Any) -> Any:
+            me = threading.current_thread()
+            if me is not threading.main_thread():
+                meeting.stages[me] = stage
+            try:
+                return walk(*args, **kwargs)
+            finally:
+                meeting.stages.pop(me, None)
+
+        return walk_and_tell
+
     monkeypatch.setattr(f"{__name__}.meeting", Meeting())
     monkeypatch.setattr(data_pipes, "_walking", Lock())
+    monkeypatch.setattr(data_pipes, "_sharding_worker_init_fn", told("shards", data_pipes._sharding_worker_init_fn))
+    monkeypatch.setattr(graph_settings, "apply_random_seed", told("seeds", graph_settings.apply_random_seed))
 
 
 def make_loader(**options: Any) -> DataLoader[Any]:
@@ -110,7 +129,7 @@ def walk_beside(act: Callable[[], Any]) -> Any:
         assert numbers == [list(range(12))]
 
 
-@pytest.mark.parametrize("second", ["walks", "copies"])
+@pytest.mark.parametrize("second", ["copies", "seeds", "shards"])
 def test_two_worker_threads_take_turns(second: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither walks while the other one copies its pipes or walks over them."""
     copied: list[threading.Thread] = []
@@ -122,10 +141,11 @@ def test_two_worker_threads_take_turns(second: str, monkeypatch: pytest.MonkeyPa
         if second == "copies" and len(copied) == 2:
             assert meeting.walks.wait(WAIT_S)
         copy = private_copy(dataset)
-        if second == "walks":
+        if second != "copies":
             both.wait(WAIT_S)
         return copy
 
+    meeting.stage = "shards" if second == "copies" else second
     monkeypatch.setattr(worker, "private_copy", copy_in_order)
     loader = make_loader(num_workers=2, worker_backend="thread")
     assert [int(number) for number in loader] == list(range(12))
@@ -140,8 +160,18 @@ def test_the_trainer_makes_a_loader_beside_a_worker_thread() -> None:
     assert [int(number) for number in other] == list(range(12))
 
 
-def test_the_trainer_pickles_pipes_beside_a_worker_thread() -> None:
+def test_the_trainer_makes_an_iterator_beside_a_worker_thread() -> None:
+    """The constructor of torch's iterator seeds the pipes."""
+    other = make_loader()
+    assert [int(number) for number in walk_beside(lambda: iter(other))] == list(range(12))
+    assert not meeting.met
+
+
+def test_the_trainer_pickles_pipes_beside_a_worker_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """For workers that the fork server starts."""
+    pack = Pool.pack
+    monkeypatch.setattr(Pool, "pack", lambda pool: walk_beside(lambda: pack(pool)))
     loader = make_loader(num_workers=1, multiprocessing_context="forkserver")
-    assert [int(number) for number in walk_beside(lambda: list(loader))] == list(range(12))
+    assert [int(number) for number in loader] == list(range(12))
+    assert meeting.walker is not None
     assert not meeting.met
