@@ -245,14 +245,15 @@ def _is_of_a_stream(keys: Any) -> bool:
     return keys is None or (isinstance(keys, (list, tuple)) and len(keys) > 0 and all(key is None for key in keys))
 
 
-def could_not_start(error: OSError) -> WorkerStartError:
+def could_not_start(error: OSError | RuntimeError) -> WorkerStartError:
     """Build the error for a system that has no room for another worker, or for the loop."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
         return WorkerStartError(
             "Too many open files: a worker process takes 8 descriptors in the main process. Please increase "
             "the limit with `ulimit -n` in the shell, or use fewer workers."
         )
-    if error.errno == errno.EAGAIN:
+    if number == errno.EAGAIN:
         return WorkerStartError(
             f"The system allows no further process ({error}); see `ulimit -u`, or use fewer workers."
         )

@@ -233,7 +233,7 @@ class Pool:
             running = [each for process in tuple(processes) if (each := process.running()) is not None]
             if running:
                 self._managers.add(executors.adopt(running))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # Python's error where no thread can be started is a RuntimeError
             raise could_not_start(error) from error
 
     def begin_epoch(self, epoch: EpochSpec) -> None:

@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, process
 from multiprocessing.connection import wait
 from typing import Any, cast
 
 import pytest
 
+from asyncloader import DataLoader, WorkerStartError
 from asyncloader.backends.processes import executors
 from asyncloader.backends.processes.executors import Running
 
@@ -73,3 +74,15 @@ def test_a_process_that_has_died_before_it_is_given_holds_nobody_up(
         for thread in (adopting, *managers):
             thread.join(10)
     assert not managers[0].is_alive()
+
+
+def test_no_thread_for_the_executor_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers that were launched are ended."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cast(Any, process)._ExecutorManagerThread, "start", refuse)
+        with pytest.raises(WorkerStartError, match="can't start new thread"):
+            iter(DataLoader(range(4), num_workers=2, multiprocessing_context="fork"))  # type: ignore[arg-type]
