@@ -372,7 +372,8 @@ class Supervisor:
         return True
 
     def _not_launched(self, worker: int, error: Exception) -> None:
-        if not self._is_at_work or worker in self._pool.processes:
+        process = self._pool.processes.get(worker)  # the one that died, if the launch failed before all else
+        if not self._is_at_work or (process is not None and process.is_alive):
             return
         roster = self.session.run.scheduler.roster
         others = any(process.is_alive and roster.takes(other) for other, process in self._pool.processes.items())
