@@ -237,6 +237,11 @@ def test_errors_of_a_script_are_one_line(
     assert done.returncode in (1, 2)
     assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", done.err).split())
     assert "Traceback" not in done.err
+
+
+def test_an_error_of_a_script_before_it_reads_is_one_line(run: Callable[..., Program], tmp_path: Path) -> None:
+    """It names the line of the script."""
+    path = tmp_path / "train.py"
     path.write_text("1 / 0")
     done = run(COMMAND, "bench", path)
     assert done.err == "asyncloader bench: ZeroDivisionError: division by zero (train.py, line 1)\n"

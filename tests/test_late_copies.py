@@ -147,7 +147,7 @@ def cases() -> list[Any]:
     return [*found, (resize, PICKLED, Sampled, 0, True, False)]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("disturb", "options", "kind", "first", "persistent", "is_async"), cases())
 def test_a_late_worker_is_of_the_epoch_of_its_run(
     disturb: Callable[[Any], None], options: Any, kind: Any, first: int | None, persistent: bool, is_async: bool
