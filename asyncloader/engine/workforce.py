@@ -27,7 +27,7 @@ from asyncloader.observe.memory_watch import show_bytes
 
 log = logging.getLogger("asyncloader")
 
-_PAUSE_S = 10.0
+_PAUSE_S = 30.0
 """Where no process could be had to renew a worker, none is asked for before so much time has gone by. Seconds."""
 
 

@@ -297,8 +297,8 @@ def test_a_worker_that_cannot_be_renewed_now_is_due_again_with_its_next_batch() 
     assert choose(workforce) == 0
     workforce.not_renewed(0.0)
     make(workforce, 0, 1)
-    assert choose(workforce, now=9.9) is None
-    assert choose(workforce, now=10.0) == 0
+    assert choose(workforce, now=29.9) is None
+    assert choose(workforce, now=30.0) == 0
 
 
 def test_a_worker_that_has_grown_is_renewed() -> None:
