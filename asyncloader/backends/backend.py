@@ -35,18 +35,18 @@ class WorkerState(enum.Enum):
 
 
 class Worker(Protocol):
-    """One worker, in whatever it runs.
+    """One worker: a process, a thread, or a process on another machine.
 
     Attributes:
         worker_id: From 0; stays when another takes its place.
-        pid: Of the process that it runs in.
+        pid: The process that it runs in.
         exitcode: How that ended; negative for a signal, None if it has not, or if nobody knows.
         output: Last words.
-        is_ready: It has opened the dataset.
-        is_telling: It can be asked where it is.
+        is_ready: Whether it has opened the dataset.
+        is_telling: Whether it can be asked where it is.
         started_at: On :func:`time.monotonic`'s clock, seconds.
         node: The machine that it is on; "" for this one.
-        is_lost: It went with its machine, and nothing that it was at is to blame.
+        is_lost: Whether it went with its machine, so that none of its tickets is to blame.
     """
 
     worker_id: int
@@ -63,7 +63,7 @@ class Worker(Protocol):
 
     @property
     def is_telling(self) -> bool:
-        """It can be asked where it is."""
+        """Whether it can be asked where it is."""
 
     @property
     def was_set_up(self) -> bool:
@@ -81,13 +81,13 @@ class Worker(Protocol):
 
 
 class Listener(Protocol):
-    """Who gets what the workers make."""
+    """The session, as a backend sees it: it is told of outcomes, and of workers that come and go."""
 
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset. If it has no part in the run yet, asked for or not, it has from now on."""
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """What has become of a ticket has come, and began to be read at this time."""
+        """The outcome of a ticket has come, and began to be read at this time."""
 
     def on_died(self, worker: int, process: Worker) -> None:
         """The worker ended on its own: what it was at may be to blame, and another is put in its place."""
@@ -99,7 +99,7 @@ class Listener(Protocol):
         """The worker has gone, and nothing that it was at is to blame: others do it. Its place is free already."""
 
     def on_prepared(self, worker: int) -> None:
-        """What was prepared for the place of this worker has opened the dataset, or has ended."""
+        """The process that was prepared for the place of this worker has opened the dataset, or has ended."""
 
     def on_failed(self, error: Exception) -> None:
         """No worker can be had any more, or none that could make these batches."""
@@ -155,7 +155,7 @@ class Backend(Protocol):
 
         Args:
             worker: Its id.
-            num_workers: What its dataset is told of how many there are.
+            num_workers: How many workers there are, as its dataset is told.
 
         Raises:
             Exception: if the system has no room for it. Nothing is left of it then, and another that was there stays.

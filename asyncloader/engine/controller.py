@@ -59,7 +59,7 @@ _LATE_ELSEWHERE_S = 60.0
 
 
 class Window(NamedTuple):
-    """What follows from two loads: seconds a batch, and shares."""
+    """The figures that follow from two loads: seconds a batch, and shares."""
 
     taken: int  # batches that the trainer took
     rate: float  # of these, a second
@@ -93,7 +93,7 @@ class Window(NamedTuple):
         return max(self.rate, self.makes)
 
     def differs(self, before: float, now: float) -> bool:
-        """Whether so many seconds a batch are others than before. What is small beside the rest does not count."""
+        """Whether so many seconds a batch are others than before, leaving out what is small beside the rest."""
         least = 0.1 / max(self.rate, 1e-9)
         return max(before, now, least) > _CHANGED * max(min(before, now), least)
 
@@ -117,7 +117,7 @@ class Controller:
         num_workers: To begin with.
         max_computing: The most on this machine, where workers compute.
         max_waiting: The most on this machine, where they mostly wait.
-        cores: That there are for all of it.
+        cores: The cores of this machine, for workers and trainer.
         overlaps: Workers have several batches in work at once, so that how long one takes says nothing of how busy they
             are.
         max_elsewhere: The most on other machines.
@@ -126,7 +126,7 @@ class Controller:
         num_workers: How many there should be.
         most_here: How many of them this machine can use.
         due: When `observe` is worth calling again; on the clock of the loads.
-        reason: Of the last change.
+        reason: The reason of the last change.
     """
 
     def __init__(

@@ -62,18 +62,18 @@ _NOT_REPLACEABLE = (
 
 
 class Policy(NamedTuple):
-    """What can be done about workers that are lost.
+    """The ways to make up for workers that are lost.
 
     Attributes:
         replaceable: Whether another process can always take the place of a worker that died: not so with iterable
-            datasets, whose workers hold a position in the data, unless they can be read again. One that was not
-            ready had read nothing, and is replaced all the same.
+            datasets, whose workers hold a position in the data, unless they can be read again. A worker that
+            was not ready had read nothing, and is replaced all the same.
         is_stream: The dataset is iterable.
         stays: Workers cannot come and go: it matters who makes a batch.
         tells_place: A worker of a stream can be replaced as soon as it has told a state.
         has_initial_state: The dataset provides a state, and the parent holds the one that workers start from. In their
             first run another worker can begin there.
-        on_timeout: What to do about a batch that does not come in time.
+        on_timeout: The option: what is done about a batch that does not come in time.
     """
 
     replaceable: bool
@@ -89,11 +89,11 @@ class Overdue(NamedTuple):
 
     Attributes:
         timeout_s: How long it was waited for. Seconds.
-        ticket: What is awaited.
-        process: Who has it.
+        ticket: The awaited ticket.
+        process: The worker that has it.
         stack: Where that is; "" if it did not answer.
         age_s: Since when that has been there. Seconds.
-        is_held: It has the ticket still.
+        is_held: The worker has the ticket still.
         may_replace: Somebody wants what another one would make.
     """
 
@@ -107,14 +107,14 @@ class Overdue(NamedTuple):
 
 
 class Recovery:
-    """What is known of the workers that were lost. Called from the loop thread only.
+    """The workers that were lost, as far as decisions need them. Called from the loop thread only.
 
     Args:
-        policy: What can be done about them.
+        policy: How lost workers can be made up for.
         num_workers: How many there are.
 
     Attributes:
-        has_lost: There is one that cannot be replaced.
+        has_lost: A lost worker cannot be replaced.
         is_first_run: The workers have been through no other run.
         num_workers: How many workers there are to be.
     """
@@ -151,9 +151,9 @@ class Recovery:
         """The worker's process ended on its own.
 
         Args:
-            process: What it was.
+            process: The worker.
             start: Where another one would begin, if it held a place in the data.
-            is_active: It had not come to the end of its data.
+            is_active: The worker had not come to the end of its data.
         """
         if process.was_set_up and not process.is_lost:
             log.warning("%s%s", describe_death(process.pid, process.exitcode), last_words(process.output))
@@ -180,8 +180,8 @@ class Recovery:
 
         Args:
             worker: The id.
-            error: What was raised.
-            is_needed: Nobody else is there for its work. Nor is there where it matters who makes a batch.
+            error: The error of the start.
+            is_needed: No other worker is there for its work. Nor is one where it matters which worker makes a batch.
         """
         count = self._failed_launches[worker] = self._failed_launches.get(worker, 0) + 1
         if count == 1:
@@ -237,7 +237,7 @@ class Recovery:
         Args:
             timeout_s: How long it was waited for. Seconds.
             silent_s: For how long no worker has come to an outcome. Seconds.
-            is_anybody_there: There is a worker at all.
+            is_anybody_there: Some worker is there.
         """
         is_late = silent_s >= max(2 * timeout_s, _FINISHING_S)
         return self._policy.on_timeout != "raise" and is_anybody_there and not is_late
@@ -248,7 +248,7 @@ class Recovery:
         No action means that the batch, or its error, will come after all.
 
         Args:
-            found: What was found out.
+            found: The facts.
             start: Where another worker would begin, if it held a place in the data.
         """
         policy, process = self._policy, found.process

@@ -5,7 +5,7 @@
                                                                ├ Recovery decides about those that were lost
                                                                └ Controller decides how many are worth it
 
-What follows for tickets the scheduler decides: the session is given the actions for it.
+The scheduler decides about tickets, and the session is given the actions for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Auto(NamedTuple):
 
 
 class Session(Protocol):
-    """What the supervisor needs of it."""
+    """The part of a session that the supervisor needs."""
 
     run: Run
 
@@ -76,13 +76,13 @@ class Supervisor:
     Args:
         loop: The portal's.
         pool: The workers.
-        policy: What can be done about workers that are lost.
+        policy: How lost workers can be made up for.
         workforce: The workers of the beginning, and when they are renewed.
         auto: Looks after their number, or None.
 
     Attributes:
-        due: When it is worth looking at them again; on the clock of outcomes.
-        outbox: Tickets on their way to them.
+        due: When it is worth looking at the workers again; on the clock of outcomes.
+        outbox: Tickets on their way to workers.
         is_stream: The dataset is iterable.
     """
 
@@ -115,7 +115,7 @@ class Supervisor:
 
     @property
     def session(self) -> Session:
-        """Theirs, which is there as long as they are."""
+        """The session, which is there as long as its workers are."""
         session = self._session()
         assert session is not None
         return session

@@ -32,7 +32,7 @@ _PAUSE_S = 30.0
 
 
 class _Life:
-    """What a worker's process has made so far."""
+    """A worker's process: how much it has made, and the memory that it has."""
 
     __slots__ = ("batches", "bound", "private_bytes")
 
@@ -114,7 +114,7 @@ class Workforce:
         return actions
 
     def ready(self, worker: int, roster: Roster) -> list[Action]:
-        """A worker has opened the dataset. It may be a guest, or not be wanted any more."""
+        """A worker has opened the dataset. The worker may be a guest, or not be wanted any more."""
         self._coming.discard(worker)
         if worker in roster.active:
             return []
@@ -214,7 +214,7 @@ class Workforce:
         return f"it has made {life.batches} batches{taken}"
 
     def _has_grown(self, life: _Life, bound: int) -> bool:
-        """Whether a worker has more memory than it may have. What it needs from its start, another would need too."""
+        """Whether a worker has more memory than it may have. Its needs at its start another would have too."""
         if not life.bound:
             life.bound = bound if life.private_bytes <= bound else 2 * life.private_bytes
             if life.bound > bound and not self._has_warned:

@@ -8,7 +8,7 @@ them; one whose main module would begin to iterate, having no guard, ends at tha
 the parent is not held up where what it has to say fills a pipe.
 
 The fork server, which starts empty, is given torch and what a worker imports: its workers then start in the time of a
-fork. What else it is to import, and one that runs already, are the user's affair.
+fork. Other modules that it is to import, and a server that runs already, are the user's affair.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main_module() -> dict[str, str]:
 
 
 def make_process(context: BaseContext, target: Callable[..., object], args: tuple[Any, ...]) -> BaseProcess:
-    """Return a process that is not started yet. It is given no main module where it imports that itself."""
+    """Return a process that is not started yet. Where it imports the main module itself, it is given none."""
     if not imports_main(context):
         return cast(BaseProcess, cast(Any, context).Process(target=target, args=args))
     make, launch = _KINDS[context.get_start_method()]
@@ -73,7 +73,7 @@ def start_server() -> None:
 
 
 def _preload() -> None:
-    """Add to what the fork server imports. Of one that is running this says nothing; it is read when it is started."""
+    """Add to what the fork server imports. The list is read at its start: a server that is running is as it is."""
     named: list[str] = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload([*named, *(name for name in PRELOAD if name not in named)])
 

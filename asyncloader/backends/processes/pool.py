@@ -52,7 +52,7 @@ class Pool:
     Args:
         loop: The portal's.
         context: How processes are started.
-        spec: What the workers work with.
+        spec: The dataset and functions that the workers work with.
         copied: The dataset in that, if it may change while workers are made of it.
     """
 

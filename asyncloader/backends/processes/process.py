@@ -102,7 +102,7 @@ class WorkerProcess:
 
     @property
     def was_set_up(self) -> bool:
-        """Whether it came as far as the user's code. Who has killed it is nothing that it could not be set up for."""
+        """Whether it came as far as the user's code. A worker that a signal has killed counts as set up."""
         has_left = self.exitcode is not None and self.exitcode >= 0
         return not has_left or (self.is_telling and CANNOT_START.encode() not in self.output)
 
@@ -201,7 +201,7 @@ class WorkerProcess:
             self._up_timer.cancel()
 
     def _on_late(self) -> None:
-        """It should be up by now. If this process did not run for a while, its word may be waiting to be read."""
+        """The worker should be up by now. If this process did not run for a while, its message may wait to be read."""
         self._up_timer = self._loop.call_later(_UP_S / 10, self._on_stuck)
 
     def _on_stuck(self) -> None:
@@ -294,7 +294,7 @@ class WorkerProcess:
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def _reap(self) -> None:
-        """Reap the process, which is gone, or killed. One that not even that ends is left."""
+        """Reap the process, which is gone, or killed. A process that does not even end by SIGKILL is left."""
         if (pid := self._descriptors.get("pid")) is not None:
             wait([pid], _REAPED_WITHIN_S)
             self._process.is_alive()
