@@ -179,7 +179,7 @@ class Supervisor:
             return
         why = describe_death(process.pid, process.exitcode) + last_words(process.output)
         log.warning("One more worker could not be had, and the others go on without it: %s", why)
-        self.workforce.gone(worker)
+        self.workforce.lose(worker)
         self._pool.dismiss(worker, 0.0)
         self._have_others_do(worker)
 
@@ -187,14 +187,14 @@ class Supervisor:
         """A worker wants to go."""
         session, scheduler = self.session, self.session.run.scheduler
         if not self._stays:
-            actions = self.workforce.leaves(worker, scheduler.roster)
+            actions = self.workforce.leave(worker, scheduler.roster)
             session.apply(actions if self._is_at_work else [])
         elif self._is_at_work and worker in scheduler.active:
             session.apply(self.recovery.leaves(self._pool.processes[worker], session.run.start_of(worker)))
 
     def lost(self, worker: int) -> None:
         """A worker has gone, and nothing that it was at is to blame."""
-        self.workforce.gone(worker)
+        self.workforce.lose(worker)
         self._wake(worker)
         self._have_others_do(worker)
 

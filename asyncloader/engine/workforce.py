@@ -1,6 +1,6 @@
 """Decide which workers there are: which are started, take tickets, leave, and are renewed.
 
-    want, run begun, ready, gone ──> ┌───────────┐ ──> Start(worker), Dismiss(worker)   a process, or thread
+    want, run begun, ready, lose ──> ┌───────────┐ ──> Start(worker), Dismiss(worker)   a process, or thread
     made, renewal due ─────────────> │ Workforce │ ──> Join(worker), Leave(worker)      what the scheduler is told
                                      └───────────┘ ──> `renewing`                       gets another process
 
@@ -124,12 +124,12 @@ class Workforce:
             self.guests.add(worker)
         return [Join(worker)]
 
-    def leaves(self, worker: int, roster: Roster) -> list[Action]:
+    def leave(self, worker: int, roster: Roster) -> list[Action]:
         """A worker wants to go."""
-        self.gone(worker)
+        self.lose(worker)
         return self._let_go(worker, roster)
 
-    def gone(self, worker: int) -> None:
+    def lose(self, worker: int) -> None:
         """A worker is not to be had any more: it could not be started, left by itself, or was lost."""
         self.keep(worker)
         for those in (self._coming, self.wanted, self.guests):

@@ -85,7 +85,7 @@ class World:
     def lose(self) -> None:
         """Have the last worker be lost."""
         if len(self.roster.active) > 1 and (worker := max(self.roster.active)):
-            self.workforce.gone(worker)
+            self.workforce.lose(worker)
             self.roster.retire(worker)
             self.places.pop(worker, None)
 
@@ -159,7 +159,7 @@ def test_one_that_nobody_has_asked_for_is_welcome() -> None:
     world.carry_out(world.workforce.ready(7, world.roster))
     assert world.roster.takes(7)
     assert world.workforce.members == {0, 7}
-    world.workforce.gone(7)
+    world.workforce.lose(7)
     assert world.settle() == [Leave(7)]
 
 
@@ -221,7 +221,7 @@ def test_those_of_other_machines_come_and_go_by_themselves() -> None:
     assert workforce.members == {0, 5}
     assert workforce.ready(2, roster) == [Dismiss(2)]  # it was being started when it was wanted no more
     assert workforce.members == {0, 5}
-    assert workforce.leaves(5, roster) == [Leave(5)]
+    assert workforce.leave(5, roster) == [Leave(5)]
     assert workforce.members == {0}
     roster.leave(5)
     processes: Any = {0: Place(), 1: Place(), 5: Place()}
@@ -323,15 +323,15 @@ def test_what_a_worker_needs_from_its_start_is_no_reason(caplog: Any) -> None:
     assert make(workforce, 1, 1, 301 * MB)
 
 
-@pytest.mark.parametrize("end", ["reset", "gone", "leaves", "settle"])
+@pytest.mark.parametrize("end", ["reset", "lose", "leave", "settle"])
 def test_a_worker_that_dies_or_leaves_is_not_renewed(end: str) -> None:
     """What comes in its place has made nothing; one that stays after all is due again."""
     workforce, roster, places = Workforce(3, max_tasks=1), Roster(3, 0), {worker: Place() for worker in range(3)}
     make(workforce, 2, 1)
     assert choose(workforce) == 2
     match end:
-        case "leaves":
-            assert workforce.leaves(2, roster) == [Leave(2)]
+        case "leave":
+            assert workforce.leave(2, roster) == [Leave(2)]
         case "settle":
             workforce.want(2)
             assert workforce.settle(roster, places) == [Leave(2)]  # type: ignore[arg-type]
