@@ -303,9 +303,12 @@ class Pool:
             process.channel.send(Kind.CONFIRM, bytes(body))
         elif kind == Kind.READY:
             process.is_ready = True
-            if self.listener is not None:
-                is_spare = self._spares.get(worker) is process
-                (self.listener.on_prepared if is_spare else self.listener.on_ready)(worker)
+            if self.listener is None:
+                return
+            if self._spares.get(worker) is process:
+                self.listener.on_prepared(worker)
+            else:
+                self.listener.on_ready(worker)
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
