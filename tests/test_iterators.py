@@ -10,6 +10,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,6 +178,29 @@ async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(
                 await anext(iterator)
         del iterator
         await asyncio.to_thread(wait_until, lambda: not any(worker.is_alive() for worker in workers))
+
+
+class Raising:
+    """Has no sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, key: int) -> int:
+        raise ValueError(key)
+
+
+@pytest.mark.parametrize("face", ["for", "async for"])
+async def test_a_dropped_iterator_without_workers_is_gone_after_an_error(face: str) -> None:
+    """And with it its thread: what a sample has raised refers to nothing that keeps the iterator."""
+    loader: DataLoader[int] = DataLoader(Raising(), batch_size=4)
+    with no_collection():
+        iterator = iter(loader) if face == "for" else aiter(loader)
+        with contextlib.suppress(ValueError):
+            await anext(iterator) if face == "async for" else next(iterator)
+        gone = weakref.ref(iterator)
+        del iterator
+        await asyncio.to_thread(wait_until, lambda: gone() is None)
 
 
 @WORKERS

@@ -141,6 +141,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
                             return item
                     finally:
                         run.handoff.wake()  # a task may have waited for this batch, or for the end
+                        item = None  # what a sample has raised may refer to this frame
                     continue
             exits.stop_daemon()
 

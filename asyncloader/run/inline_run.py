@@ -153,6 +153,7 @@ class InlineRun:
             raise
         del self.to_do[0]
         self.ready.append(item)  # no interrupt could come between the two
+        del item  # what a sample has raised may refer to this frame, which refers to all of the run
 
     def kick(self) -> None:
         """Have the thread of this run make what is to do; start the thread if there is none yet."""
@@ -199,6 +200,7 @@ class InlineRun:
                 item = Item(Failure(NO_RECORD, error), seq, 0, None, -1 if self._is_stream else seq)
             del self.to_do[0]
             self.ready.append(item)
+            del item
         return True
 
     # --------------------------------------------------------------------------------------------------- a batch
@@ -216,7 +218,10 @@ class InlineRun:
         if self._pin is not None and type(outcome) is Batch:
             outcome = self._pinned(outcome)
         if type(outcome) is not Batch:
-            return self._no_batch(outcome, seq, keys)
+            try:
+                return self._no_batch(outcome, seq, keys)
+            finally:
+                del outcome  # what a sample raises refers to this frame, and to those below
         number, keys = (-1, None) if self._is_stream else (seq, keys)
         return _new(Item, (outcome, seq, 0, perf_counter(), number, keys, True))
 
