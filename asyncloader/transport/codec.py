@@ -81,6 +81,7 @@ class Encoder:
         self._raw: list[Array] = []
         self._borrowed: list[Loan] = []
         self._head = bytearray()
+        self._sent: list[_Entry] = []  # of the payload that this is the head of
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -115,14 +116,10 @@ class Encoder:
         A slab can then be lent again as soon as the trainer has dropped the batch; otherwise, or if something in the
         worker still refers to it, only after a later payload has told that nothing does.
         """
-        if self._slabs is None or not self._head:
-            return
-        _, _, count, _, _ = _HEAD.unpack_from(self._head)
-        for at in range(_HEAD.size, _HEAD.size + count * _ENTRY.size, _ENTRY.size):
-            entry = _Entry(*_ENTRY.unpack_from(self._head, at))
-            if entry.is_kept == 1 and not self._slabs.is_referred_to(entry.region):
-                _KEPT.pack_into(self._head, at + _KEPT_AT, 0)
-        self._head = bytearray()
+        for number, entry in enumerate(self._sent):
+            if entry.is_kept == 1 and self._slabs is not None and not self._slabs.is_referred_to(entry.region):
+                _KEPT.pack_into(self._head, _HEAD.size + number * _ENTRY.size + _KEPT_AT, 0)
+        self._sent = []
 
     def name_rows(self, rows: Sequence[Rows]) -> None:
         """Have tensors of the next batch that fit these rows, of a larger batch, allocated there."""
@@ -213,13 +210,6 @@ class Encoder:
             self._entries.append(_Entry(loan.number, 0, nbytes, 0))
         return loan
 
-    def _place_stream(self, slabs: WorkerSlabs, stream: bytes) -> bool:
-        loan = self._borrow(slabs, len(stream))
-        if loan is None:
-            return False
-        slabs.memory_of(loan)[: len(stream)] = stream
-        return True
-
     def _put_back(self) -> None:
         """Undo what was placed."""
         self._entries.clear()
@@ -231,20 +221,22 @@ class Encoder:
 
     # ---------------------------------------------------------------------------------------------------- framing
     def _framed(self, stream: bytes) -> list[Any]:
-        is_placed = self._slabs is not None and len(stream) > STREAM_MAX and self._place_stream(self._slabs, stream)
-        given_up = self._slabs.given_up() if self._slabs is not None else []
-        self._head = bytearray()
+        slabs, is_placed, self._sent = self._slabs, False, []
+        if slabs is not None and len(stream) > STREAM_MAX and (loan := self._borrow(slabs, len(stream))) is not None:
+            slabs.memory_of(loan)[: len(stream)] = stream
+            is_placed = True
+        given_up = slabs.given_up() if slabs is not None else []
         if not self._entries and not given_up:
             return [stream]
-        head = self._head
+        head = self._head = bytearray()
         head += _HEAD.pack(_FRAMED, is_placed, len(self._entries), len(given_up), 0 if is_placed else len(stream))
         for entry in self._entries:
             head += _ENTRY.pack(*entry)
-            if self._slabs is not None and entry.region != RAW:
-                self._slabs.pass_on(entry.region)
+            if slabs is not None and entry.region != RAW:
+                slabs.pass_on(entry.region)
         head += struct.pack(f"<{len(given_up)}q", *given_up)
         parts = [head, b"" if is_placed else stream, *(contents.data for contents in self._raw)]
-        self._entries.clear()
+        self._sent, self._entries = self._entries, []
         self._raw.clear()
         self._borrowed.clear()
         return parts

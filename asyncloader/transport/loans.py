@@ -130,16 +130,12 @@ class WorkerSlabs:
     # -------------------------------------------------------------------------------------------------- getting slabs
     def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory for a part of a batch, free again when nothing refers to it; None: there is none to be had."""
-        loan = self._find(nbytes)
+        loan = self.borrow(nbytes)
         if loan is None:
             return None
         exporter = self._exporter(loan)
         self._taken[loan.number] = loan, weakref.ref(exporter)
         return memoryview(exporter).cast("B")[:nbytes]
-
-    def borrow(self, nbytes: int) -> Loan | None:
-        """Return a region to copy a buffer into, which is then sent or put back."""
-        return self._find(nbytes)
 
     def memory_of(self, loan: Loan) -> memoryview:
         """Return the memory of a region."""
@@ -161,7 +157,8 @@ class WorkerSlabs:
         """Make a region idle again that was borrowed and not sent."""
         self._idle[loan.number] = loan, self._requests
 
-    def _find(self, nbytes: int) -> Loan | None:
+    def borrow(self, nbytes: int) -> Loan | None:
+        """Return a region to copy a buffer into, which is then sent or put back."""
         self._requests += 1
         loan = self._best_fit(nbytes)
         if loan is None and self._taken:

@@ -7,6 +7,7 @@ advised, no other number of workers and no other concurrency brings more than a 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,17 @@ CASES: list[tuple[str, Load, int, int, set[str]]] = [
 ]
 
 
+WITH_OPTIONS: list[tuple[str, Load, int, dict[str, Any], set[str]]] = [
+    # what, load, workers, options, which options are advised
+    ("a stream over a network, without workers", waits(10, 100), 0, {"is_iterable": True}, {"num_workers"}),
+    ("a stream over a network, one worker", waits(10, 100), 1, {"is_iterable": True}, {"num_workers"}),
+    ("a stream that is decoded", computes(10, 30), 1, {"is_iterable": True}, {"num_workers"}),
+    ("a number that looks after itself", computes(10, 30), 1, {"auto": True}, set()),
+    ("too many workers, which look after themselves", computes(100, 20), 4, {"auto": True}, set()),
+    ("workers that stay, and start for long", computes(1, 2, start_s=12.0), 2, {"persistent_workers": True}, set()),
+]
+
+
 def test_there_are_forty_cases() -> None:
     """Each with its own name."""
     assert len(CASES) == len({case[0] for case in CASES}) == 40
@@ -105,3 +117,16 @@ def test_a_case(load: Load, workers: int, concurrency: int, advised: set[str]) -
         others = itertools.product({max(1, workers), workers + 1, 2 * workers + 1, 4 * workers}, {concurrency, 32})
         best = min(seconds(load, run(load, max(1, count), at_once)) for count, at_once in others)
         assert seconds(load, stats) / best < 1.15, verdict.text
+
+
+@pytest.mark.parametrize(("load", "workers", "options", "advised"), [case[1:] for case in WITH_OPTIONS], ids=[
+    case[0] for case in WITH_OPTIONS
+])  # fmt: skip
+def test_a_case_with_options(load: Load, workers: int, options: dict[str, Any], advised: set[str]) -> None:
+    """Options that make some advice useless: a stream is read one sample after the other, "auto" needs no number."""
+    stats = run(load, workers, options=options)
+    verdict = replace(stats, options={**stats.options, **options}).verdict
+    assert set(verdict.advice) == advised, verdict.text
+    if advised:
+        gained = seconds(load, stats) / seconds(load, run(load, verdict.advice["num_workers"], options=options))
+        assert 0.8 <= gained / verdict.gain <= 1.25, verdict.text
