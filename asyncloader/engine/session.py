@@ -109,6 +109,7 @@ class Session:
         self._closed = threading.Event()
         self.error: BaseException | None = None
         self._num_errors = 0
+        self._is_applying = False
         self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
         self._outbox = supervisor.outbox
@@ -291,7 +292,7 @@ class Session:
             self.apply(self.run.scheduler.planned(batches))
         if plan_ended:
             self.run.scheduler.plan_ended()
-            self.run.follow()
+            self.apply(())
 
     def _begin(self, run: Run) -> None:
         """Begin another run with the same workers. Batches of the last one that are not made yet are dropped."""
@@ -492,12 +493,17 @@ class Session:
 
     def apply(self, actions: Sequence[Action]) -> None:
         """Carry out actions in order, and let consumers see how far they may read; one message for each worker."""
-        for action in actions:
-            if (do := self._do.get(type(action))) is not None:
-                do(self, action)
-            else:
-                self.supervisor.do(action)
-        self.run.follow()
+        is_within, self._is_applying = self._is_applying, True
+        try:
+            for action in actions:
+                if (do := self._do.get(type(action))) is not None:
+                    do(self, action)
+                else:
+                    self.supervisor.do(action)
+        finally:
+            self._is_applying = is_within
+        if not is_within:  # otherwise the scheduler may have decided to deliver what is still to be handed over
+            self.run.follow()
         self.flush()
 
     def flush(self) -> None:
