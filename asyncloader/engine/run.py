@@ -315,13 +315,17 @@ class Run:
         assert self.scheduler.slices is not None
         return self.scheduler.slices.contents(ticket, keys)
 
-    def follow(self) -> None:
-        """Wake consumers if the scheduler lets them read further, or has delivered everything."""
+    def follow(self, *, may_be_over: bool = True) -> None:
+        """Wake consumers if the scheduler lets them read further, or has delivered everything.
+
+        Args:
+            may_be_over: All that was delivered is handed over.
+        """
         scheduler, before = self.scheduler, self._followed
         self._followed = now = scheduler.window, scheduler.read_until, scheduler.void_count
         if now != before:
             self.meter.resized(scheduler.num_workers, scheduler.window)
             self.handoff.wake()
-        if scheduler.is_finished and not self.ended and self.error is None:
+        if may_be_over and scheduler.is_finished and not self.ended and self.error is None:
             self.ended = True
             self.handoff.wake_all()

@@ -502,8 +502,8 @@ class Session:
                     self.supervisor.do(action)
         finally:
             self._is_applying = is_within
-        if not is_within:  # otherwise the scheduler may have decided to deliver what is still to be handed over
-            self.run.follow()
+        # Within other actions the scheduler may have decided to deliver what is still to be handed over.
+        self.run.follow(may_be_over=not is_within)
         self.flush()
 
     def flush(self) -> None:

@@ -18,7 +18,7 @@ def test_a_run_is_not_over_before_its_last_batch_is_handed_over() -> None:
     session._is_applying = False
     session.flush = lambda: None
     session.run = SimpleNamespace(
-        follow=lambda: seen.append("the run may be over"),
+        follow=lambda *, may_be_over: seen.extend(["the run may be over"] * may_be_over),
         handoff=SimpleNamespace(put=lambda item: seen.append("a batch is handed over")),
     )
     session.supervisor = SimpleNamespace(do=lambda action: session.apply([]))
