@@ -49,6 +49,9 @@ _SPARE = 1.2
 _CHANGED = 1.5
 """A load of which a part has become so many times what it was is another load."""
 
+_SAME = 1.15
+"""A trainer that takes less than so many times what it took for a batch has the same to do."""
+
 _FIRST_PATIENCE_S = 10.0
 _LONGEST_PATIENCE_S = 300.0
 """What did not help is not tried again for so long; each time for twice as long."""
@@ -92,10 +95,10 @@ class Window(NamedTuple):
         """Batches a second that the trainer took, or that workers made if these are more."""
         return max(self.rate, self.makes)
 
-    def differs(self, before: float, now: float) -> bool:
+    def differs(self, before: float, now: float, times: float) -> bool:
         """Whether so many seconds a batch are others than before, leaving out what is small beside the rest."""
         least = 0.1 / max(self.rate, 1e-9)
-        return max(before, now, least) > _CHANGED * max(min(before, now), least)
+        return max(before, now, least) > times * max(min(before, now), least)
 
 
 class Limit(NamedTuple):
@@ -212,13 +215,15 @@ class Controller:
     def _judge(self, window: Window) -> None:
         known, costs = self._known, (window.work, window.train, window.cpu)
         self._known = known or costs
-        if known is not None and any(window.differs(a, b) for a, b in zip(known, costs, strict=True)):
+        if known is not None and any(window.differs(a, b, _CHANGED) for a, b in zip(known, costs, strict=True)):
             self._known = costs
             self._ceiling = self._floor = Limit()
         refused, self._refused = self._refused, None
         if refused is not None and refused > _UNSURE**2 * window.comes:  # the load had changed during the trial
             self._ceiling = self._ceiling._replace(until_s=self._now)
         trial, self._trial = self._trial, None
+        if trial is not None and window.differs(trial[1].train, window.train, _SAME):
+            trial = None  # it is another load than before the trial
         is_waiting = window.waits > _WAITS
         if trial is not None and is_waiting and self._take_back(*trial, window):
             return
