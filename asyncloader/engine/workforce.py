@@ -179,9 +179,10 @@ class Workforce:
             life = self._lives[worker] = _Life()
         life.batches += 1
         life.private_bytes = private_bytes
-        if (self._max_tasks is not None and life.batches >= self._max_tasks) or (
+        is_due = (self._max_tasks is not None and life.batches >= self._max_tasks) or (
             self._max_bytes is not None and private_bytes and self._has_grown(life, self._max_bytes)
-        ):
+        )
+        if is_due and worker != self.renewing:
             self._due.setdefault(worker)
         return bool(self._due) or self.renewing is not None
 
