@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncloader.engine.actions import Dismiss, Join, Leave, Start
@@ -181,6 +181,7 @@ def test_a_run_that_was_made_for_others_gets_those_that_are_there() -> None:
 EVENTS = st.sampled_from(["start", "get_ready", "finish", "settle", "make", "renew", "refuse", "lose"])
 
 
+@example(["make"] * 3)  # a worker that is being renewed goes on
 @given(st.lists(st.integers(1, 5) | EVENTS | st.integers(1, 5).map(lambda count: ("begin", count)), max_size=40))
 def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> None:
     """Whatever happens in between; and each that has made enough is renewed, one at a time."""
