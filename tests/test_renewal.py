@@ -291,10 +291,12 @@ def test_where_no_process_can_be_had_the_worker_goes_on(caplog: Any, monkeypatch
 
     monkeypatch.setattr(Pool, "_start_other", refuse)
     torch.manual_seed(3)
-    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=2)
+    loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, max_tasks_per_child=2, max_buffered_bytes=0)
     with caplog.at_level(logging.WARNING, "asyncloader"):
-        assert [bits(batch) for batch in loader] == expected()
-    assert "could not be renewed, and goes on: no room" in caplog.text
+        iterator = iter(loader)
+        seen = [bits(next(iterator)) for _ in range(12)]
+        wait_until(lambda: "could not be renewed, and goes on: no room" in caplog.text)
+        assert seen + [bits(batch) for batch in iterator] == expected()
     assert (loader.stats().renewals, loader.stats().replacements) == (0, 0)
 
 

@@ -116,7 +116,7 @@ async def test_a_worker_that_leaves_costs_the_workforce_no_more_with_more_worker
         workforce, roster = Workforce(num_workers), Roster(num_workers, 0)
 
         def leave() -> None:
-            workforce.leaves(num_workers - 1, roster)
+            workforce.leave(num_workers - 1, roster)
 
         return await operations(leave)
 
