@@ -91,7 +91,8 @@ class Run:
         self._planned = self.taken
         self._plan = plan
         self._plan_error: Exception | None = None
-        self._followed = scheduler.window, scheduler.read_until, scheduler.void_count  # what consumers were woken for
+        # What consumers were woken for, and figures were told.
+        self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
         self._lock = progress.lock
         self._taker = 0
         self._wake_loop: Callable[[], None]
@@ -322,7 +323,8 @@ class Run:
             may_be_over: All that was delivered is handed over.
         """
         scheduler, before = self.scheduler, self._followed
-        self._followed = now = scheduler.window, scheduler.read_until, scheduler.void_count
+        now = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
+        self._followed = now
         if now != before:
             self.meter.resized(scheduler.num_workers, scheduler.window)
             self.handoff.wake()
