@@ -200,7 +200,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
         self._newest, self._runs = _nothing, enrol(Runs(), equal_steps)
-        self._options()
+        self._loader_options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the signature of a subclass's ``__init__`` with ``**kwargs`` name our options.
@@ -212,7 +212,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if "__init__" in vars(cls):
             name_options(cls.__dict__["__init__"], OPTIONS)
 
-    def _options(self, last: Options | None = None) -> Options:
+    def _loader_options(self, last: Options | None = None) -> Options:
         """Check and freeze what this loader is to do, as it is now; ``last`` if nothing was set since that was made."""
         options = {name: getattr(self, _PRIVATE.get(name, name)) for name in ASKED}
         options["worker_backend"] = _backend(self.worker_backend)
@@ -266,7 +266,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not iterator.is_usable:
             self._iterator = None
             return None
-        if not (options := self._options(iterator.asked)).has_workers:
+        if not (options := self._loader_options(iterator.asked)).has_workers:
             return None
         iterator.begin_next(self, options)
         return cast("WorkerIterator[T_co]", iterator)
@@ -277,7 +277,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _make_iterator(self, *, wait_for_start: bool) -> Any:
         iterator: Any
         inline_iterator, worker_iterator = _import_iterators()
-        options, runs = self._options(), self._runs
+        options, runs = self._loader_options(), self._runs
         if (state := runs.loaded) is not None:
             check(state, options)
         if not options.has_workers and not options.overlaps:
@@ -340,7 +340,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             ConfigurationError: if the number cannot change; it says why.
         """
-        self._options().check_num_workers(num_workers)
+        self._loader_options().check_num_workers(num_workers)
         self.num_workers, self.max_workers = num_workers, None
         self._runs.number_is_set()
         if (iterator := self._newest()) is not None:
@@ -362,7 +362,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Returns:
             Plain data, which goes through JSON if the states of your own objects do. A state never changes later.
         """
-        return self._runs.state_dict(self._options)
+        return self._runs.state_dict(self._loader_options)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` or ``aiter`` go on from a state, of this loader or one that was made alike.
@@ -373,10 +373,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             StateMismatchError: if it was taken of something else; it says what differs.
         """
-        self._runs.load(state, self._options())
+        self._runs.load(state, self._loader_options())
         self._iterator = None
         if isinstance(self.num_workers, AutoWorkers) and (found := state.get("num_workers")):
-            self.num_workers = AutoWorkers(min(found, self._options().most_waiting))
+            self.num_workers = AutoWorkers(min(found, self._loader_options().most_waiting))
 
     def save_state(self, path: str | PathLike[str]) -> None:
         """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""

@@ -95,12 +95,12 @@ def test_the_number_is_an_int_that_remembers() -> None:
     assert isinstance(loader.num_workers, int)
     assert json.dumps(loader.num_workers) == "2"
     anew: Any = DataLoader(Drawing(), num_workers=loader.num_workers, max_workers=loader.max_workers)
-    assert anew._options().is_auto
+    assert anew._loader_options().is_auto
     for made in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
-        assert made._options().is_auto
+        assert made._loader_options().is_auto
         assert made.max_workers == 5
     loader.set_num_workers(3)
-    assert (loader.num_workers, loader._options().is_auto) == (3, False)
+    assert (loader.num_workers, loader._loader_options().is_auto) == (3, False)
 
 
 @pytest.mark.covering(1)
@@ -233,12 +233,12 @@ def test_how_many_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     cores = usable_cores()
-    settings = DataLoader(Drawing(), num_workers="auto")._options()
+    settings = DataLoader(Drawing(), num_workers="auto")._loader_options()
     assert (settings.most_computing, settings.most_waiting) == (cores, 4 * cores)
-    settings = DataLoader(Drawing(), num_workers="auto", max_workers=1)._options()
+    settings = DataLoader(Drawing(), num_workers="auto", max_workers=1)._loader_options()
     assert (settings.num_workers, settings.most_computing, settings.most_waiting) == (1, 1, 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(8 * cores))
-    settings = DataLoader(Drawing(), num_workers="auto")._options()
+    settings = DataLoader(Drawing(), num_workers="auto")._loader_options()
     assert (settings.most_computing, settings.most_waiting) == (1, 4)
 
 

@@ -529,8 +529,8 @@ def test_statistics_count_batches_and_the_work_of_all_who_made_them(monkeypatch:
 @pytest.mark.processes
 def test_the_option_alone_implies_its_seeding() -> None:
     """The batches are those of static scheduling with it."""
-    assert DataLoader(Slow(8), scheduling="split")._options().seeding == "sample"
-    assert DataLoader(Slow(8))._options().seeding == "batch"
+    assert DataLoader(Slow(8), scheduling="split")._loader_options().seeding == "sample"
+    assert DataLoader(Slow(8))._loader_options().seeding == "batch"
     torch.manual_seed(0)
     found = list(DataLoader(Slow(24), 8, num_workers=2, scheduling="split"))
     assert same(found, epoch(Slow(24), scheduling="static"))

@@ -216,7 +216,7 @@ def test_pinning_that_takes_longest(seed: int) -> None:
     pin_s = rng.uniform(0.01, 0.02)
     kind = type("SlowlyPinned", (SlowlyPinned,), {"seconds": pin_s})
     loader = DataLoader(Load(BATCH * 50, pin_s * rng.uniform(0.3, 0.7) / BATCH), BATCH, num_workers=2)
-    with kind(loader, loader._options(), loader._runs, wait_for_start=True) as batches:
+    with kind(loader, loader._loader_options(), loader._runs, wait_for_start=True) as batches:
         before_s = train(batches, 0.0)
         verdict = batches.stats().verdict
     assert verdict.limit == "pin", verdict.text

@@ -172,14 +172,14 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def _most_workers(loader: torch.utils.data.DataLoader[Any]) -> int:
     """Return how many workers there may come to be."""
     is_auto = isinstance(loader, DataLoader) and isinstance(loader.num_workers, AutoWorkers)
-    return loader._options().most_waiting if is_auto else loader.num_workers  # type: ignore[attr-defined]
+    return loader._loader_options().most_waiting if is_auto else loader.num_workers  # type: ignore[attr-defined]
 
 
 def crew(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
     """How many workers there may be, where that looks after itself, and what they may take, where that is bound."""
     if not isinstance(loader, DataLoader):
         return
-    options = loader._options()
+    options = loader._loader_options()
     if options.is_auto:
         most = f"up to {options.most_computing} that compute, {options.most_waiting} that mostly wait"
         yield Finding("num_workers", f'"auto": {options.num_workers} to begin with, {most}')
@@ -205,7 +205,7 @@ def copies(loader: torch.utils.data.DataLoader[Any]) -> Iterator[Finding]:
 
 def examine(report: Report, loader: torch.utils.data.DataLoader[Any] | None = None) -> bool:
     """Look at everything, and at what a loader's dataset holds; print it; whether nothing is bad."""
-    provider = loader._options().provider if isinstance(loader, DataLoader) else None
+    provider = loader._loader_options().provider if isinstance(loader, DataLoader) else None
     findings = list(_look(report, provider if isinstance(provider, RayWorkers) else None))
     if loader is not None:
         findings += crew(loader)

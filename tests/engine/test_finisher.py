@@ -47,7 +47,7 @@ def pinned(copy: Callable[[Any], Any], dataset: Any = None, **options: Any) -> P
     """Begin to iterate over batches of 4 of the dataset, pinned by ``copy``."""
     kind = type("Pinning", (Pinning,), {"copy": staticmethod(copy)})
     loader = DataLoader(dataset or Numbers(), batch_size=4, num_workers=2, **options)
-    return kind(loader, loader._options(), loader._runs, wait_for_start=True)
+    return kind(loader, loader._loader_options(), loader._runs, wait_for_start=True)
 
 
 def test_batches_are_copied_on_a_thread_beside_the_consumer_and_the_loop() -> None:

@@ -84,7 +84,7 @@ def divide(framework: str) -> dict[str, Any]:
     loader = {"accelerate": prepare_with_accelerate, "fabric": prepare_with_fabric}[framework]()
     assert type(loader) is DataLoader
     batches = [batch.tolist() for batch in loader]
-    return {"rank": data_rank(loader._options()), "batches": batches}
+    return {"rank": data_rank(loader._loader_options()), "batches": batches}
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ BATCH_SAMPLERS = {
 
 def rank_of(dataset: Any = DATA, **options: Any) -> int:
     loader: DataLoader[Any] = DataLoader(dataset, **options)
-    return data_rank(loader._options())
+    return data_rank(loader._loader_options())
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

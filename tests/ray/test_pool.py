@@ -138,7 +138,7 @@ def test_both_make_some() -> None:
     seen = [next(iterator)]
     wait_for_workers(loader, 3)
     seen += iterator
-    first = agents._first_id(loader._options())
+    first = agents._first_id(loader._loader_options())
     assert {batch["by"][0].item() for batch in seen} == {0, first, first + 1}
     assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
     stats, node = loader.stats(), os.uname().nodename

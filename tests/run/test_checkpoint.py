@@ -54,7 +54,7 @@ class Stream(IterableDataset[int]):
 def settings_of(dataset: Any = None, **options: Any) -> Options:
     """Options of a loader of twelve samples in batches of two."""
     data = range(12) if dataset is None else dataset
-    return DataLoader(data, **{"batch_size": 2, **options})._options()
+    return DataLoader(data, **{"batch_size": 2, **options})._loader_options()
 
 
 def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:

@@ -69,7 +69,7 @@ def noisy(**options: Any) -> DataLoader[Any]:
 
 def rank_of(dataset: Any = DATA, **options: Any) -> int:
     loader: DataLoader[Any] = DataLoader(dataset, **options)
-    return data_rank(loader._options())
+    return data_rank(loader._loader_options())
 
 
 def by_torch() -> DistributedSampler[Any]:

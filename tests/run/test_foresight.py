@@ -664,7 +664,7 @@ def test_what_a_sampler_raises_stands_in_its_place() -> None:
 
 def test_the_next_epoch_is_guessed_by_the_latest_step() -> None:
     """Whatever the steps before were."""
-    guess = Guess(DataLoader(range(4))._options())
+    guess = Guess(DataLoader(range(4))._loader_options())
     guess.learn([0], [Told(0, 1)], [1], [Told(1, 2)])
     assert (guess.samplers([1]), guess.dataset([Told(1, 2)])) == ([2], (Told(2, 3),))
     guess.learn([1], [Told(1, 2)], [6], [Told(6, 3)])
@@ -696,7 +696,7 @@ class Moved:
 def test_drawing_ahead_moves_nothing_wherever_it_is_interrupted(one_in: int, kind: str) -> None:
     """Neither generators nor samplers: at every bytecode, what the next epoch is drawn from is as it was."""
     loader = make_loader(kind)
-    before, settings = Moved(loader), loader._options()
+    before, settings = Moved(loader), loader._loader_options()
     begun: list[Any] = []
     moment, is_interrupted = 0, True
     while is_interrupted:

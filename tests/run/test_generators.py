@@ -152,7 +152,7 @@ class Trainer:
         self.runs = Runs()
 
     def settings(self) -> Options:
-        return DataLoader(range(100), **self.options)._options()
+        return DataLoader(range(100), **self.options)._loader_options()
 
     def begin(self, state: Any = None, *, inline: bool) -> RunStart:
         """Begin a run as iterators do: those with workers iterate twice, and draw the base seed in between."""

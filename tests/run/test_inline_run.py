@@ -47,7 +47,7 @@ def make_run(pin: Any = None, *, is_stream: bool = False, plan: Any = ()) -> Inl
     sampler = BatchSampler(plan, 1, drop_last=False)
     keys = Plan(sampler, iter(sampler), progress, Pace())
     return InlineRun(
-        keys, Taking(progress, ErrorLimit(DataLoader(Squares())._options(), progress, Faults())), maker, pin
+        keys, Taking(progress, ErrorLimit(DataLoader(Squares())._loader_options(), progress, Faults())), maker, pin
     )
 
 

@@ -29,7 +29,7 @@ def settings_of(seed: int = 0, **options: Any) -> Options:
     """Options of a shuffled loader of ten samples."""
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(range(10), 2, shuffle=True, generator=generator, **options)  # type: ignore[arg-type]
-    return loader._options()
+    return loader._loader_options()
 
 
 def take(start: RunStart, count: int) -> list[Any]:
