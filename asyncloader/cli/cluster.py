@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader.cli.finding import Finding
-from asyncloader.ray import RayWorkers
+from asyncloader.errors import ConfigurationError
+from asyncloader.ray import RayWorkers, private
 from asyncloader.ray.rooms import find_rooms
 
 _ANSWER_S = 30.0
@@ -36,6 +37,11 @@ def look(workers: RayWorkers | None = None) -> Iterator[Finding]:
         advice = "pip install 'asyncloader[ray]'" * (workers is not None)
         found = "not installed, and needed by none but workers on other machines"
         yield Finding("Ray", found, advice, is_bad=workers is not None)
+        return
+    try:
+        private.check_version(version)
+    except ConfigurationError as error:
+        yield Finding("Ray", version, str(error), is_bad=workers is not None)
         return
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
@@ -110,7 +116,6 @@ def ask() -> dict[str, Any] | str:
 def main() -> None:
     """Tell what there is, as JSON."""
     import ray
-    from ray._private.state import available_resources_per_node
 
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
@@ -121,7 +126,7 @@ def main() -> None:
         "here": here,
         "address": nodes[here]["NodeManagerAddress"],
         "cpus": sum(node["Resources"].get("CPU", 0.0) for node in nodes.values()),
-        "free": {node: has for node, has in available_resources_per_node().items() if node in nodes},
+        "free": private.free_by_node(),
         "has_token": os.environ.get("RAY_AUTH_MODE") == "token",
     }
     print(json.dumps(told))

@@ -57,7 +57,7 @@ _LONGEST_PATIENCE_S = 300.0
 """What did not help is not tried again for so long; each time for twice as long."""
 
 _LATE_S = 5.0
-_LATE_ELSEWHERE_S = 60.0
+_LATE_ON_NODES_S = 60.0
 """Workers that have not come after this time are not waited for any more."""
 
 
@@ -123,7 +123,7 @@ class Controller:
         cores: The cores of this machine, for workers and trainer.
         overlaps: Workers have several batches in work at once, so that how long one takes says nothing of how busy they
             are.
-        max_elsewhere: The most on other machines.
+        max_on_nodes: The most on other machines.
 
     Attributes:
         num_workers: How many there should be.
@@ -140,7 +140,7 @@ class Controller:
         max_waiting: int,
         cores: int,
         overlaps: bool = False,
-        max_elsewhere: int = 0,
+        max_on_nodes: int = 0,
     ) -> None:
         self.num_workers = num_workers
         self.most_here = max_waiting
@@ -149,7 +149,7 @@ class Controller:
         self._most = {True: max_computing, False: max_waiting}
         self._cores = cores
         self._overlaps = overlaps
-        self._max_elsewhere = max_elsewhere
+        self._max_on_nodes = max_on_nodes
         self._now = 0.0
         self._changed_at: float | None = None  # until those that are to come or go have done so
         self._first: Load | None = None  # where the window begins
@@ -173,7 +173,7 @@ class Controller:
     def limit(self, count: int) -> None:
         """This machine has no room for more than so many, whatever the reason."""
         self.most_here = count
-        self.num_workers = min(self.num_workers, count + self._max_elsewhere)
+        self.num_workers = min(self.num_workers, count + self._max_on_nodes)
         self._trial, self._changed_at = None, self._now
 
     def observe(self, load: Load) -> None:
@@ -203,9 +203,9 @@ class Controller:
         self._first = None
         if self._changed_at is None:
             self._changed_at = load.at_s
-        late_s = _LATE_ELSEWHERE_S if self._max_elsewhere else _LATE_S
+        late_s = _LATE_ON_NODES_S if self._max_on_nodes else _LATE_S
         if load.at_s - self._changed_at > late_s and load.num_workers > 0:
-            if self._max_elsewhere and load.num_workers < self.num_workers:
+            if self._max_on_nodes and load.num_workers < self.num_workers:
                 self._ceiling = self._ceiling.again(self.num_workers, self._now)
             self.num_workers, self.reason = load.num_workers, "no more have come"
             self._changed_at = self._trial = None
@@ -229,8 +229,8 @@ class Controller:
             return
         most_here = self._most[window.cpu > 0.5 * window.work]
         self.most_here = min(self.most_here, most_here)
-        if self.num_workers > most_here + self._max_elsewhere:
-            self._change(most_here + self._max_elsewhere, "there are no more cores for workers that compute")
+        if self.num_workers > most_here + self._max_on_nodes:
+            self._change(most_here + self._max_on_nodes, "there are no more cores for workers that compute")
         elif is_waiting:
             self._more(window, most_here)
         else:
@@ -264,14 +264,14 @@ class Controller:
         """The trainer waits: have more workers, if they would be at work."""
         count, busy = self.num_workers, window.work * window.makes / self.num_workers
         if busy < _BUSY and not self._overlaps:
-            if self._max_elsewhere:  # what is between the workers and the trainer is full
+            if self._max_on_nodes:  # what is between the workers and the trainer is full
                 self._fewer(window, math.ceil(count * busy * _SPARE), f"workers are idle {1 - busy:.0%}")
             return
         self._calm = 0
-        floor = 0.0 if self._max_elsewhere else (window.cpu + window.main_cpu) / self._cores  # seconds, with all cores
+        floor = 0.0 if self._max_on_nodes else (window.cpu + window.main_cpu) / self._cores  # seconds, with all cores
         if floor * window.makes > _FULL:
             return
-        most = most_here + self._max_elsewhere
+        most = most_here + self._max_on_nodes
         if self._now < self._ceiling.until_s:
             most = min(most, self._ceiling.workers - 1)
         enough = 4 * count if self._overlaps else math.ceil(window.work / max(window.train, floor, 1e-6) - 0.05)

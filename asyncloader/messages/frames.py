@@ -33,9 +33,13 @@ class FrameBuffer:
 
     Small frames are cut from one buffer that is used again: their bodies are valid until the next `read`. A frame that
     does not fit gets memory of its own, which grows with what has come: a length that was never sent costs nothing.
+
+    Args:
+        kinds: Of frames. Another kind is no frame of ours.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: frozenset[int] = KINDS) -> None:
+        self._kinds = kinds
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
         self._start = 0
@@ -44,16 +48,37 @@ class FrameBuffer:
         self._large_kind = 0
         self._large_bytes = 0
 
+    @property
+    def is_amid(self) -> bool:
+        """Whether a frame that has memory of its own has begun, and not all of it is here."""
+        return self._large is not None
+
     def read(self, receive: Callable[[memoryview], int]) -> int:
         """Receive once, into the right place; return how many bytes came."""
+        count = receive(self.get_buffer())
+        self.received(count)
+        return count
+
+    def get_buffer(self) -> memoryview:
+        """Return where the next bytes go."""
         if self._large is not None:
-            count = receive(self._view[: self._large_bytes - len(self._large)])
-            self._large += self._view[:count]
-            return count
+            return self._view[: self._large_bytes - len(self._large)]
         if self._start:
             self._compact()
-        count = receive(self._view[self._end :])
-        self._end += count
+        return self._view[self._end :]
+
+    def received(self, count: int) -> None:
+        """So many bytes have come to where the last `get_buffer` said."""
+        if self._large is not None:
+            self._large += self._view[:count]
+        else:
+            self._end += count
+
+    def take(self, target: memoryview) -> int:
+        """Move bytes that have come after the last frame to `target`; return how many they are."""
+        count = min(len(target), self._end - self._start)
+        target[:count] = self._view[self._start : self._start + count]
+        self._start += count
         return count
 
     def frames(self) -> Iterable[tuple[int, memoryview]]:
@@ -69,7 +94,7 @@ class FrameBuffer:
             if available < HEADER.size:
                 return
             length, kind = HEADER.unpack_from(self._buffer, self._start)
-            if kind not in KINDS or length > MAX_FRAME_BYTES:
+            if kind not in self._kinds or length > MAX_FRAME_BYTES:
                 raise BadFrame(f"a frame of kind {kind} and {length} bytes")
             begin = self._start + HEADER.size
             if length > _READ_BYTES - HEADER.size:

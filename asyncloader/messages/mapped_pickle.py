@@ -2,7 +2,7 @@
 
     write_pickle ──> pickle │ buffer │ buffer ...  ──> MappedPickle, in a worker: maps the file privately, unpickles
 
-Imports little: who launches an agent has no need of torch.
+Imports little: a process that only writes or passes on such a file has no need of torch.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class LoaderStats(Figures):
         """Say what each other machine did."""
         lines = []
         count = len({worker.worker_id for worker in self.workers if worker.node})
-        if count < (wanted := self.options.get("wanted_elsewhere") or 0):
+        if count < (wanted := self.options.get("wanted_on_nodes") or 0):
             lines.append(
                 f"{count} of {wanted} workers on other machines took part: there was no room for the others yet"
             )

@@ -89,7 +89,7 @@ class _Costs:
     main_cpu: float
     cores: int
     workers: int
-    elsewhere: bool  # there are workers on other machines, or may be
+    on_nodes: bool  # there are workers on other machines, or may be
     batches: int
 
     @property
@@ -113,7 +113,7 @@ class _Costs:
         if self.is_crowded:
             return max(1, self.workers)
         measured = max(2, self.workers) * _TIMES_WORKERS
-        if not self.elsewhere:
+        if not self.on_nodes:
             measured = max(self.workers, self.cores) if self.computes else min(measured, _MOST_WORKERS)
         return max(self.workers, min(measured, self.batches))
 
@@ -159,7 +159,7 @@ def judge(stats: Figures) -> Verdict:
         main_cpu=max(0.0, stats.main_cpu_s - stats.worker_cpu_s * bool(stats.options.get("in_process"))) / count,
         cores=stats.cores,
         workers=stats.num_workers,
-        elsewhere=bool(stats.options.get("elsewhere")),
+        on_nodes=bool(stats.options.get("on_nodes")),
         batches=stats.batches,
     )
     start_s = max(0.0, stats.first_batch_s - stats.work.mean_s) if stats.num_workers else 0.0
@@ -167,9 +167,9 @@ def judge(stats: Figures) -> Verdict:
         return _starting(stats, start_s)
     verdict = _judge(stats, costs)
     is_auto = bool(stats.options.get("auto"))
-    if "num_workers" in verdict.advice and (is_auto or costs.elsewhere):  # elsewhere: it is that of this machine alone
+    if "num_workers" in verdict.advice and (is_auto or costs.on_nodes):  # it is that of this machine alone
         advice = {name: value for name, value in verdict.advice.items() if name != "num_workers"}
-        text = verdict.text + ' (num_workers="auto" looks after that)' * (is_auto and not costs.elsewhere)
+        text = verdict.text + ' (num_workers="auto" looks after that)' * (is_auto and not costs.on_nodes)
         verdict = replace(verdict, text=text, advice=advice)
     late = stats.first_batch_s / stats.elapsed_s
     if start_s > _LATE * stats.elapsed_s and not stats.options.get("persistent_workers"):
@@ -270,7 +270,7 @@ def _workers(stats: Figures, costs: _Costs, told: str) -> Verdict:
             return _concurrency(stats, costs, told)
         text = f"{told}: more workers would help, {_worker_words(enough, costs)} make it {_times(gain)}"
         return Verdict(stage, text, {"num_workers": enough}, gain)
-    has_no_core = costs.workers >= costs.cores and not costs.elsewhere
+    has_no_core = costs.workers >= costs.cores and not costs.on_nodes
     if costs.computes and (has_no_core or costs.is_crowded or costs.cpu_floor > _FULL * costs.batch):
         return Verdict(stage, f"{told}: {_cores_full(costs)}, so more workers would not help, a cheaper {stage} would")
     return Verdict(stage, f"{told}: the workers just keep up; a cheaper {stage} would help")

@@ -28,6 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any, cast
 
 from asyncloader.backends.backend import Listener
@@ -39,8 +40,7 @@ from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, with_loan
 from asyncloader.messages.outcome import OUTCOMES, split
 from asyncloader.messages.snapshot import Start
 from asyncloader.ray.facts import facts
-from asyncloader.ray.handshake import agent_side
-from asyncloader.ray.host import Call
+from asyncloader.ray.handshake import PROOF_BYTES, Refused, Stranger, agent_side, prove
 from asyncloader.ray.launcher import Order
 from asyncloader.ray.link import Link
 from asyncloader.ray.wire import NUMBER, SECONDS, Death, Frame, Word
@@ -84,30 +84,16 @@ class AgentPool(Pool):
         self._epoch = epoch
         self._pass_on = pass_on
 
-    def begin_at(self, worker: int, start: Start | None) -> None:
-        """Note where the next worker of this id begins, if that matters."""
+    def start_one(self, worker: int, num_workers: int, start: Start | None) -> WorkerProcess:
+        """Start a worker under an id, at a place in its data if that matters."""
         if self._epoch.starts is not None and start is not None:
             self._epoch.starts[worker] = start
+        self.add(worker, num_workers)
+        return self.processes[worker]
 
     def give(self, process: WorkerProcess, body: memoryview) -> None:
         """Give a worker tickets, as the trainer packed them, and slabs to do them in."""
         process.channel.send(Kind.TICKETS, with_loans(body, functools.partial(self._lend_for, process)))
-
-    def start_one(self, worker: int, num_workers: int) -> WorkerProcess:
-        """Start a worker under an id."""
-        self.add(worker, num_workers)
-        return self.processes[worker]
-
-    def has(self, process: WorkerProcess) -> bool:
-        """Whether it is there, and has a place."""
-        return process.is_alive and self.processes.get(process.worker_id) is process
-
-    def let_go(self, process: WorkerProcess, grace_s: float | None) -> None:
-        """Let it finish, or have it killed at once (None)."""
-        if grace_s is None:
-            self.discard(process.worker_id)
-        else:
-            self.dismiss(process.worker_id, grace_s)
 
     def _lend_for(self, process: WorkerProcess, count: int) -> list[Any]:
         self._outstanding[process.worker_id] += count
@@ -152,17 +138,15 @@ class Agent:
         self._loop = GuardedLoop(loop, self._fail)
         self._order = order
         self._source = source
-        prove = lambda link, send: agent_side(order.secret, send, order.number)  # noqa: E731
-        self._link = Link(self, self._loop, prove, lambda nbytes: memoryview(bytearray(nbytes)))
+        self._link: Link
         self._pool: AgentPool | None = None
         self._workers: dict[int, WorkerProcess] = {}  # by the number of their lives
         self._lives: dict[WorkerProcess, int] = {}
-        self._silent_s = 0
-        self._is_leaving = False  # it was told to, by whoever runs its machine
+        self._is_leaving = False  # its machine is taken away
         self._is_ending = False
         self._is_closed = False  # no worker is left
+        self._has_met = False  # the trainer
         self._is_gone = False  # the trainer, or the connection to it
-        self._has_met = asyncio.Event()  # the trainer, or the end of the connection to it
         self._over = asyncio.Event()
 
     async def run(self) -> None:
@@ -175,34 +159,38 @@ class Agent:
         self._loop.loop.add_signal_handler(signal.SIGTERM, self._leave)
         try:
             async with asyncio.timeout(_DIAL_S):
-                hostname = order.host if context is not None else None
-                await self._loop.loop.create_connection(
-                    lambda: self._link, order.host, order.port, ssl=context, server_hostname=hostname
-                )
-                await self._has_met.wait()
-        except OSError as error:  # TimeoutError among them
+                self._link = await self._dial(order, context)
+        except (Refused, EOFError, OSError) as error:  # TimeoutError among them
             self.failure = f"the trainer cannot be reached at {order.host}:{order.port}: {error!r}"
-            self._link.drop(self.failure)
             return
+        os.register_at_fork(after_in_child=functools.partial(_leave_alone, self._link.fileno()))
+        self._has_met = True
+        self._link.send(Word.HELLO, 0, json.dumps(facts()).encode())
+        if self._is_leaving:
+            self._link.send(Word.LEAVING)
         self._loop.call_later(1.0, self._watch)
         await self._over.wait()
 
-    # ---------------------------------------------------------------------------------------------- the trainer
+    async def _dial(self, order: Order, context: Any) -> Link:
+        """Connect to the trainer; return the connection when each has proven itself to the other."""
+        reader = asyncio.StreamReader(PROOF_BYTES)
+        transport, _ = await self._loop.loop.create_connection(
+            lambda: Stranger(reader), order.host, order.port, ssl=context, server_hostname=context and order.host
+        )
+        try:
+            await prove(agent_side(order.secret, transport.write, order.number), reader)
+            return Link(transport, self, self._loop, lambda nbytes: memoryview(bytearray(nbytes)))
+        except BaseException:
+            transport.abort()
+            raise
 
-    def on_open(self, link: Link) -> None:
-        """The trainer is who it says, and knows the same of this agent."""
-        os.register_at_fork(after_in_child=functools.partial(_leave_alone, link.fileno()))
-        link.send(Word.HELLO, 0, json.dumps(facts()).encode())
-        if self._is_leaving:
-            link.send(Word.LEAVING)
-        self._has_met.set()
+    # ---------------------------------------------------------------------------------------------- the trainer
 
     def on_lost(self, link: Link, why: str) -> None:
         """The trainer has gone, or let go of this agent: nobody waits for anything."""
         if not self._is_ending:
             self.failure = why
         self._is_gone = True
-        self._has_met.set()
         self._end(0.0)
 
     def on_frame(self, link: Link, frame: Frame) -> None:
@@ -228,18 +216,20 @@ class Agent:
     def _add(self, pool: AgentPool, life: int, worker: int, num_workers: int, start: Start | None) -> None:
         if self._is_ending:
             return
-        pool.begin_at(worker, start)
         try:
-            process = pool.start_one(worker, num_workers)
+            process = pool.start_one(worker, num_workers, start)
         except Exception as error:
             self._link.send(Word.DIED, life, pickle.dumps(Death(None, str(error).encode(), was_set_up=False)))
             return
         self._workers[life], self._lives[process] = process, life
 
     def _for_worker(self, pool: AgentPool, kind: int, life: int, body: memoryview) -> None:
-        """Do what is said of a worker; if that has ended meanwhile the trainer hears of it."""
+        """Do what the trainer says of a worker; if that has ended meanwhile the trainer hears of it."""
         process = self._workers.get(life)
-        if process is None or not pool.has(process):
+        if process is None or not process.is_alive:
+            return
+        worker = process.worker_id
+        if pool.processes.get(worker) is not process:
             return
         if kind == Kind.TICKETS:
             pool.give(process, body)
@@ -247,28 +237,26 @@ class Agent:
             (seq,) = NUMBER.unpack(body)
             process.ask_stack(seq, lambda text: self._link.send(Word.STACK, life, text.encode(errors="replace")))
         elif kind in (Word.DISMISS, Word.DISCARD):
-            pool.let_go(process, None if kind == Word.DISCARD else SECONDS.unpack(body)[0])
-            self._tell_no_more(process)
+            if kind == Word.DISCARD:
+                pool.discard(worker)
+            else:
+                pool.dismiss(worker, *SECONDS.unpack(body))
+            del self._workers[life], self._lives[process]
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of the trainer's")
 
-    def _tell_no_more(self, process: WorkerProcess) -> None:
-        if (life := self._lives.pop(process, None)) is not None:
-            del self._workers[life]
-
     def _watch(self) -> None:
-        """See whether the trainer is there. Counted in turns of this loop, so that its own pauses do not count."""
-        self._silent_s = 0 if self._link.has_heard else self._silent_s + 1
-        self._link.has_heard = False
-        if self._silent_s >= _SILENT_S:
+        """Give the trainer up if it has been silent for too long."""
+        if self._link.beat() >= _SILENT_S:
             self._link.drop(f"the trainer was silent for {_SILENT_S} s")
         else:
             self._loop.call_later(1.0, self._watch)
 
     def _leave(self) -> None:
-        """Who runs this machine wants it back: finish what is in hand. A trainer not met yet is told when it is."""
+        """Finish what is in hand, because this machine is taken away. A trainer that is not met yet is told later."""
+        if not self._is_leaving and self._has_met:
+            self._link.send(Word.LEAVING)
         self._is_leaving = True
-        self._link.send(Word.LEAVING)
 
     # ---------------------------------------------------------------------------------------------- the workers
 
@@ -325,29 +313,23 @@ def _leave_alone(fd: int) -> None:
     os.close(null)
 
 
-class Kept:
-    """A descriptor that is there for every worker that is forked."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def detach(self) -> int:
-        """Give one to a worker."""
-        return os.dup(self._fd)
+def open_for_each(fd: int, sizes: list[int]) -> MappedPickle:
+    """Return what every worker that is forked opens its dataset with: each has a descriptor of its own."""
+    return MappedPickle(SimpleNamespace(detach=functools.partial(os.dup, fd)), sizes)
 
 
 def main() -> None:
     """Be an agent, as stdin says."""
-    call: Call = pickle.loads(sys.stdin.buffer.read())
+    order, spec_fd, sizes, liveness, path = pickle.loads(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    for fd in (call.spec_fd, call.liveness):
+    for fd in (spec_fd, liveness):
         os.set_inheritable(fd, False)
-    die_with_parent(call.liveness)
+    die_with_parent(liveness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.path[:] = call.path
-    sys.exit(run(call.order, MappedPickle(Kept(call.spec_fd), call.sizes)))
+    sys.path[:] = path
+    sys.exit(run(order, open_for_each(spec_fd, sizes)))
 
 
 def run(order: Order, source: Any) -> str | None:

@@ -1,40 +1,38 @@
-"""Where agents come in: the address that the trainer listens at, and who is about to prove itself there.
+"""The door: the address at which the trainer listens, and the strangers that are about to prove themselves there.
 
-TCP ──> Door ── TLS, if any ── Link ── proofs ──> the pool's `is_expected` ──> frames
+TCP ──> Door ── TLS, if any ── proofs ──> `is_expected` ──> `on_open`
          └ too slow, no TLS, wrong secret, no agent, one of too many: dropped and counted
 
-Connections are accepted here, and not by a server of asyncio's: that says nothing of one until its TLS stands, and
-nothing at all of one whose TLS fails. Whoever is accepted is a stranger until it has proven itself. There are never
-more than so many of these, half-done TLS among them: the oldest has to go, for the newest may be the agent.
+The door accepts connections itself: a server of asyncio says nothing of a connection until its TLS stands, and nothing
+at all if the TLS fails. Each stranger is a task, in which TLS and proofs follow each other. There are never more than
+`_MOST_STRANGERS` of them: when one more comes the oldest has to go, because the newest may be the agent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncloader.errors import WorkerStartError
-from asyncloader.observe.traffic import Traffic
-from asyncloader.ray.handshake import Send, Steps, new_secret, trainer_side
+from asyncloader.ray.handshake import PROOF_BYTES, Refused, Stranger, new_secret, prove, trainer_side
 from asyncloader.ray.launcher import MakeContext
-from asyncloader.ray.link import Link, Owner
+from asyncloader.ray.link import address_of
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
 
 PROOF_S = 5.0
-"""So long a connection has to prove itself, its TLS included. Seconds."""
+"""A connection has so long to prove itself, its TLS included. Seconds."""
 
 _TURNS = 5
-"""In so many turns of the loop that time is counted, so that a pause of the loop itself is but one of them."""
+"""The time is counted in so many turns of the loop, so that a pause of the loop itself is only one of them."""
 
 _MOST_STRANGERS = 64
 """So many connections may be about to prove themselves."""
@@ -46,12 +44,7 @@ _NO_ROOM_S = 1.0
 """Where there was no descriptor for a connection, the next try is so much later. Seconds."""
 
 
-@dataclass(slots=True)
-class _Stranger:
-    """What there is of a connection that has not proven itself, beside its link."""
-
-    sock: socket.socket
-    timer: asyncio.TimerHandle | None = None
+_CLOSED = "the session has ended"
 
 
 class Door:
@@ -59,34 +52,25 @@ class Door:
 
     Args:
         loop: The portal's.
-        owner: Of the links.
-        is_expected: Says whether an agent of a number that has proven itself may come in by a link.
-        allocate: Gives memory for large buffers.
-        traffic: Counts what agents send, or None.
+        is_expected: Says whether an agent of a number, which has proven itself, may come in now.
+        on_open: Gets the transport of an agent that has come in, and its number.
 
     Attributes:
         secret: Of the session.
-        refused: Connections that were turned away, by why. Beyond `_MOST_REASONS` of these they are others'.
+        refused: Connections that were turned away, by reason. Beyond `_MOST_REASONS` they share one reason.
     """
 
     def __init__(
-        self,
-        loop: GuardedLoop,
-        owner: Owner,
-        is_expected: Callable[[Link, int], bool],
-        allocate: Callable[[int], memoryview],
-        traffic: Traffic | None = None,
+        self, loop: GuardedLoop, is_expected: Callable[[int], bool], on_open: Callable[[Any, int], None]
     ) -> None:
         self.secret = new_secret()
         self.refused: Counter[str] = Counter()
         self._loop = loop.loop  # without the guard: no stranger may end a run
         self._guarded = loop
-        self._owner = owner
         self._is_expected = is_expected
-        self._allocate = allocate
-        self._traffic = traffic
-        self._strangers: dict[Link, _Stranger] = {}  # the oldest first
-        self._connecting: set[asyncio.Task[Any]] = set()
+        self._on_open = on_open
+        self._strangers: dict[asyncio.Task[str], asyncio.TimerHandle] = {}  # the oldest first
+        self._taken: set[socket.socket] = set()  # sockets of strangers that the loop has
         self._sock: socket.socket | None = None
         self._context: ssl.SSLContext | None = None
 
@@ -115,20 +99,18 @@ class Door:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where agents are to dial."""
+        """The address that agents are to dial."""
         assert self._sock is not None
         host, port = self._sock.getsockname()[:2]
         return host, port
 
-    # ---------------------------------------------------------------------------------------------- they come
-
     def _listen(self, sock: socket.socket) -> None:
-        """Be told of connections, unless it was closed meanwhile."""
+        """Be told of connections, unless the socket was closed meanwhile."""
         if sock.fileno() != -1:
             self._loop.add_reader(sock, self._accept, sock)
 
     def _accept(self, listening: socket.socket) -> None:
-        """Take one connection in: who is behind it has another turn, and who came before has turns to prove itself."""
+        """Take one connection in. Before the next one the strangers that are there have a turn to prove themselves."""
         try:
             sock, address = listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
@@ -138,80 +120,76 @@ class Door:
             self._loop.remove_reader(listening)
             self._loop.call_later(_NO_ROOM_S, self._listen, listening)
             return
-        link = Link(self._owner, self._guarded, self._prove, self._allocate, self._traffic)
-        link.peer = f"{address[0]}:{address[1]}"
-        self._strangers[link] = _Stranger(sock)
-        self._wait(link, _TURNS)
-        connecting = self._loop.create_task(self._loop.connect_accepted_socket(lambda: link, sock, ssl=self._context))
-        self._connecting.add(connecting)
-        connecting.add_done_callback(functools.partial(self._on_connected, link, sock))
+        stranger = self._loop.create_task(self._prove(sock))
+        stranger.add_done_callback(partial(self._on_end, sock, address_of(address)))
+        self._wait(stranger, _TURNS)
         if len(self._strangers) > _MOST_STRANGERS:
             self._turn_away(next(iter(self._strangers)), "too many at once")
 
-    def _on_connected(self, link: Link, sock: socket.socket, connecting: asyncio.Task[Any]) -> None:
-        """Its TLS stands, if there is to be any; or it has failed, of which nobody else tells the link."""
-        self._connecting.discard(connecting)
-        error = None if connecting.cancelled() else connecting.exception()
-        if link.was_made:
-            return
-        sock.close()
-        if isinstance(error, ssl.SSLError):
-            link.drop(f"its TLS failed ({error.reason})")
-        elif error is not None and not isinstance(error, ConnectionError):
-            link.drop(f"it could not be taken in ({error!r})")
-        link.connection_lost(None)
-
-    def _prove(self, link: Link, send: Send) -> Steps:
-        return trainer_side(self.secret, send, functools.partial(self._is_expected, link))
-
-    def came_in(self, link: Link) -> None:
-        """It has proven itself."""
-        self._forget(link)
-
-    # ------------------------------------------------------------------------------------------------ they go
-
-    def _wait(self, link: Link, turns: int) -> None:
+    def _wait(self, stranger: asyncio.Task[str], turns: int) -> None:
         """Turn a stranger away after so many more turns."""
         if turns:
-            self._strangers[link].timer = self._loop.call_later(PROOF_S / _TURNS, self._wait, link, turns - 1)
+            self._strangers[stranger] = self._loop.call_later(PROOF_S / _TURNS, self._wait, stranger, turns - 1)
         else:
-            self._turn_away(link, "too slow")
+            self._turn_away(stranger, "too slow")
 
-    def went_away(self, link: Link, why: str) -> None:
-        """A connection has ended; if it had not proven itself it is counted."""
-        if self._forget(link) is None:
+    def _turn_away(self, stranger: asyncio.Task[str], why: str) -> None:
+        self._strangers.pop(stranger).cancel()
+        stranger.cancel(why)
+
+    async def _prove(self, sock: socket.socket) -> str:
+        """Let a stranger in that proves itself; otherwise return why not."""
+        reader = asyncio.StreamReader(PROOF_BYTES, self._loop)
+        connected = self._loop.connect_accepted_socket(lambda: Stranger(reader), sock, ssl=self._context)
+        transport: Any = None
+        self._taken.add(sock)
+        try:
+            transport, _ = await connected
+            number = await prove(trainer_side(self.secret, transport.write, self._is_expected), reader)
+        except BaseException as error:
+            if transport is not None:
+                transport.abort()
+            match error:
+                case Refused():
+                    return str(error)
+                case ssl.SSLError():
+                    return f"its TLS failed ({error.reason})"
+                case EOFError() | ConnectionError():
+                    return "its connection ended"
+                case Exception():
+                    return f"it could not be taken in ({error!r})"
+            raise
+        self._taken.discard(sock)
+        self._guarded.run(self._on_open, transport, number)
+        return ""
+
+    def _on_end(self, sock: socket.socket, peer: str, stranger: asyncio.Task[str]) -> None:
+        """A stranger has come in, or not. Connections that did not are dropped and counted."""
+        if (timer := self._strangers.pop(stranger, None)) is not None:
+            timer.cancel()
+        try:
+            why = stranger.result()
+        except asyncio.CancelledError as error:
+            why = str(error)
+        if not why:
+            return
+        with contextlib.suppress(OSError):  # the other end was quicker, or the loop has closed the socket
+            sock.shutdown(socket.SHUT_RDWR)  # the loop closes a socket that it has
+        if sock not in self._taken:
+            sock.close()
+        self._taken.discard(sock)
+        if why == _CLOSED:
             return
         if why not in self.refused and len(self.refused) >= _MOST_REASONS:
             why = "another reason"
         self.refused[why] += 1
         if self.refused[why] == 1:
-            log.warning("A connection from %s was turned away: %s. More of them are counted.", link.peer, why)
-
-    def _turn_away(self, link: Link, why: str) -> None:
-        """Drop a stranger, which is counted at once."""
-        sock = self._strangers[link].sock
-        self.went_away(link, why)
-        _drop(link, sock, why)
-
-    def _forget(self, link: Link) -> _Stranger | None:
-        stranger = self._strangers.pop(link, None)
-        if stranger is not None and stranger.timer is not None:
-            stranger.timer.cancel()
-        return stranger
+            log.warning("A connection from %s was turned away: %s. More of them are counted.", peer, why)
 
     def close(self) -> None:
         """Listen no more. Idempotent."""
-        for link, stranger in tuple(self._strangers.items()):
-            self._forget(link)
-            _drop(link, stranger.sock, "the session has ended")
+        for stranger in tuple(self._strangers):
+            self._turn_away(stranger, _CLOSED)
         if self._sock is not None and self._sock.fileno() != -1:
             self._loop.remove_reader(self._sock)
             self._sock.close()
-
-
-def _drop(link: Link, sock: socket.socket, why: str) -> None:
-    """End a connection, also one whose TLS does not stand yet: the loop takes that as hung up."""
-    link.drop(why)
-    if not link.was_made:
-        with contextlib.suppress(OSError):  # the other end was quicker
-            sock.shutdown(socket.SHUT_RDWR)

@@ -1,17 +1,15 @@
-"""The agents of a pool: who may come, who is there, who has fallen silent, who leaves.
+"""The agents of a pool: which may come, are there, have fallen silent, or leave.
 
     launcher ── admit, on_draining, .. > Fleet ── on_here, on_leaving, on_forgotten ──> RemotePool
     door ────── proofs, then frames ─>  │    ── frames of workers ──────────────────>
                                         └ HELLO, PONG, LEAVING, BYE are the agents' own
 
-An agent has places for workers: ids that are nobody else's as long as it is there. Its number is good for one
-connection, once.
+An agent has room for so many workers. Its number is good for one connection, once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import logging
 import pickle
@@ -19,7 +17,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -29,7 +27,7 @@ from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.observe.traffic import Traffic
 from asyncloader.ray.door import Door
 from asyncloader.ray.facts import differences, facts
-from asyncloader.ray.launcher import Asked, Launcher, Order
+from asyncloader.ray.launcher import Access, Launcher, Order
 from asyncloader.ray.link import Link
 from asyncloader.ray.wire import SECONDS, Frame, Word
 from asyncloader.ray.worker import AgentState, RemoteAgent
@@ -47,7 +45,7 @@ _LAST_S = 2.0
 
 
 class Owner(Protocol):
-    """Who has workers at the agents."""
+    """The pool that has workers at the agents."""
 
     def on_here(self, agent: RemoteAgent) -> None:
         """The agent can be given workers."""
@@ -78,17 +76,14 @@ class Fleet:
         loop: The portal's.
         owner: Has workers there.
         spec: What the workers work with.
-        options: Of the user.
+        access: How agents may connect.
         launcher: Launches agents; it is open.
-        first: The least id of a place.
-        slots: So many places there are, and no more; 0 for any number.
+        most: For how many workers there may be agents; None for any number.
         allocate: Gives memory for large buffers.
         traffic: Counts what comes, or None.
 
     Attributes:
         agents: By number.
-        homes: By worker id, the agent that has the place.
-        num_places: Of which no id is as large as this, now or before.
         epoch: The run that is going on.
         is_closing: They have been told to go.
     """
@@ -98,30 +93,28 @@ class Fleet:
         loop: GuardedLoop,
         owner: Owner,
         spec: WorkerSpec,
-        options: Asked,
+        access: Access,
         launcher: Launcher,
-        first: int,
-        slots: int,
+        most: int | None,
         allocate: Callable[[int], memoryview],
         traffic: Traffic | None = None,
     ) -> None:
         self.agents: dict[int, RemoteAgent] = {}
-        self.homes: dict[int, RemoteAgent] = {}
-        self.num_places = first + slots
         self.epoch: EpochSpec
         self.is_closing = False
         self._loop = loop
         self._owner = owner
         self._spec = replace(spec, dataset=None, collate_fn=None, worker_init_fn=None, thread=None)
-        self._options = options
+        self._access = access
         self._launcher = launcher
         self._linked: dict[Link, RemoteAgent] = {}
-        self._free = list(range(first, first + slots))  # a heap: of places that there have been, whose agent is gone
-        self._has_slots = slots > 0
+        self._most = most
         self._num_agents = 0
         self._node_ids: dict[str, str] = {}  # by name
         self._lost: dict[int, str] = {}  # lost before they served: what to say once the launcher knows of their node
-        self._door = Door(loop, self, self.is_expected, allocate, traffic)
+        self._allocate = allocate
+        self._traffic = traffic
+        self._door = Door(loop, self.is_expected, self.on_open)
         self._beating: asyncio.TimerHandle | None = None
         self._last: asyncio.TimerHandle | None = None
         self._is_empty = False
@@ -138,7 +131,7 @@ class Fleet:
             WorkerStartError: if this machine cannot listen where agents are to reach it.
         """
         self.epoch = epoch
-        self._door.open(self._launcher.address, self._options.port, self._options.make_context)
+        self._door.open(self._launcher.address, self._access.port, self._access.make_context)
         self._beating = self._loop.call_later(_BEAT_S, self.beat)
         self._launcher.begin(self, self._loop)
 
@@ -187,20 +180,23 @@ class Fleet:
 
     def admit(self, num_workers: int) -> Order | None:
         """One more agent is about to be launched, for so many workers: say who it is. None: it is not to be."""
-        lacking = num_workers - len(self._free)
-        if self.is_closing or (self._has_slots and lacking > 0):  # too late, or who had these places has not gone yet
+        if self.is_closing or (self._most is not None and num_workers > self._most - self._count_taken()):
             return None
-        for _ in range(lacking):
-            heapq.heappush(self._free, self.num_places)
-            self.num_places += 1
-        ids = [heapq.heappop(self._free) for _ in range(num_workers)]
         self._num_agents += 1
         number = self._num_agents
-        agent = self.agents[number] = RemoteAgent(number, ids)
-        self.homes.update(dict.fromkeys(ids, agent))
-        make_context = self._options.make_context
+        self.agents[number] = RemoteAgent(number, num_workers)
+        make_context = self._access.make_context
         context = None if make_context is None else cloudpickle.dumps(make_context)
         return Order(*self._door.address, number, self._door.secret, context)
+
+    def _count_taken(self) -> int:
+        """Count the workers for which there are agents. The workers of an agent that leaves move one by one."""
+        agents = self.agents.values()
+        return sum(len(agent.workers) if agent.state is AgentState.LEAVING else agent.size for agent in agents)
+
+    def not_started(self, why: str) -> None:
+        """No agent can be launched."""
+        self._owner.not_started(why)
 
     def on_draining(self, number: int) -> None:
         """Whoever runs this agent's machine is about to take it away. One that has not come need not come."""
@@ -218,7 +214,7 @@ class Fleet:
                 self._on_not_started(words, with_node)
         elif agent.state is AgentState.COMING:
             self.forget(agent, why)
-            self._on_not_started(f"An agent for {len(agent.workers)} workers did not come: {why}", with_node)
+            self._on_not_started(f"An agent for {agent.size} workers did not come: {why}", with_node)
         else:
             agent.went_with_node = with_node
 
@@ -229,28 +225,25 @@ class Fleet:
         else:
             self._owner.not_started(why)
 
-    def is_expected(self, link: Link, number: int) -> bool:
+    def is_expected(self, number: int) -> bool:
         """Whether an agent of this number may come now. One that was given up may not come back."""
         agent = self.agents.get(number)
-        if agent is None or agent.link is not None or self.is_closing:
-            return False
-        agent.link = link
-        self._linked[link] = agent
-        return True
+        return agent is not None and agent.link is None and not self.is_closing
 
-    def on_open(self, link: Link) -> None:
+    def on_open(self, transport: Any, number: int) -> None:
         """An agent has proven itself; it tells next what is there."""
-        self._door.came_in(link)
+        link = Link(transport, self, self._loop, self._allocate, self._traffic)
+        agent = self._linked[link] = self.agents[number]
+        agent.link = link
 
     def on_lost(self, link: Link, why: str) -> None:
         """A connection has ended: nothing more comes by it."""
-        self._door.went_away(link, why)
         if (agent := self._linked.get(link)) is not None:
             self._lose(agent, why)
 
     def _lose(self, agent: RemoteAgent, why: str) -> None:
-        is_due = self.is_closing or (agent.state is AgentState.LEAVING and not agent.num_placed)
-        lost = agent.num_placed
+        is_due = self.is_closing or (agent.state is AgentState.LEAVING and not agent.workers)
+        lost = sum(process.is_ready for process in agent.workers.values())
         self.forget(agent, why)
         if not is_due and agent.has_served:
             words = "The agent on node %s is lost, with %d workers, whose batches others make: %s"
@@ -272,17 +265,7 @@ class Fleet:
             agent.link = None
         self._launcher.kill(agent.number)
         self.agents.pop(agent.number, None)
-        for worker in agent.workers:
-            self._free_place(worker)
         self._owner.on_forgotten(agent, why)
-
-    def take_place(self, worker: int) -> None:
-        """Have this place be another agent's: its worker is not to come back to this one."""
-        self._free_place(worker).workers.remove(worker)
-
-    def _free_place(self, worker: int) -> RemoteAgent:
-        heapq.heappush(self._free, worker)
-        return self.homes.pop(worker)
 
     def send_home(self, agent: RemoteAgent, grace_s: float) -> None:
         """Have an agent go that has nothing in hand."""
@@ -319,7 +302,7 @@ class Fleet:
         if differs := differences(here, there):
             words = f"Batches of the agent on node {agent.node} may differ from those made here: {', '.join(differs)}."
             is_other = here["asyncloader"] != there.get("asyncloader")
-            if is_other or self._options.on_mismatch == "raise":
+            if is_other or self._access.on_mismatch == "raise":
                 allow = "" if is_other else ', or allow it: RayWorkers(on_mismatch="warn")'
                 self.forget(agent)
                 self._owner.fail(WorkerStartError(f"{words} Have the same there, by runtime_env for example{allow}."))
@@ -343,15 +326,13 @@ class Fleet:
         self._owner.on_leaving(agent)
 
     def beat(self) -> None:
-        """Ask who is there. Silence is counted in turns of this loop, so that its own pauses do not count."""
+        """Ask all agents whether they are there, and give those up that have been silent for too long."""
         self._beating = self._loop.call_later(_BEAT_S, self.beat)
         for agent in tuple(self.agents.values()):
             if agent.link is None:
                 continue
-            agent.silent_s = 0 if agent.link.has_heard else agent.silent_s + 1
-            agent.link.has_heard = False
-            if agent.silent_s >= _SILENT_BEATS:
-                self._lose(agent, f"nothing has come from it for {agent.silent_s} s")
+            if agent.link.beat() >= _SILENT_BEATS:
+                self._lose(agent, f"nothing has come from it for {_SILENT_BEATS} s")
             elif agent.state is not AgentState.COMING:
                 self._ping(agent)
 

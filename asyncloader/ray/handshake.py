@@ -1,27 +1,29 @@
-"""Who may join: each side shows that it knows the session's secret, before what it sends is more than bytes.
+"""The proofs: each side shows that it knows the session's secret, before anything that it sends is more than bytes.
 
     trainer                                                   agent
        ── magic, nonce ──────────────────────────────────────>
        <────────── magic, number, nonce, HMAC(both nonces, number) ──
        ── HMAC(both nonces, number) ─────────────────────────>
 
-HMAC-SHA256 with a secret of 32 bytes that was drawn for the session and reached the agent by way of who launched it.
-Both nonces are in it, so nothing that was recorded is good again; the roles too, so nothing can be sent back to where
-it came from. Lengths are fixed: of a stranger no more than some 90 bytes are kept. The secret proves who is there when
-the connection begins; against somebody on the way who changes what follows there is TLS.
+HMAC-SHA256 with a secret of 32 bytes, which was drawn for the session and reached the agent by way of its launcher.
+Both nonces are in it, so nothing that was recorded is good again; the roles too, so no proof can be sent back to its
+sender. Lengths are fixed. The secret proves the identity of both sides when the connection begins; TLS protects what
+follows against changes on the way.
 
-The agent's number is good for one agent, once: one that was given up for silent, and comes back, is refused.
+The number of an agent is good for one connection, once: an agent that was given up as silent, and comes back, is
+refused.
 
-No I/O in here: each side is a generator that yields how many bytes it wants next, and is sent them.
+Each side is a generator without I/O: it yields how many bytes it wants next, and is sent them. `prove` drives it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 import struct
 from collections.abc import Callable, Generator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 MAGIC = b"asyncloader agent 1\n"
 _NONCE_BYTES = _DIGEST_BYTES = 32
@@ -29,12 +31,43 @@ _HELLO = struct.Struct(f"<{len(MAGIC)}s{_NONCE_BYTES}s")
 _PROOF = struct.Struct(f"<{len(MAGIC)}sI{_NONCE_BYTES}s32s")
 _NUMBER = struct.Struct("<I")
 
-Steps: TypeAlias = Generator[int, bytes, None]
+PROOF_BYTES = _PROOF.size
+"""No side has to send more before it has proven itself."""
+
+Steps: TypeAlias = Generator[int, bytes, int]
 Send: TypeAlias = Callable[[bytes], object]
 
 
 class Refused(Exception):
-    """The other side is not who it should be. The text is why, in a word or two, for who counts."""
+    """The other side is not the one that it should be. The text says why in a word or two."""
+
+
+class Stranger(asyncio.StreamReaderProtocol):
+    """The protocol of a connection whose other end has yet to prove itself; a `Link` takes its place then."""
+
+    def eof_received(self) -> bool:
+        """The other end has gone: no half-closed connection is kept."""
+        super().eof_received()
+        return False
+
+
+async def prove(steps: Steps, reader: asyncio.StreamReader) -> Any:
+    """Go through the steps of a side with what the other side sends.
+
+    Returns:
+        The agent's number.
+
+    Raises:
+        Refused: the other side is not the one that it should be.
+        EOFError: it has gone.
+        OSError: the connection broke.
+    """
+    try:
+        wanted = next(steps)
+        while True:
+            wanted = steps.send(await reader.readexactly(wanted))
+    except StopIteration as end:
+        return end.value
 
 
 def new_secret() -> bytes:
@@ -63,6 +96,7 @@ def trainer_side(secret: bytes, send: Send, admit: Callable[[int], bool]) -> Ste
     if not admit(number):
         raise Refused("not expected")
     send(_digest(secret, b"trainer", number, ours, theirs))
+    return int(number)
 
 
 def agent_side(secret: bytes, send: Send, number: int) -> Steps:
@@ -84,6 +118,7 @@ def agent_side(secret: bytes, send: Send, number: int) -> Steps:
     proof = yield _DIGEST_BYTES
     if not hmac.compare_digest(proof, _digest(secret, b"trainer", number, theirs, ours)):
         raise Refused("wrong secret")
+    return number
 
 
 def _digest(secret: bytes, role: bytes, number: int, of_trainer: bytes, of_agent: bytes) -> bytes:

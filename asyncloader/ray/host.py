@@ -1,7 +1,7 @@
-"""Run an agent in a process of its own, beside the process of whoever launches it: no user's code runs in that.
+"""Run an agent in a process of its own, beside the process of Ray's actor: none of the user's code runs in that.
 
-    Ray's actor ── stdin: the order ─────────────> python -m asyncloader.ray.agent
-                ── a file in memory: the dataset ─>
+    Ray's actor ── stdin: the order, descriptors ─> python -m asyncloader.ray.agent
+                ── a file in memory: the dataset ──>
                 ── a pipe, that hangs up when the actor is gone: SIGKILL by the kernel
 
 The dataset is in that file once for all workers of the machine, who map it.
@@ -16,7 +16,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.messages.mapped_pickle import write_pickle
 from asyncloader.ray.launcher import NODE_ID, Order
@@ -24,24 +24,6 @@ from asyncloader.ray.launcher import NODE_ID, Order
 _LOOK_EVERY_S = 1.0
 
 COMMAND = (sys.executable, "-m", "asyncloader.ray.agent")
-
-
-class Call(NamedTuple):
-    """What an agent reads from its stdin.
-
-    Attributes:
-        order: Of the trainer.
-        spec_fd: Of the file in memory with what its workers work with.
-        sizes: Of the pieces in it, in bytes.
-        liveness: A pipe that hangs up when who launched it is gone.
-        path: Where modules are found.
-    """
-
-    order: Order
-    spec_fd: int
-    sizes: list[int]
-    liveness: int
-    path: list[str]
 
 
 class AgentHost:
@@ -53,8 +35,10 @@ class AgentHost:
         self._sizes: list[int] = []
 
     def where(self) -> str:
-        """Return what tells the node that this is on from others on the same host; "" if there is no such thing."""
-        return ""
+        """Return Ray's id of the node that this is on. Several nodes may be on one host."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
     def load(self, parts: Sequence[Any]) -> None:
         """Take what the agent's workers work with, in pieces. Not with `run`: Ray keeps what a call is given."""
@@ -84,7 +68,7 @@ class AgentHost:
                 os.close(self._spec_fd)
             assert self.process.stdin is not None
             with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:  # its end tells more
-                pickle.dump(Call(order, self._spec_fd, self._sizes, liveness, sys.path), stdin)
+                pickle.dump((order, self._spec_fd, self._sizes, liveness, sys.path), stdin)
             return _await_end(self.process)
         finally:
             os.close(writing)

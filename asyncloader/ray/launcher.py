@@ -1,10 +1,10 @@
-"""Who launches agents on other machines, as the trainer's pool sees it: an interface.
+"""The launcher of agents on other machines, as the trainer's pool sees it: an interface.
 
     RemotePool ── begin, want, kill, close ──> Launcher     Ray's is `ray_launcher`; the tests launch processes here
                <── admit, on_draining, on_gone ─────
 
-The pool says who an agent is (`admit`); the launcher sees that a process somewhere becomes it, and tells when that is
-gone. What the agent then does it does over its connection to the trainer.
+The pool says who an agent is (`admit`). The launcher sees that a process somewhere becomes this agent, and tells when
+the process is gone. Everything else goes over the agent's own connection to the trainer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -22,42 +22,26 @@ MakeContext: TypeAlias = Callable[[ssl.Purpose], ssl.SSLContext]
 """Makes TLS contexts: for `CLIENT_AUTH` that of the trainer, for `SERVER_AUTH` that of an agent, in the agent."""
 
 NODE_ID = "ASYNCLOADER_NODE_ID"
-"""In the environment of an agent: what tells nodes apart that are on one host, by whoever has launched the agent."""
+"""In the environment of an agent: what tells nodes on one host apart. The launcher sets it."""
 
 
-class Asked(Protocol):
-    """What the user asks for: :class:`asyncloader.ray.RayWorkers` explains the fields."""
+class Access(NamedTuple):
+    """How agents may connect: :class:`asyncloader.ray.RayWorkers` explains the fields."""
 
-    @property
-    def num_workers(self) -> int | None:
-        """How many workers; None for as many as there is room for."""
-
-    @property
-    def max_workers(self) -> int | None:
-        """The most there may be, where `num_workers` does not say; None for any number."""
-
-    @property
-    def port(self) -> int:
-        """Where the trainer listens; 0 for any that is free."""
-
-    @property
-    def on_mismatch(self) -> OnMismatch:
-        """What to do about agents whose versions or processor would make other bits."""
-
-    @property
-    def make_context(self) -> MakeContext | None:
-        """What makes TLS contexts, or None for no TLS."""
+    port: int = 0
+    make_context: MakeContext | None = None
+    on_mismatch: OnMismatch = "raise"
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an agent is told by who launches it.
+    """What the launcher tells an agent.
 
     Attributes:
-        host: Where the trainer listens.
-        port: Where the trainer listens.
-        number: Of the agent; never given twice in a session.
-        secret: Of the session. Not shown.
+        host: The address at which the trainer listens.
+        port: The port at which the trainer listens.
+        number: The agent's number; no number is given twice in a session.
+        secret: The session's secret. Not shown.
         make_context: Makes the agent's TLS context, pickled by value; None for no TLS.
     """
 
@@ -69,10 +53,13 @@ class Order:
 
 
 class Yard(Protocol):
-    """What a launcher sees of the pool. On the loop thread."""
+    """The pool, as a launcher sees it. On the loop thread."""
 
     def admit(self, num_workers: int) -> Order | None:
-        """One more agent is about to be launched, for so many workers: say who it is. None: it is too late."""
+        """Return the order for one more agent, for so many workers; None if it is not to be launched any more."""
+
+    def not_started(self, why: str) -> None:
+        """No agent can be launched."""
 
     def on_draining(self, number: int) -> None:
         """This agent's machine is about to be taken away: it is to finish what it has, and to leave."""
@@ -97,21 +84,21 @@ class Launcher(Protocol):
     address: str
 
     def open(self, parts: list[Any]) -> None:
-        """Take what all workers work with, in pieces of bytes: the dataset, which is to travel once to each machine.
+        """Take the pickle of what all workers work with, in pieces. The dataset is to travel once to each machine.
 
         Raises:
-            Exception: as whoever it launches with raises it.
+            Exception: as the system that launches agents raises it.
         """
 
     def begin(self, yard: Yard, loop: GuardedLoop) -> None:
-        """Launch what there is room for; go on with what comes. What is told to the yard is told on the loop."""
+        """Launch agents where there is room, and go on as room comes. The yard is called on the loop."""
 
     def want(self, num_workers: int | None, *, ask: bool) -> None:
         """Have so many workers launched in all, by agents that are there or are to come.
 
         Args:
             num_workers: None for as many as there is room for.
-            ask: For those that there is no room for, have whoever gives machines out know of it.
+            ask: For workers without room, let the system that gives machines out know of them.
         """
 
     def kill(self, number: int) -> None:

@@ -3,11 +3,13 @@
     Fleet: agents ── here, leaving, forgotten ──> RemotePool ── on_ready, on_outcome, on_lost, on_left ──> session
                   <── start, dismiss, tickets ───            <── want, send, add, discard, dismiss ───────
 
-A worker has a place (its id) from the moment it is ready. Each process that takes a place is a life of its own, and
-what comes over the wire says of which life it is: so a batch of one that was given up counts for nothing.
+Where workers may come and go, a worker takes part in the run from the moment it is ready. Where they cannot, a run
+begins with all of them: tickets for a worker that has not come wait, and a lost worker is replaced when there is an
+agent with room. Each process is a life of its own, and frames say of which life they are: so a batch of a process that
+was given up is dropped.
 
-What waits here is bounded by tickets: each is answered once, and no more of them are out than the consumer's window,
-and what may be run ahead, allow. So the other side needs no other leave to send.
+Tickets bound what waits here: each is answered once, and there are never more than the consumer's window and the
+run-ahead allow. So an agent needs no other permission to send.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, pack_tick
 from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.observe.traffic import Traffic
 from asyncloader.ray.fleet import Fleet
-from asyncloader.ray.launcher import Asked, Launcher
+from asyncloader.ray.launcher import Access, Launcher
 from asyncloader.ray.outcomes import outcome_of, pickled_keys
 from asyncloader.ray.wire import NUMBER, SECONDS, Death, Frame, Word
 from asyncloader.ray.worker import AgentState, RemoteAgent, RemoteWorker
@@ -46,19 +48,18 @@ _FAILED_STARTS = 3
 
 
 class RemotePool:
-    """Owner of the places of workers at agents. On the loop, but for `wait_dead`.
+    """Owner of the workers of agents, and of their ids. On the loop, but for `wait_dead`.
 
     Args:
         loop: The portal's.
         spec: What the workers work with.
-        options: Of the user.
+        access: How agents may connect.
         launcher: Launches agents; it is open.
-        first: The least id that workers of agents may have: below it are local ones.
+        first: The least id of a worker of an agent: below it are local ones.
         traffic: Counts what comes, or None.
-        wanted: How many there are to be at the beginning; None for as many as the options say.
-        slots: Where it matters who makes a batch, there are so many workers from the beginning on: what is for one that
-            has not come waits, and one that is lost has a successor when there is an agent for it. 0 for workers that
-            come and go.
+        most: How many workers the options ask for at most; None for any number.
+        num_wanted: How many there are to be at the beginning; None for `most`.
+        num_fixed: How many workers a run begins with, because they cannot come and go; otherwise 0.
     """
 
     has_processes = False
@@ -68,29 +69,31 @@ class RemotePool:
         self,
         loop: GuardedLoop,
         spec: WorkerSpec,
-        options: Asked,
+        access: Access,
         launcher: Launcher,
         first: int,
         traffic: Traffic | None = None,
         *,
-        wanted: int | None = None,
-        slots: int = 0,
+        most: int | None = None,
+        num_wanted: int | None = None,
+        num_fixed: int = 0,
     ) -> None:
         self.processes: dict[int, RemoteWorker] = {}
         self.listener: Listener | None = None
-        self.fleet = Fleet(loop, self, spec, options, launcher, first, slots, self._allocate, traffic)
+        self.fleet = Fleet(loop, self, spec, access, launcher, num_fixed or None, self._allocate, traffic)
         self._loop = loop
         self._launcher = launcher
         self._has_others = first > 0
-        self._most = options.num_workers or options.max_workers
-        self._wanted = self._most if wanted is None else wanted
-        self._asks = wanted is not None or slots > 0
+        self._most = most
+        self._wanted = most if num_wanted is None else num_wanted
+        self._asks = num_wanted is not None or num_fixed > 0
+        self._is_fixed = num_fixed > 0
+        self._free = list(range(first, first + num_fixed))  # a heap: ids that no worker has
+        self._num_ids = first + num_fixed  # no id is as large as this, now or before
         self._num_lives = 0
-        self._num_staying = 0  # at agents that are here
+        self._num_staying = 0
         self._is_open = False
-        self._has_slots = slots > 0
         self._started: Callable[[], None] = _nothing
-        self._vacant = set(range(first, first + slots))  # slots that wait for an agent
         self._failed_starts = 0
         self._last_failure = ""
         self._slabs = slab_pool()
@@ -119,13 +122,10 @@ class RemotePool:
 
     def begin_epoch(self, epoch: EpochSpec) -> None:
         """Begin a new run over the data; tickets of the last one are forgotten."""
-        for agent in self.fleet.agents.values():
-            for process in agent.lives.values():
-                process.outstanding = 0
         self.fleet.begin_epoch(epoch)
 
     def end(self, grace_s: float) -> None:
-        """Tell all agents to go, with their workers; give up who is left after the grace and a moment."""
+        """Tell all agents to go, with their workers; give up those that are left after the grace and a moment."""
         self.fleet.end(grace_s)
 
     def on_empty(self) -> None:
@@ -138,7 +138,7 @@ class RemotePool:
             self.listener = None
 
     def wait_dead(self, timeout_s: float) -> bool:
-        """Wait until all agents are gone, and who launched them has let go. In any thread but the loop's."""
+        """Wait until all agents are gone, and the launcher has let go of them. In any thread but the loop's."""
         deadline = time.monotonic() + timeout_s
         return self._dead.wait(timeout_s) and self._launcher.wait_closed(max(0.0, deadline - time.monotonic()))
 
@@ -153,102 +153,100 @@ class RemotePool:
             self._fit()
 
     def _fit(self) -> None:
-        """Let go of workers that are too many, or have free places of agents filled: others are wanted, or are there.
+        """Let workers go that are too many, or have the room of agents filled, now that others are wanted or there.
 
-        Where there are fewest they go first, for a node is given back with its last worker.
+        Workers of the agents with the fewest go first, for a node is given back with its last worker.
         """
-        if self.fleet.is_closing or self._has_slots:
+        if self.fleet.is_closing or self._is_fixed:
             return
         agents = tuple(self.fleet.agents.values())
         here = [agent for agent in agents if agent.state is AgentState.HERE]
-        here.sort(key=lambda agent: len(agent.staying))
+        staying = {agent: [worker for worker, process in agent.workers.items() if process.stays] for agent in here}
+        here.sort(key=lambda agent: len(staying[agent]))
         for agent in here:
-            for worker in heapq.nlargest(-self._num_lacking, agent.staying):
-                self._let_go(agent, worker)
+            for worker in heapq.nlargest(-self._num_lacking, staying[agent]):
+                self._let_go(agent.workers[worker])
         for agent in reversed(here):
             self._fill(agent)
         lacking = self._num_lacking
         for agent in [agent for agent in agents if agent.state is AgentState.COMING]:
             if lacking <= 0:
                 self.fleet.forget(agent)
-            lacking -= len(agent.workers)
+            lacking -= agent.size
 
     @property
     def _num_lacking(self) -> int:
         return (sys.maxsize if self._wanted is None else self._wanted) - self._num_staying
 
     def _fill(self, agent: RemoteAgent) -> None:
-        """Have workers started in the free places of an agent, as far as they are wanted; without any it goes."""
+        """Have workers started in the room of an agent, as far as they are wanted; without any worker it goes."""
         if self.fleet.is_closing or agent.state is not AgentState.HERE:
             return
-        if self._has_slots:
-            for worker in sorted(agent.workers & self._vacant):
-                self._vacant.discard(worker)
-                self._put(self._begin_life(agent, worker))
+        while len(agent.workers) < agent.size and (self._free if self._is_fixed else self._num_lacking > 0):
+            if not self._free:
+                self._free.append(self._num_ids)
+                self._num_ids += 1
+            self._start(agent, heapq.heappop(self._free))
+        if self._is_fixed:
             self._started()
-            return
-        while agent.free and self._num_lacking > 0:
-            worker = heapq.heappop(agent.free)
-            agent.staying[worker] = self._begin_life(agent, worker)
-            self._num_staying += 1
-        self._maybe_send_home(agent, 0.0)
+        else:
+            self._maybe_send_home(agent, 0.0)
 
-    def _let_go(self, agent: RemoteAgent, worker: int) -> None:
-        """Have a worker leave: one that has a place finishes what it has first."""
-        if worker not in self.processes:
-            self._finish(agent.staying[worker], 0.0)
-            self._vacate(agent, worker)
-            return
-        del agent.staying[worker]
-        self._num_staying -= 1
-        if self.listener is not None:
-            self.listener.on_left(worker)
-
-    def _vacate(self, agent: RemoteAgent, worker: int) -> None:
-        """Nobody is in this place of an agent any more."""
-        self._num_staying -= agent.staying.pop(worker, None) is not None
-        heapq.heappush(agent.free, worker)
-
-    def _put(self, process: RemoteWorker) -> None:
-        """Have a place be this worker's."""
-        self._remove(process.worker_id)
-        self.processes[process.worker_id] = process
-        process.agent.num_placed += 1
-
-    def _remove(self, worker: int) -> RemoteWorker | None:
-        """Have a place be nobody's; return whose it was."""
-        process = self.processes.pop(worker, None)
-        if process is not None:
-            process.agent.num_placed -= 1
+    def _start(self, agent: RemoteAgent, worker: int) -> RemoteWorker:
+        """Have an agent start a worker. Where workers come and go it takes part in the run when it is ready."""
+        self._num_lives += 1
+        life = self._num_lives
+        process = agent.lives[life] = agent.workers[worker] = RemoteWorker(worker, life, agent, self._loop)
+        process.stays = True
+        self._num_staying += 1
+        if self._is_fixed:
+            self.processes[worker] = process
+        starts = self.fleet.epoch.starts
+        agent.send(Word.ADD, life, pickle.dumps((worker, self._num_ids, None if starts is None else starts[worker])))
         return process
+
+    def _let_go(self, process: RemoteWorker) -> None:
+        """Have a worker leave. One that takes part in the run finishes what it has first."""
+        self._unwant(process)
+        if self.processes.get(process.worker_id) is not process:
+            self._finish(process, 0.0)
+            self._release(process)
+        elif self.listener is not None:
+            self.listener.on_left(process.worker_id)
+
+    def _unwant(self, process: RemoteWorker) -> None:
+        self._num_staying -= process.stays
+        process.stays = False
+
+    def _release(self, process: RemoteWorker) -> None:
+        """Have the id of a worker, and its room at its agent, be free."""
+        self._unwant(process)
+        del process.agent.workers[process.worker_id]
+        heapq.heappush(self._free, process.worker_id)
 
     def add(self, worker: int, num_workers: int) -> None:
         """Have a worker started in the place of another, which is gone or finishes, by the same agent.
 
-        A slot whose agent is gone, or about to go, waits for one.
+        Where workers cannot come and go, an id whose agent is gone, or about to go, waits for an agent with room.
         """
-        if worker in self.processes:
-            self._finish(self.processes[worker], END_GRACE_S)
-        agent = self.fleet.homes.get(worker)
-        if not self._has_slots or (agent is not None and agent.state is AgentState.HERE):
-            self._put(self._begin_life(self.fleet.homes[worker], worker))
+        if (before := self.processes.pop(worker, None)) is None:
+            return  # it waits already
+        self._finish(before, END_GRACE_S)
+        agent = before.agent
+        if agent.state is AgentState.HERE or not self._is_fixed:
+            self._unwant(before)
+            self.processes[worker] = self._start(agent, worker)
             return
-        self._remove(worker)
-        self._vacant.add(worker)
-        if agent is not None and agent.state is AgentState.LEAVING:  # an agent that is coming keeps the place
-            self.fleet.take_place(worker)
+        if agent.state is AgentState.LEAVING:
+            self._release(before)
             self._maybe_send_home(agent, 0.0)
+        else:
+            heapq.heappush(self._free, worker)
+        for other in tuple(self.fleet.agents.values()):
+            self._fill(other)
 
     def prepare(self, worker: int, num_workers: int) -> None:
         """Start nothing beforehand: an agent forks, which takes a moment."""
-
-    def _begin_life(self, agent: RemoteAgent, worker: int) -> RemoteWorker:
-        self._num_lives += 1
-        life = self._num_lives
-        made = agent.lives[life] = RemoteWorker(worker, life, agent, self._loop)
-        starts, told = self.fleet.epoch.starts, self.fleet.num_places
-        agent.send(Word.ADD, life, pickle.dumps((worker, told, None if starts is None else starts[worker])))
-        return made
 
     def discard(self, worker: int) -> None:
         """Have this worker killed: another will take its place, and nothing that it has sent counts."""
@@ -258,12 +256,11 @@ class RemotePool:
             process.on_gone()
 
     def dismiss(self, worker: int, grace_s: float) -> None:
-        """Let this worker finish, if it is there: it has no tickets. Its place is free."""
-        process = self._remove(worker)
-        if process is None:
+        """Let this worker finish, if it is there: it has no tickets. Its id is free."""
+        if (process := self.processes.pop(worker, None)) is None:
             return
-        self._vacate(process.agent, worker)
         self._finish(process, grace_s)
+        self._release(process)
         self._maybe_send_home(process.agent, grace_s)
         self._loop.call_soon(self._fill, process.agent)  # by now others may be wanted
 
@@ -273,10 +270,8 @@ class RemotePool:
             process.on_gone()
 
     def _maybe_send_home(self, agent: RemoteAgent, grace_s: float) -> None:
-        """Let an agent go that is leaving, or whose workers are not wanted any more, when it has none."""
-        if agent.num_placed or self.fleet.is_closing:
-            return
-        if agent.state is AgentState.LEAVING or (agent.state is AgentState.HERE and not agent.lives):
+        """Let an agent go that has no workers, because it is leaving or they are not wanted any more."""
+        if not agent.workers and not self.fleet.is_closing and agent.state in (AgentState.LEAVING, AgentState.HERE):
             self.fleet.send_home(agent, grace_s)
 
     # -------------------------------------------------------------------------------------- agents come and go
@@ -287,44 +282,38 @@ class RemotePool:
 
     def on_leaving(self, agent: RemoteAgent) -> None:
         """An agent wants no more tickets: its workers finish what they have, and go."""
-        self._none_stay(agent)
-        for worker in sorted(agent.workers):
-            if worker in self.processes and self.listener is not None:
-                self.listener.on_left(worker)
+        for _, process in sorted(agent.workers.items()):
+            self._let_go(process)
         self._maybe_send_home(agent, _LAST_S)
-        self._loop.call_soon(self._fit)  # others may have places for as many
-
-    def _none_stay(self, agent: RemoteAgent) -> None:
-        self._num_staying -= len(agent.staying)
-        agent.staying.clear()
+        self._loop.call_soon(self._fit)  # others may have room for as many
 
     def on_forgotten(self, agent: RemoteAgent, why: str) -> None:
-        """An agent was given up: its workers are lost, and their places free."""
-        self._none_stay(agent)
+        """An agent was given up: its workers are lost, and their ids free."""
         lost, agent.lives = tuple(agent.lives.values()), {}
         for process in lost:
             process.on_lost(why)
         listener = None if self.fleet.is_closing else self.listener
-        if self._has_slots:  # there is to be another in each, and what it begins with has to be known
+        if self._is_fixed:  # each is replaced, and the place in its data at which the next one begins has to be known
             for process in lost:
                 if listener is not None:
                     listener.on_died(process.worker_id, process)
             return
-        for worker in sorted(agent.workers):
-            if self._remove(worker) is not None and listener is not None:
+        for worker, process in sorted(agent.workers.items()):
+            self._release(process)
+            if self.processes.pop(worker, None) is not None and listener is not None:
                 listener.on_lost(worker)
-        self._loop.call_soon(self._fit)  # others may have places for as many
+        self._loop.call_soon(self._fit)  # others may have room for as many
 
     def not_started(self, why: str) -> None:
-        """An agent or a worker has ended before it was of any use. What was said last is not said again."""
+        """An agent or a worker has ended before it was of any use. The same reason is not logged twice in a row."""
         if why != self._last_failure:
             log.warning("%s", why)
         self._last_failure = why
         self._failed_starts += 1
         if self._failed_starts < _FAILED_STARTS:
             return
-        if self._has_slots or not (self._has_others or self.processes):
-            others = "these batches cannot be made by others" if self._has_slots else "there are none here"
+        if self._is_fixed or not (self._has_others or self.processes):
+            others = "these batches cannot be made by others" if self._is_fixed else "there are none here"
             self.fail(WorkerStartError(f"No worker can be had on another machine, and {others}. {why}"))
 
     def fail(self, error: Exception) -> None:
@@ -340,7 +329,6 @@ class RemotePool:
         pickled, refused = pickle_tickets(tickets, pickled_keys)
         if pickled:
             process.agent.send(Kind.TICKETS, process.life, pack_tickets(pickled))
-            process.outstanding += len(pickled)
         return refused
 
     def _allocate(self, nbytes: int) -> memoryview:
@@ -348,23 +336,16 @@ class RemotePool:
         return self._slabs.receive(nbytes) or memoryview(bytearray(nbytes))
 
     def on_worker_frame(self, agent: RemoteAgent, frame: Frame) -> None:
-        """Take a frame about a worker; one that was given up meanwhile, or is another agent's, is nobody's."""
-        process = agent.lives.get(frame.life)
+        """Take a frame about a worker. One about a worker that was given up, or that another agent has, is dropped."""
+        process, kind = agent.lives.get(frame.life), frame.kind
         if process is None:
             return
-        if frame.kind not in OUTCOMES:
-            self._on_told(process, frame)
-            return
-        arrived_at = perf_counter()
-        outcome = outcome_of(frame, agent)
-        if self.listener is None or outcome.record.epoch != self.fleet.epoch.number:
-            return
-        process.outstanding -= 1
-        self.listener.on_outcome(process.worker_id, outcome, arrived_at)
-
-    def _on_told(self, process: RemoteWorker, frame: Frame) -> None:
-        kind = frame.kind
-        if kind == Kind.READY:
+        if kind in OUTCOMES:
+            arrived_at = perf_counter()
+            outcome = outcome_of(frame, agent)
+            if self.listener is not None and outcome.record.epoch == self.fleet.epoch.number:
+                self.listener.on_outcome(process.worker_id, outcome, arrived_at)
+        elif kind == Kind.READY:
             (process.pid,) = NUMBER.unpack(frame.body)
             self._on_ready(process)
         elif kind == Word.DIED:
@@ -375,36 +356,35 @@ class RemotePool:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 
     def _on_ready(self, process: RemoteWorker) -> None:
-        """A worker has opened the dataset: from now on it has a place."""
-        agent, worker = process.agent, process.worker_id
-        process.is_ready = agent.has_served = True
+        """A worker has opened the dataset: from now on it takes part in the run."""
+        process.is_ready = process.agent.has_served = True
         self._failed_starts = 0
-        if agent.state is AgentState.LEAVING or self.fleet.is_closing:
+        if not process.stays or self.fleet.is_closing:
             return
-        self._put(process)
+        self.processes[process.worker_id] = process
         if self.listener is not None:
-            self.listener.on_ready(worker)
+            self.listener.on_ready(process.worker_id)
 
     def _on_died(self, process: RemoteWorker, death: Death) -> None:
         """A worker has ended on its own. One that could not be set up is no loss, and no fault of a batch."""
         worker, agent = process.worker_id, process.agent
         del agent.lives[process.life]
         process.on_died(death)
-        is_placed = self.processes.get(worker) is process
-        if self._has_slots or (is_placed and death.was_set_up):
+        takes_part = self.processes.get(worker) is process
+        if self._is_fixed or (takes_part and death.was_set_up):
             if self.listener is not None:
                 self.listener.on_died(worker, process)
             return
-        self._vacate(agent, worker)
-        if is_placed:
-            self._remove(worker)
+        self._release(process)
+        if takes_part:
+            del self.processes[worker]
             if self.listener is not None:
                 self.listener.on_lost(worker)
         said = describe_death(process.pid, death.exitcode) if death.exitcode is not None else ""
         words = process.output.decode(errors="replace")
         self.not_started(f"A worker on node {agent.node} ended before it was ready. {said} {words}")
         agent.failed += 1
-        if agent.failed >= len(agent.workers):
+        if agent.failed >= agent.size:
             self.fleet.forget(agent)
 
 

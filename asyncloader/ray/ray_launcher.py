@@ -3,7 +3,7 @@
     loop thread ── begin, want, kill, close ──> queue ──> thread of Ray's calls ──> ray.put, actors, ray.kill
                 <── admit, on_gone ─────────────────────────┘  └ looks for room now and then
 
-Calls of Ray block, so a thread makes them. Nobody tells a program that a cluster has grown, or that a node is drained:
+Calls of Ray block, so a thread makes them. Ray tells no program that a cluster has grown, or that a node is drained:
 the thread looks every few seconds. Where there is room is decided in `rooms`.
 
 An actor is never started again by Ray (``max_restarts=0``): an agent of the same number would not be let in.
@@ -12,7 +12,6 @@ An actor is never started again by Ray (``max_restarts=0``): an agent of the sam
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import socket
 import time
@@ -25,9 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncloader.errors import ConfigurationError
+from asyncloader.ray import private
 from asyncloader.ray.host import AgentHost
 from asyncloader.ray.launcher import Order, Yard
-from asyncloader.ray.rooms import Place, Places, Room, Shortage, find_rooms
+from asyncloader.ray.rooms import Lasting, Nodes, Place, Room, find_rooms
 from asyncloader.worker import threads
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -35,63 +35,22 @@ log = logging.getLogger("asyncloader")
 
 _LOOK_EVERY_S = 2.0
 _SHUNNED_S = 10.0
-"""A place whose agent has ended gets no other one for so long."""
+"""A place whose agent has ended gets no other one for so long. Seconds."""
 
 _PROBE_S = 2.0
 """A raylet that takes no connection in this time is dead. Seconds."""
 
 _WARN_AFTER_S = 15.0
-_ANSWER_S = 10.0
-_KEPT_S = 600
+"""If no worker at all has found room for so long, the log says so. Seconds."""
 
-
-class _Host(AgentHost):
-    def where(self) -> str:
-        """Return Ray's id of the node that this is on."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
+_SHORT_AFTER_S = 4.0
+"""If some have found room, and others have not for so long, the log says so. Nodes tell late what is taken. Seconds."""
 
 
 class _Actor(NamedTuple):
     handle: Any
-    room: Room
-
-
-def packed(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Have Ray pack and store what a runtime_env names of this machine's files, which it does for whole jobs only.
-
-    Raises:
-        ConfigurationError: they are not there, or are too large for it.
-    """
-    if not runtime_env.get("working_dir") and not runtime_env.get("py_modules"):
-        return runtime_env
-    from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
-    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
-
-    made = dict(runtime_env)
-    try:
-        for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
-            made = upload(made, include_gitignore=True, logger=log)
-    except Exception as error:
-        raise ConfigurationError(
-            f"Ray cannot pack what RayWorkers(runtime_env=...) names for the nodes: {error} (leave out what they have "
-            'or do not need by "excludes", or install it there)'
-        ) from error
-    made.pop("excludes", None)
-    return made
-
-
-def keep(runtime_env: Mapping[str, Any]) -> None:
-    """Have Ray keep for `_KEPT_S` seconds more what it has stored for a runtime_env.
-
-    It drops what was uploaded for no job when nobody has used it for ten minutes, and an agent may come later.
-    """
-    from ray._private.runtime_env.packaging import pin_runtime_env_uri
-
-    for uri in (runtime_env.get("working_dir"), *(runtime_env.get("py_modules") or ())):
-        if isinstance(uri, str) and uri.startswith("gcs://"):
-            pin_runtime_env_uri(uri, expiration_s=_KEPT_S)
+    place: Place
+    size: int
 
 
 def has_died(node: str, nodes: Iterable[Mapping[str, Any]]) -> bool:
@@ -122,7 +81,7 @@ class RayLauncher:
     """
 
     def __init__(
-        self, need: Mapping[str, float], runtime_env: dict[str, Any], places: Places, at_least: int = 1
+        self, need: Mapping[str, float], runtime_env: dict[str, Any], places: Nodes, at_least: int = 1
     ) -> None:
         self.address = ""
         self._need = need
@@ -133,12 +92,12 @@ class RayLauncher:
         self._runtime_env = runtime_env
         self._here = ""
         self._spec: Any = None
-        self._actors: dict[int, _Actor] = {}  # of the thread's
-        self._draining: set[int] = set()  # of these, whose node is
+        self._asked: list[Room] = []  # for which the loop is asked who the agent is
+        self._actors: dict[int, _Actor] = {}
+        self._draining: set[int] = set()  # of these, on nodes that are drained
         self._shunned: dict[Place, float] = {}
         self._keeps_at = 0.0
-        self._warns_at = math.nan  # if there is still no room; nan while there is
-        self._shortage = Shortage(places.what.lower(), need, at_least)
+        self._is_full, self._is_short = Lasting(_WARN_AFTER_S), Lasting(_SHORT_AFTER_S)
         self._loop: GuardedLoop
         self._yard: Yard
         self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -150,14 +109,15 @@ class RayLauncher:
         """Connect to Ray, and leave there what workers work with: from there it goes once to each node.
 
         Raises:
-            ConfigurationError: Ray is not installed, or is connected to as a client, or what is to be packed for nodes
-                is too large for it, or there can never be room for workers.
+            ConfigurationError: Ray is not installed, or in an unknown version, or is connected to as a client, or what
+                is to be packed for nodes is too large for it, or there can never be room for workers.
         """
         try:
             import ray
             from ray.util.client import ray as client
         except ImportError as error:
             raise ConfigurationError("workers on other machines need Ray: pip install 'asyncloader[ray]'") from error
+        private.check_version(ray.__version__)
         if client.is_connected():
             raise ConfigurationError(
                 "this process is a client of Ray (ray://...), by which agents cannot reach it: run the program on a "
@@ -168,7 +128,7 @@ class RayLauncher:
         self._here = ray.get_runtime_context().get_node_id()
         self.address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._here)
         self._places.check(self._need, self._at_least)
-        self._runtime_env = packed(self._runtime_env)
+        self._runtime_env = private.pack(self._runtime_env)
         self._spec = ray.put([np.frombuffer(part, np.uint8) for part in parts])
 
     # ---------------------------------------------------------------------------------------------- the loop thread
@@ -197,6 +157,9 @@ class RayLauncher:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _admit(self, room: Room) -> None:
+        self._steps.put(partial(self._launch, room, self._yard.admit(room.size)))
+
     # ----------------------------------------------------------------------------------------------- its own thread
 
     def _run(self) -> None:
@@ -224,88 +187,81 @@ class RayLauncher:
     def _look(self) -> None:
         """See whether nodes are drained, and whether there is room for workers that are wanting."""
         import ray
-        from ray._private.state import state
 
         if not ray.is_initialized():  # after ray.shutdown(): to ask would begin another Ray
             return
         if (now := time.monotonic()) >= self._keeps_at:
-            self._keeps_at = now + _KEPT_S / 3
-            keep(self._runtime_env)
-        drained = set(state.get_draining_nodes())
+            self._keeps_at = now + private.KEPT_S / 3
+            private.keep(self._runtime_env)
+        drained = private.draining_nodes()
         for number, actor in self._actors.items():
-            if actor.room.place.node in drained and number not in self._draining:
+            if actor.place.node in drained and number not in self._draining:
                 self._draining.add(number)
                 self._loop.call_soon_threadsafe(self._yard.on_draining, number)
         self._draining &= self._actors.keys()
-        there = sum(actor.room.size for number, actor in self._actors.items() if number not in self._draining)
-        lacking = None if self._wanted is None else max(0, self._wanted - there)
-        is_full = is_waiting = any(not actor.room.place.node for actor in self._actors.values())
-        if lacking != 0:
-            rooms = find_rooms(self._find_free(drained), self._need, lacking, self._here)
-            if not rooms and not is_waiting and (self._asks or not there):
-                is_full = True
+        staying = [self._actors[number] for number in self._actors.keys() - self._draining]
+        rooms = [Room(actor.place, actor.size) for actor in staying] + self._asked
+        wanting = None if self._wanted is None else max(0, self._wanted - sum(room.size for room in rooms))
+        is_waiting = any(not room.place.node for room in rooms)
+        if wanting != 0:
+            found = find_rooms(self._find_free(drained), self._need, wanting, self._here)
+            if not found and not is_waiting and (self._asks or not rooms):
+                is_waiting = True
                 try:
-                    rooms = self._places.when_full()
+                    found = self._places.when_full()
                 except ConfigurationError as error:
-                    self._tell_none(str(error))
-            for room in rooms:
-                self._launch(room)
-        placed = sum(actor.room.size for actor in self._actors.values() if actor.room.place.node)
-        if words := self._shortage.look(placed, self._wanted, now):
-            log.warning("%s", words)
-        self._maybe_warn(is_full)
+                    self._loop.call_soon_threadsafe(self._yard.not_started, str(error))
+            for room in found:
+                self._asked.append(room)
+                self._loop.call_soon_threadsafe(self._admit, room)
+        self._warn(is_waiting, now)
 
     def _find_free(self, drained: set[str]) -> dict[Place, Mapping[str, float]]:
         """Return what is free where agents may be launched now."""
-        import ray
-        from ray._private.state import available_resources_per_node
+        now, asked = time.monotonic(), {room.place for room in self._asked}
+        nodes = {node: has for node, has in private.free_by_node().items() if node not in drained}
+        free = self._places.free(nodes)
+        return {place: has for place, has in free.items() if place not in asked and self._shunned.get(place, 0.0) < now}
 
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained
-        nodes = {node: has for node, has in available_resources_per_node().items() if node in alive}
-        now = time.monotonic()
-        return {place: has for place, has in self._places.free(nodes).items() if self._shunned.get(place, 0.0) < now}
+    def _warn(self, is_waiting: bool, now: float) -> None:
+        """Say once that workers have waited for room for long: all of them, or some."""
+        name, need, expected = self._places.name, dict(self._need), self._at_least
+        if self._is_full.look(is_waiting, now):
+            words = "%s has no room for workers of this loader, each of which takes %s: they are waited for."
+            log.warning(words, name[0].upper() + name[1:], need)
+        there = sum(actor.size for actor in self._actors.values() if actor.place.node)
+        expected = expected if self._wanted is None else min(expected, self._wanted)
+        if self._is_short.look(0 < there < expected, now):
+            words = (
+                "%d of %d workers on other machines are there: %s has no room for the others, each of which takes %s."
+            )
+            log.warning(words + " They are started as soon as there is.", there, expected, name, need)
 
-    def _admit(self, num_workers: int) -> Order | None:
-        answer: Future[Order | None] = Future()
-        self._loop.call_soon_threadsafe(_answer, answer, self._yard.admit, num_workers)
-        try:
-            return answer.result(_ANSWER_S)
-        except TimeoutError:
-            if answer.cancel():  # otherwise the loop would still admit an agent, which nobody launches
-                raise
-            return answer.result()
-
-    def _tell_none(self, why: str) -> None:
-        """Say of an agent that it will not come: there is to be none any more."""
-        if (order := self._admit(1)) is not None:
-            self._tell_gone(order.number, why)
-
-    def _launch(self, room: Room) -> None:
-        import ray
-
-        if (order := self._admit(room.size)) is None:
+    def _launch(self, room: Room, order: Order | None) -> None:
+        self._asked.remove(room)
+        if order is None:
             return
-        amounts = {name: amount * room.size for name, amount in self._need.items()}
+        import ray
+
+        place, amounts = room.place, {name: amount * room.size for name, amount in self._need.items()}
         options: dict[str, Any] = {
             "num_cpus": amounts.pop("CPU"),
             "num_gpus": amounts.pop("GPU", 0),
             "resources": amounts,
             "max_restarts": 0,
             "runtime_env": self._runtime_env or None,
-            "scheduling_strategy": self._places.strategy(room.place),
+            "scheduling_strategy": self._places.strategy(place),
         }
         try:
-            handle = ray.remote(_Host).options(**options).remote()
+            handle = ray.remote(AgentHost).options(**options).remote()
         except Exception as error:  # Ray does not take the runtime_env, say: it would not next time either
             self._tell_gone(order.number, f"Ray refuses it: {error}")
             return
-        self._actors[order.number] = _Actor(handle, room)
+        self._actors[order.number] = _Actor(handle, place, room.size)
         handle.load.remote(self._spec)
-        if not room.place.node:
-            placed: Future[str] = handle.where.remote().future()
-            placed.add_done_callback(partial(self._on_placed, order.number))
-        ended: Future[str] = handle.run.remote(order).future()
-        ended.add_done_callback(partial(self._on_ended, order.number, room.place.node, handle._actor_id.hex()))
+        if not place.node:
+            handle.where.remote().future().add_done_callback(partial(self._on_placed, order.number))
+        handle.run.remote(order).future().add_done_callback(partial(self._on_ended, order.number, place.node, handle))
 
     def _on_placed(self, number: int, placed: Future[str]) -> None:
         """There is room now for an actor that waited for it. In a thread of Ray's."""
@@ -314,27 +270,23 @@ class RayLauncher:
 
     def _note_node(self, number: int, node: str) -> None:
         if (actor := self._actors.get(number)) is not None:
-            self._actors[number] = _Actor(actor.handle, Room(Place(node), actor.room.size))
+            self._actors[number] = actor._replace(place=Place(node))
 
-    def _on_ended(self, number: int, node: str, actor: str, ended: Future[str]) -> None:
+    def _on_ended(self, number: int, node: str, handle: Any, ended: Future[str]) -> None:
         """An actor has ended, or cannot be had. In a thread of Ray's."""
         try:
             why = ended.result()
         except BaseException as error:  # of Ray: the actor died, its environment could not be made, ...
             why = str(error).strip() or type(error).__name__
-        self._steps.put(partial(self._gone, number, node, actor, why))
+        self._steps.put(partial(self._gone, number, node, handle, why))
 
-    def _gone(self, number: int, node: str, actor: str, why: str) -> None:
+    def _gone(self, number: int, node: str, handle: Any, why: str) -> None:
         import ray
-        from ray._private.state import state
 
         self._shun(self._actors.pop(number, None))
         with_node = False
         try:
-            if ray.is_initialized():
-                # Ray knows the node of an actor that waited for room, also when the actor died before it told us.
-                node = node or state.actor_table(actor)["Address"]["NodeID"]
-                with_node = has_died(node, ray.nodes())
+            with_node = ray.is_initialized() and has_died(node or private.node_of(handle), ray.nodes())
         finally:
             self._tell_gone(number, why, with_node=with_node)
 
@@ -350,26 +302,5 @@ class RayLauncher:
             ray.kill(actor.handle)
 
     def _shun(self, actor: _Actor | None) -> None:
-        if actor is not None and actor.room.place.node:
-            self._shunned[actor.room.place] = time.monotonic() + _SHUNNED_S
-
-    def _maybe_warn(self, is_full: bool) -> None:
-        """Say once that workers have been waited for for long."""
-        now = time.monotonic()
-        if not is_full:
-            self._warns_at = math.nan
-        elif math.isnan(self._warns_at):
-            self._warns_at = now + _WARN_AFTER_S
-        elif now > self._warns_at:
-            self._warns_at = math.inf
-            words = "%s has no room for workers of this loader, each of which takes %s: they are waited for."
-            log.warning(words, self._places.what, dict(self._need))
-
-
-def _answer(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function(*args))
-    except BaseException as error:
-        future.set_exception(error)
+        if actor is not None and actor.place.node:
+            self._shunned[actor.place] = time.monotonic() + _SHUNNED_S

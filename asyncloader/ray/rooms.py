@@ -2,10 +2,8 @@
 
     what nodes have free ── Nodes.free, Bundles.free ──> {Place: amounts} ── find_rooms ──> [Room(place, size)]
 
-`Shortage` says when there is room for some of the workers, and not for all.
-
-A bundle's room is told by its node, as resources of other names: "CPU_group_0_<group>" are the CPUs of its bundle 0. So
-what has been taken of a bundle is known, and one that is not yet placed has none.
+A node tells the room of its bundles as resources of other names: "CPU_group_0_<group>" are the CPUs of bundle 0. So
+what has been taken of a bundle is known, and a bundle that is not yet placed has none.
 """
 
 from __future__ import annotations
@@ -13,12 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncloader.errors import ConfigurationError
-
-SHORT_AFTER_S = 4.0
-"""What has been taken is told by nodes a little later. Seconds."""
 
 
 class Place(NamedTuple):
@@ -35,73 +30,57 @@ class Room(NamedTuple):
     size: int
 
 
-class Places(Protocol):
-    """Where in a cluster agents may be.
+class Nodes:
+    """All nodes of the cluster.
 
     Attributes:
-        what: In words, for who reads the log.
+        name: In words, for the log.
         most: How many workers there will ever be room for, once `check` has been called; None for any number.
     """
 
-    what: str
-    most: int | None
+    name = "the cluster"
+    most: int | None = None
 
     def check(self, need: Mapping[str, float], num_workers: int) -> None:
-        """Ask Ray whether there can ever be room for so many workers.
+        """Ask Ray whether there can ever be room for so many workers. A cluster may grow.
 
         Raises:
             ConfigurationError: there cannot.
         """
 
     def free(self, nodes: Mapping[str, Mapping[str, float]]) -> dict[Place, Mapping[str, float]]:
-        """Return what is free where, of what is free on these nodes. Asks nobody."""
-
-    def when_full(self) -> list[Room]:
-        """Return what to launch although there is no room, so that somebody sees to it."""
-
-    def strategy(self, place: Place) -> Any:
-        """Return what puts an actor of Ray there."""
-
-
-class Nodes:
-    """All nodes of the cluster."""
-
-    what = "The cluster"
-    most: int | None = None
-
-    def check(self, need: Mapping[str, float], num_workers: int) -> None:
-        """Nothing: a cluster may grow."""
-
-    def free(self, nodes: Mapping[str, Mapping[str, float]]) -> dict[Place, Mapping[str, float]]:
-        """Return what the nodes have free."""
+        """Return what is free where, of what these nodes have free."""
         return {Place(node): has for node, has in nodes.items()}
 
     def when_full(self) -> list[Room]:
-        """Return one worker's, anywhere: an actor that waits is what Ray's autoscaler grows a cluster for."""
+        """Return what to launch although there is no room: an actor that waits makes Ray's autoscaler grow a cluster.
+
+        Raises:
+            ConfigurationError: there will never be room.
+        """
         return [Room(Place(""), 1)]
 
     def strategy(self, place: Place) -> Any:
-        """Return the node's own. It is never Ray's default one.
+        """Return what puts an actor of Ray there.
 
-        That would put an actor into the placement group of whoever calls, if it takes in what is started there, as that
-        of Ray Train's workers may.
+        It is never Ray's default strategy: that puts an actor into the placement group of the caller if the group takes
+        in what is started there, as the group of Ray Train's workers may.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return NodeAffinitySchedulingStrategy(place.node, soft=False) if place.node else "SPREAD"
 
 
-class Bundles:
+class Bundles(Nodes):
     """The bundles of a placement group, which is the user's.
 
     Args:
         group: As ``ray.util.placement_group`` returns it.
     """
 
-    what = "The placement group"
+    name = "the placement group"
 
     def __init__(self, group: Any) -> None:
-        self.most: int | None = None
         self._group = group
 
     def check(self, need: Mapping[str, float], num_workers: int) -> None:
@@ -129,16 +108,12 @@ class Bundles:
         return free_in_bundles(nodes, self._group.id.hex())
 
     def when_full(self) -> list[Room]:
-        """Return nothing: what waits for nodes is the group. If that has been removed there will be no room.
-
-        Raises:
-            ConfigurationError: it has been removed.
-        """
+        """Return nothing: the group itself waits for nodes. If it has been removed there will never be room."""
         self._look_up()
         return []
 
     def strategy(self, place: Place) -> Any:
-        """Return the bundle's own."""
+        """Return what puts an actor into the bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(self._group, place.bundle)
@@ -188,38 +163,24 @@ def find_rooms(
     return rooms
 
 
-class Shortage:
-    """Fewer workers than were asked for, though some are there: says so once for each time that it lasts.
+class Lasting:
+    """Finds out when something has been so for long, once each time.
 
     Args:
-        what: In which there is no room, in words.
-        need: What a worker takes.
-        expected: So many were asked for.
+        after_s: How long. Seconds.
     """
 
-    def __init__(self, what: str, need: Mapping[str, float], expected: int) -> None:
-        self._what = what
-        self._need = dict(need)
-        self._expected = expected
-        self._told_at = math.nan  # nan while there is none, inf when it was told
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._told_at: float | None = None  # None while it is not so, inf when it was told
 
-    def look(self, there: int, wanted: int | None, now: float) -> str:
-        """Return what the user is to be told now; mostly "".
-
-        Args:
-            there: Workers for which there was room.
-            wanted: So many are wanted at the moment; None for as many as there is room for.
-            now: In seconds.
-        """
-        expected = self._expected if wanted is None else min(self._expected, wanted)
-        if not 0 < there < expected:
-            self._told_at = math.nan
-        elif math.isnan(self._told_at):
-            self._told_at = now + SHORT_AFTER_S
+    def look(self, is_so: bool, now: float) -> bool:
+        """Return whether the user is to be told now."""
+        if not is_so:
+            self._told_at = None
+        elif self._told_at is None:
+            self._told_at = now + self._after_s
         elif now >= self._told_at:
             self._told_at = math.inf
-            return (
-                f"{there} of {expected} workers on other machines are there: {self._what} has no room for the others, "
-                f"each of which takes {self._need}. They are started as soon as there is."
-            )
-        return ""
+            return True
+        return False

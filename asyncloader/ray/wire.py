@@ -1,12 +1,12 @@
-"""Frames between trainer and agent: lengths first, so that large buffers are received where they are to stay.
+"""Frames between trainer and agent: those of a worker's channel, followed by large buffers as they are.
 
-    head │ sizes of the buffers │ body │ buffer │ buffer ...
+    header │ number of a worker's life (u32), number of buffers (u32), their sizes │ body │ buffer │ buffer ...
 
-    head:  kind (u8), number of a worker's life (u32), how many buffers (u32), bytes of the body (u64)
-    body:  as the worker's own channel has it (see :mod:`asyncloader.messages.messages`); or one of `Word`
+    header: as :mod:`asyncloader.messages.frames` has it
+    body:   as the worker's own channel has it (see :mod:`asyncloader.messages.messages`); or one of `Word`
 
-Of a batch the body is its record and its pickle, the buffers are what the pickle refers to. A frame that cannot be ends
-the connection. Nothing in here does I/O, and nothing is read before both sides have proven themselves.
+The sizes come first, so that buffers are received where they are to stay. Of a batch the body is its record and its
+pickle, the buffers are what the pickle refers to. An impossible frame ends the connection. Nothing in here does I/O.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from __future__ import annotations
 import enum
 import pickle
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asyncloader.messages.frames import BadFrame, Buffer
+from asyncloader.messages import frames
+from asyncloader.messages.frames import BadFrame, Buffer, FrameBuffer
+from asyncloader.messages.messages import KINDS
 
-_HEAD = struct.Struct("<BxxxIIxxxxQ")
+_HEAD = struct.Struct("<II")
 _SIZE = struct.Struct("<Q")
-_STAGING_BYTES = 256 << 10
 _MOST_BUFFERS = 1 << 20
 _MOST_BYTES = 1 << 40
 
@@ -68,7 +70,7 @@ class Death(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame as it has come. The body is valid until the reader is given more; buffers are who refers to them's."""
+    """A frame as it has come. The body is valid until the reader is given more, a buffer as long as it is used."""
 
     kind: int
     life: int
@@ -78,9 +80,8 @@ class Frame(NamedTuple):
 
 def frame(kind: int, life: int = 0, parts: Sequence[Buffer] = (), buffers: Sequence[Buffer] = ()) -> list[Buffer]:
     """Return what to send, in order: one piece for all that is small, then the buffers themselves."""
-    head = _HEAD.pack(kind, life, len(buffers), sum(map(len, parts)))
     sizes = [_SIZE.pack(len(buffer)) for buffer in buffers]
-    return [b"".join((head, *sizes, *parts)), *buffers]
+    return [b"".join(frames.frame(kind, [_HEAD.pack(life, len(buffers)), *sizes, *parts])), *buffers]
 
 
 def decode(buffers: list[memoryview], payload: memoryview) -> tuple[Any, int]:
@@ -90,26 +91,8 @@ def decode(buffers: list[memoryview], payload: memoryview) -> tuple[Any, int]:
     return pickle.loads(stream, buffers=buffers), nbytes
 
 
-class _Partial:
-    """A frame of which something large is on its way."""
-
-    def __init__(self, kind: int, life: int, num_buffers: int, rest: memoryview) -> None:
-        self.kind = kind
-        self.life = life
-        self.rest = rest  # sizes and body
-        self.num_buffers = num_buffers
-        self.buffers: list[memoryview] = []
-
-    def next_size(self) -> int | None:
-        """Return the size of the buffer that comes next; None if all have come."""
-        at = len(self.buffers)
-        return None if at == self.num_buffers else int(_SIZE.unpack_from(self.rest, at * _SIZE.size)[0])
-
-
 class FrameReader:
-    """Bytes as they come in, cut into frames.
-
-    What is small is read into one buffer, which is used again; what is not is read straight into its own memory.
+    """Bytes as they come in, cut into frames. Large buffers are read straight into their own memory.
 
     Args:
         allocate: Gives memory of a size for a buffer. What it raises ends the connection.
@@ -117,26 +100,19 @@ class FrameReader:
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
         self._allocate = allocate
-        self._staging = memoryview(bytearray(_STAGING_BYTES))
-        self._start = self._end = 0
-        self._partial: _Partial | None = None
-        self._target: memoryview | None = None
-        self._filled = 0
+        self._frames = FrameBuffer(KINDS | {*Word})
+        self._amid: Frame | None = None  # whose buffers are not all here
+        self._sizes: deque[int] = deque()  # of its buffers that are not begun
+        self._filled = 0  # bytes of its newest buffer
 
     @property
     def is_amid(self) -> bool:
-        """Whether a frame with something large has begun, and not all of it is here."""
-        return self._partial is not None
+        """Whether a large frame has begun, and not all of it is here."""
+        return self._amid is not None or self._frames.is_amid
 
     def get_buffer(self) -> memoryview:
         """Return where the next bytes go."""
-        if self._target is not None:
-            return self._target[self._filled :]
-        rest = self._end - self._start
-        if rest and self._start:
-            self._staging[:rest] = bytes(self._staging[self._start : self._end])
-        self._start, self._end = 0, rest
-        return self._staging[rest:]
+        return self._frames.get_buffer() if self._amid is None else self._amid.buffers[-1][self._filled :]
 
     def received(self, count: int) -> Iterator[Frame]:
         """So many bytes have come to where the last `get_buffer` said: yield the frames that are whole now.
@@ -145,65 +121,42 @@ class FrameReader:
             BadFrame: they are no frames of ours.
             MemoryError: there is no memory for what comes.
         """
-        if self._target is not None:
-            self._filled += count
+        if (amid := self._amid) is None:
+            self._frames.received(count)
         else:
-            self._end += count
-        while (partial := self._partial or self._begin()) is not None:
-            self._partial = partial
-            if not self._is_filled(partial):
-                return
-            self._partial = None
-            body = partial.rest[partial.num_buffers * _SIZE.size :]
-            yield Frame(partial.kind, partial.life, body, partial.buffers)
-
-    def _begin(self) -> _Partial | None:
-        """Look at the next frame; None if too little of it is here."""
-        available = self._end - self._start
-        if available < _HEAD.size:
-            return None
-        kind, life, num_buffers, body_bytes = _HEAD.unpack_from(self._staging, self._start)
-        if num_buffers > _MOST_BUFFERS or body_bytes > _MOST_BYTES:
-            raise BadFrame(f"a frame of kind {kind} with {num_buffers} buffers and {body_bytes} bytes")
-        rest_bytes = num_buffers * _SIZE.size + body_bytes
-        at = self._start + _HEAD.size
-        if _HEAD.size + rest_bytes > _STAGING_BYTES:
-            self._start = at
-            partial = _Partial(kind, life, num_buffers, memoryview(bytearray(rest_bytes)))
-            self._aim(partial.rest)
-            return partial
-        if available < _HEAD.size + rest_bytes:
-            return None
-        self._start = at + rest_bytes
-        rest = self._staging[at : self._start]
-        if num_buffers:  # it is looked at again when the buffers have come, and this memory is used for other things
-            rest = memoryview(bytes(rest))
-        return _Partial(kind, life, num_buffers, rest)
-
-    def _is_filled(self, partial: _Partial) -> bool:
-        """Receive what there is of a frame; whether it is whole."""
-        while True:
-            if self._target is not None:
-                self._take()
-                if self._filled < len(self._target):
-                    return False
-                self._target = None
-            if (size := partial.next_size()) is None:
-                return True
-            if size > _MOST_BYTES:
-                raise BadFrame(f"a buffer of {size} bytes")
-            buffer = self._allocate(size)
-            partial.buffers.append(buffer)
-            self._aim(buffer)
-
-    def _aim(self, target: memoryview) -> None:
-        self._target, self._filled = target, 0
-
-    def _take(self) -> None:
-        """Copy to the target what has been read beyond what came before it."""
-        assert self._target is not None
-        count = min(len(self._target) - self._filled, self._end - self._start)
-        if count:
-            self._target[self._filled : self._filled + count] = self._staging[self._start : self._start + count]
             self._filled += count
-            self._start += count
+            if not self._fill(amid):
+                return
+            yield amid
+        for kind, body in self._frames.frames():
+            begun = self._begin(kind, body)
+            if not self._fill(begun):
+                return
+            yield begun
+
+    def _begin(self, kind: int, body: memoryview) -> Frame:
+        life, count = _HEAD.unpack_from(body) if len(body) >= _HEAD.size else (0, _MOST_BUFFERS + 1)
+        rest = _HEAD.size + count * _SIZE.size
+        if count > _MOST_BUFFERS or len(body) < rest:
+            raise BadFrame(f"a frame of kind {kind} with {count} buffers and {len(body)} bytes")
+        self._sizes.extend(size for (size,) in _SIZE.iter_unpack(body[_HEAD.size : rest]))
+        body = body[rest:]
+        # The memory of the body is used for other things while buffers come.
+        return Frame(kind, life, memoryview(bytes(body)) if count else body, [])
+
+    def _fill(self, begun: Frame) -> bool:
+        """Receive what there is of a frame's buffers; return whether it is whole."""
+        while True:
+            if begun.buffers:
+                rest = begun.buffers[-1][self._filled :]
+                self._filled += self._frames.take(rest)
+                if self._filled < len(begun.buffers[-1]):
+                    self._amid = begun
+                    return False
+            if not self._sizes:
+                self._amid = None
+                return True
+            if (size := self._sizes.popleft()) > _MOST_BYTES:
+                raise BadFrame(f"a buffer of {size} bytes")
+            begun.buffers.append(self._allocate(size))
+            self._filled = 0

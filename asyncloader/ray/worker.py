@@ -40,33 +40,28 @@ class Clock:
 
 
 class RemoteAgent:
-    """What the trainer knows of an agent. No step of a pool looks through agents or workers: each knows its own.
+    """An agent, as the trainer knows it. No step of a pool looks through all agents or workers: each knows its own.
 
     Attributes:
-        workers: The ids of the workers that it is for: its places.
-        free: Of these, where nobody is, in a heap. Not for slots.
-        staying: Of these, who is wanted, with the process that was started when the place was free. Not for slots.
-        lives: Their processes, successors included, by the number of each.
+        number: Its own, which is never given twice.
+        size: How many workers it has room for.
+        workers: Its workers, by their ids. One that has died or was discarded keeps its room until another is started.
+        lives: Their processes that are alive, by the number of each.
         node: Its machine, by name.
-        silent_s: Since when nothing has come from it.
-        num_placed: How many of its workers have their place.
         has_served: One of its workers has been ready.
         went_with_node: Whether its process ended because its machine did; None until the launcher says so.
         failed: How many of its workers have ended before they were ready.
     """
 
-    def __init__(self, number: int, workers: list[int]) -> None:
+    def __init__(self, number: int, size: int) -> None:
         self.number = number
-        self.workers = set(workers)
-        self.free = sorted(workers)
-        self.staying: dict[int, RemoteWorker] = {}
+        self.size = size
+        self.workers: dict[int, RemoteWorker] = {}
         self.lives: dict[int, RemoteWorker] = {}
         self.state = AgentState.COMING
         self.link: Link | None = None
         self.node = ""
         self.clock = Clock()
-        self.silent_s = 0
-        self.num_placed = 0
         self.has_served = False
         self.went_with_node: bool | None = None
         self.failed = 0
@@ -84,9 +79,9 @@ class RemoteWorker:
     """One worker on another machine; see :class:`asyncloader.backends.backend.Worker`. On the loop.
 
     Args:
-        worker_id: Its place.
-        life: Its own number: another one that takes its place has another.
-        agent: Who runs it.
+        worker_id: Its id.
+        life: The number of its process: another process under the same id has another number.
+        agent: The agent that runs it.
         loop: The trainer's.
     """
 
@@ -100,7 +95,7 @@ class RemoteWorker:
         self.is_ready = False
         self.is_alive = True
         self.is_lost = False
-        self.outstanding = 0  # tickets that it has not answered
+        self.stays = False  # it counts among the workers that are wanted
         self.was_set_up = True
         self.started_at = time.monotonic()
         self._loop = loop
@@ -136,7 +131,7 @@ class RemoteWorker:
             self.agent.link.drop("it was given up")
 
     def on_stack(self, text: str) -> None:
-        """It has told, or will not."""
+        """The stacks have come, or will not."""
         waiters, self._waiters = self._waiters, []
         if self._timer is not None:
             self._timer.cancel()
@@ -145,18 +140,18 @@ class RemoteWorker:
             tell(f"on node {self.agent.node}:\n{text}" if text else "")
 
     def on_died(self, death: Death) -> None:
-        """It has ended."""
+        """The worker has ended."""
         self.exitcode, self.was_set_up = death.exitcode, death.was_set_up
         self.output += f"On node {self.agent.node}. ".encode() + death.output
         self.on_gone()
 
     def on_lost(self, why: str) -> None:
-        """It is gone with its agent."""
+        """The worker is gone with its agent."""
         self.is_lost = True
         self.output += why.encode()
         self.on_gone()
 
     def on_gone(self) -> None:
-        """It is there no more."""
+        """The worker is there no more."""
         self.is_alive = False
         self.on_stack("")

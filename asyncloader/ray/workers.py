@@ -5,9 +5,9 @@
 
     loader = DataLoader(dataset, 64, num_workers=8, worker_backend=RayWorkers(num_workers=32))
 
-Ray finds room, starts one process a node and ends it. That runs an agent, whose workers are ours; batches come by a
-connection of our own, since objects of Ray travel at a fraction of what the network gives. `import ray` happens when a
-run begins. See docs/guides/many-machines.md.
+Ray finds room, starts one process a node and ends it. The process runs an agent, which forks workers of ours. Batches
+come by a connection of our own, because objects of Ray travel at a fraction of the network's rate. Ray is imported when
+a run begins. See docs/guides/many-machines.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from asyncloader.errors import ConfigurationError
 from asyncloader.protocols import makes_processes
-from asyncloader.ray.launcher import MakeContext, OnMismatch
+from asyncloader.ray.launcher import Access, MakeContext, OnMismatch
 
 if TYPE_CHECKING:
     from asyncloader.backends.backend import Backend
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncloader.observe.traffic import Traffic
     from asyncloader.options import Options
     from asyncloader.ray.launcher import Launcher
-    from asyncloader.ray.rooms import Places
+    from asyncloader.ray.rooms import Nodes
     from asyncloader.worker.guarded_loop import GuardedLoop
 
 __all__ = ["RayWorkers"]
@@ -46,14 +46,14 @@ class RayWorkers:
             for as many as there is room for, on all nodes but this one if there are others; with
             ``DataLoader(num_workers="auto")`` for as many of these as are worth it.
         max_workers: The most there may be, where ``num_workers`` is None; None for any number.
-        cpus_per_worker: What each takes of a node's CPUs, as Ray counts them.
-        resources: What each takes of other resources, by name; so they can be kept to certain nodes.
-        runtime_env: What Ray sets up on nodes before workers start: packages, files, environment variables.
+        cpus_per_worker: How many of a node's CPUs, as Ray counts them, each worker takes.
+        resources: How much each worker takes of other resources, by name. So workers can be kept to certain nodes.
+        runtime_env: The packages, files and environment variables that Ray sets up on nodes before workers start.
         placement: A placement group, as ``ray.util.placement_group`` returns it, to whose bundles workers are kept:
-            each bundle has as many as what nobody has of it is enough for, also one on this node. It may wait to be
-            placed. The loader neither makes nor removes it. None for the nodes' free room.
-        on_mismatch: What to do about a node where versions, or what the processor can do, would make batches that
-            differ in a bit: "raise" ends the run, "warn" says so in the log.
+            each bundle, also one on this node, has as many workers as its free part has room for. The group may wait to
+            be placed. The loader neither makes nor removes it. None for the nodes' free room.
+        on_mismatch: "raise" ends the run, "warn" says so in the log, if the versions or the processor of a node would
+            make batches that differ in a bit.
         port: Where this process listens for agents; 0 for any port that is free.
         make_context: Makes contexts for TLS: called here with ``ssl.Purpose.CLIENT_AUTH``, and in each agent with
             ``SERVER_AUTH``. None for connections that are proven on both sides, but not encrypted.
@@ -93,11 +93,11 @@ class RayWorkers:
 
     @property
     def need(self) -> dict[str, float]:
-        """What one worker takes of a node, by Ray's names."""
+        """The resources of a node that one worker takes, by Ray's names."""
         return {"CPU": self.cpus_per_worker, **(self.resources or {})}
 
     @property
-    def places(self) -> Places:
+    def places(self) -> Nodes:
         """Where workers may be."""
         from asyncloader.ray.rooms import Bundles, Nodes
 
@@ -152,15 +152,17 @@ class RayWorkers:
     ) -> Backend:
         """Make the backend of a loader's workers, local ones included; see `WorkerProvider`."""
         from asyncloader.messages.pickled_spec import pickle_by_value
+        from asyncloader.ray.mixed_pool import MixedPool
         from asyncloader.ray.pool import RemotePool
-        from asyncloader.ray.together import Together
 
         launcher = self.launcher()
         launcher.open(pickle_by_value(replace(spec, thread=None)))
         first, fixed = self._first_id(options), self.num_fixed(options)
         local = make_local() if spec.num_workers else None
-        remote = RemotePool(loop, spec, self, launcher, first, traffic, wanted=num_wanted, slots=fixed)
-        return remote if local is None else Together(local, remote, first, fixed)
+        access, most = Access(self.port, self.make_context, self.on_mismatch), self.num_workers or self.max_workers
+        numbers: Any = {"most": most, "num_wanted": num_wanted, "num_fixed": fixed}
+        remote = RemotePool(loop, spec, access, launcher, first, traffic, **numbers)
+        return remote if local is None else MixedPool(local, remote, first, fixed)
 
     def launcher(self) -> Launcher:
         """Return what launches agents, for one pool of workers."""
@@ -170,6 +172,6 @@ class RayWorkers:
 
 
 def _is_group(value: Any) -> bool:
-    """Whether it is a placement group. Who has one has imported this."""
+    """Return whether it is a placement group. A program that has one has imported their module."""
     module = sys.modules.get("ray.util.placement_group")
     return module is not None and isinstance(value, module.PlacementGroup)

@@ -36,7 +36,7 @@ class Runs:
         epochs_when_loaded: The epochs of samplers at the moment when a state was loaded.
         slicer: Knows what samples cost, where batches are made in slices.
         traffic: Counts what comes from other machines.
-        elsewhere: Workers that there are to be on other machines, where their number looks after itself.
+        num_on_nodes: Workers that there are to be on other machines, where their number looks after itself.
         resumed: How far the state was that the newest one has begun from, or None.
         told_when_loaded: The epochs of the dataset at that moment.
     """
@@ -55,7 +55,7 @@ class Runs:
         self.told_when_loaded: tuple[Told, ...] = ()
         self.slicer = Slicer()
         self.traffic = Traffic()
-        self.elsewhere = 0
+        self.num_on_nodes = 0
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -213,16 +213,16 @@ class WorkerIterator(BaseIterator[T_co]):
         options, runs = self._options, self._runs
         copied = workplace.make_copied(self._dataset, runs)
         where: Any = {"copied": copied, "home": self._home}
-        pool = workplace.make_pool(options, self._worker_spec(), loop, runs.traffic, runs.elsewhere, **where)
+        pool = workplace.make_pool(options, self._worker_spec(), loop, runs.traffic, runs.num_on_nodes, **where)
         finisher = self._make_finisher(loop)
-        auto = workplace.make_auto(options, pool, partial(_note_number, weakref.ref(self)), runs.elsewhere)
+        auto = workplace.make_auto(options, pool, partial(_note_number, weakref.ref(self)), runs.num_on_nodes)
         policy, workforce = workplace.policy_of(options), workplace.make_workforce(options)
         supervisor = Supervisor(loop, pool, policy, workforce, auto)
         return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), copied)
 
     def note_number(self, num_workers: int, in_all: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
-        self._runs.elsewhere = in_all - num_workers
+        self._runs.num_on_nodes = in_all - num_workers
         if self._options.is_auto:  # otherwise it was set meanwhile
             self._checkpointer.progress.num_workers = num_workers
             auto_number.note(self._loader(), num_workers)

@@ -42,7 +42,7 @@ def make_pool(
     spec: WorkerSpec,
     loop: GuardedLoop,
     traffic: Traffic,
-    elsewhere: int,
+    num_on_nodes: int,
     copied: CopiedDataset,
     home: asyncio.AbstractEventLoop | None = None,
 ) -> Backend:
@@ -53,7 +53,7 @@ def make_pool(
         spec: What the workers work with.
         loop: The portal's.
         traffic: Counts what comes from other machines.
-        elsewhere: How many there are to be on other machines at the beginning, where that looks after itself.
+        num_on_nodes: How many there are to be on other machines at the beginning, where that looks after itself.
         copied: The dataset in the spec.
         home: The loop of the user's that the dataset has to run on, where there are no workers; None for the portal's.
 
@@ -65,7 +65,7 @@ def make_pool(
     make_local = partial(_make_local, options, spec, loop, copied)
     if options.provider is None:
         return make_local()
-    wanted = elsewhere if options.is_auto else None
+    wanted = num_on_nodes if options.is_auto else None
     backend: Backend = options.provider.make_backend(options, spec, loop, traffic, wanted, make_local)
     return backend
 
@@ -166,33 +166,33 @@ def make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Fa
         persistent_workers=options.persistent_workers,
         concurrency=options.samples_at_once,
         in_process=options.is_in_process,
-        elsewhere=options.provider is not None,
-        wanted_elsewhere=None if options.provider is None else options.provider.num_workers,
+        on_nodes=options.provider is not None,
+        wanted_on_nodes=None if options.provider is None else options.provider.num_workers,
         auto=options.is_auto,
         renews=options.renews,
         can_renew=not (options.is_in_process or options.why_workers_stay),
     )
 
 
-def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None], elsewhere: int) -> Auto | None:
+def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None], num_on_nodes: int) -> Auto | None:
     """Return what looks after the number of workers, or None if nothing does.
 
     Args:
         options: Of the loader.
         pool: The workers.
         tell: Is told of each change, on the loop thread.
-        elsewhere: How many there are to be on other machines at the beginning.
+        num_on_nodes: How many there are to be on other machines at the beginning.
     """
     if not options.is_auto:
         return None
     provider = options.provider
     controller = Controller(
-        options.num_workers + elsewhere,
+        options.num_workers + num_on_nodes,
         max_computing=options.most_computing,
         max_waiting=options.most_waiting,
         cores=usable_cores(),
         overlaps=options.overlaps,
-        max_elsewhere=0 if provider is None else provider.max_workers or sys.maxsize,
+        max_on_nodes=0 if provider is None else provider.max_workers or sys.maxsize,
     )
     return Auto(controller, _all_here if provider is None else cast(Any, pool).place, tell)
 

@@ -161,7 +161,7 @@ class Stacker:
         nbytes = source.nbytes // source.shape[0] * len(numbers)
         if isinstance(source, np.ndarray):
             gathered = self._array(shape, source.dtype, nbytes)
-            np.take(source, numbers, 0, gathered, "clip")  # with "raise" numpy would gather elsewhere, and copy
+            np.take(source, numbers, 0, gathered, "clip")  # with "raise" numpy would gather in a buffer
             return held(torch.from_numpy(gathered), gathered)
         index = torch.from_numpy(numbers)
         if source.device.type != "cpu":

@@ -70,7 +70,7 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 
 
 def held(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """Let the memory live as long as the storage, even if that moves elsewhere.
+    """Let the memory live as long as the storage, even if that moves to other memory.
 
     `share_memory_()`, and torch's pickling for another process, replace the memory of a storage in place. Arrays and
     other views made before refer to the storage alone, and go on looking at the old memory, which would be freed and

@@ -6,7 +6,7 @@
               └ raised ─────────────────────────────────────────────────────┴──> Failure
 
 Whoever has the tickets drives it: one after the other (`make`), or with samples of many tickets in flight, which are
-gathered elsewhere (`gathered`).
+gathered by whatever fetches them (`gathered`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class BatchMaker:
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
         self._stalls = Stalls()
-        self._memory = PrivateBytes() if host.is_remote else None  # elsewhere it is everybody's
+        self._memory = PrivateBytes() if host.is_remote else None  # threads share theirs
         if isinstance(spec, WorkerSpec):
             self.spec = spec
             self._epochs = spec.epochs  # that its copy of the dataset has been told
@@ -180,7 +180,7 @@ class BatchMaker:
 
         Args:
             epoch: The run.
-            open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered elsewhere.
+            open_source: Opens that, of the dataset; `open_fetcher` unless samples are gathered by another.
         """
         self._epoch = epoch
         before, self.keeper = self.keeper, None

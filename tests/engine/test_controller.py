@@ -27,7 +27,7 @@ class World:
         cpu: Of these, how many it computes.
         cores: That there are.
         most: Workers beyond which something else limits: a disk, a server.
-        max_elsewhere: Workers on other machines that there may be.
+        max_on_nodes: Workers on other machines that there may be.
         slower: So many times as long as those here they take.
         network: Batches a second that can come from there.
         room: So many of them the cluster has room for.
@@ -41,7 +41,7 @@ class World:
     most: int = 99
     start: int = 2
     stalls: tuple[tuple[float, float], ...] = ()  # when the machine does something else
-    max_elsewhere: int = 0
+    max_on_nodes: int = 0
     slower: float = 1.0
     network: float = 1e9
     room: int = 99
@@ -51,7 +51,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.controller = Controller(
-            self.start, max_computing=self.cores, max_waiting=8, cores=self.cores, max_elsewhere=self.max_elsewhere
+            self.start, max_computing=self.cores, max_waiting=8, cores=self.cores, max_on_nodes=self.max_on_nodes
         )
         self.wanted, self.count, self.elsewhere = self.start, self.start, 0
         self.comes_at = 0.0
@@ -257,7 +257,7 @@ ELSEWHERE = st.builds(
     train=st.floats(0.001, 0.02),
     work=st.floats(0.02, 0.2),
     cpu=st.just(0.0),
-    max_elsewhere=st.just(16),
+    max_on_nodes=st.just(16),
     slower=st.sampled_from([1.0, 1.0, 1.3]),
 )
 
@@ -275,7 +275,7 @@ def test_other_machines_help_where_this_one_does_not_do(world: World) -> None:
 
 def test_those_of_this_machine_come_first_and_go_last() -> None:
     """A node is somebody else's to use."""
-    world = World(0.005, 0.06, 0.0, max_elsewhere=16).run(10)
+    world = World(0.005, 0.06, 0.0, max_on_nodes=16).run(10)
     assert world.count == 8
     assert 4 <= world.elsewhere <= 8
     world.train = 0.05
@@ -285,7 +285,7 @@ def test_those_of_this_machine_come_first_and_go_last() -> None:
 
 def test_what_computes_goes_elsewhere_when_the_cores_here_are_full() -> None:
     """And there it is not held against the cores of this machine."""
-    world = World(0.005, 0.04, 0.04, max_elsewhere=16).run(10)
+    world = World(0.005, 0.04, 0.04, max_on_nodes=16).run(10)
     assert world.count == 2
     assert 6 <= world.elsewhere <= 9
 
@@ -293,7 +293,7 @@ def test_what_computes_goes_elsewhere_when_the_cores_here_are_full() -> None:
 @pytest.mark.parametrize("network", [30.0, 100.0, 250.0])
 def test_it_stops_where_the_network_is_full(network: float) -> None:
     """And keeps nobody there who would only wait for it."""
-    world = World(0.001, 0.1, 0.0, max_elsewhere=64, network=network).run(30)
+    world = World(0.001, 0.1, 0.0, max_on_nodes=64, network=network).run(30)
     needed = network * world.work
     assert 0.85 * needed <= world.elsewhere <= 1.5 * needed + 1, world.history
     assert world.rate(world.count, world.elsewhere) >= 0.85 * world.rate(8, 64)
@@ -304,7 +304,7 @@ def test_it_stops_where_the_network_is_full(network: float) -> None:
 
 def test_a_cluster_without_room_is_not_waited_for_for_ever() -> None:
     """It goes on with what has come, and asks again later."""
-    world = World(0.001, 0.1, 0.0, max_elsewhere=16, room=3).run(100)
+    world = World(0.001, 0.1, 0.0, max_on_nodes=16, room=3).run(100)
     assert (world.count, world.elsewhere) == (8, 3)
     asked = [at for at, count in world.history if count > 11]
     assert len(asked) >= 2

@@ -12,7 +12,7 @@ import pytest
 from asyncloader.ray.door import Door
 from asyncloader.ray.launcher import MakeContext
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests.ray.callers import Heard, allocate, gone
+from tests.ray.callers import Heard, gone
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +37,8 @@ def make_context(tmp_path_factory: pytest.TempPathFactory) -> MakeContext:
 @pytest.fixture
 async def trainer() -> AsyncIterator[Heard]:
     """A door that is open; agents of number 1 may come in."""
-    heard = Heard()
-    heard.door = Door(GuardedLoop(asyncio.get_running_loop()), heard, lambda link, number: number == 1, allocate)
+    heard = Heard(expects=1)
+    heard.door = Door(GuardedLoop(asyncio.get_running_loop()), heard.is_expected, heard.on_open)
     heard.door.open("127.0.0.1", 0, None)
     yield heard
     heard.door.close()

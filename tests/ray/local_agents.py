@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from asyncloader.messages.mapped_pickle import MappedPickle, write_pickle
 from asyncloader.ray import RayWorkers
-from asyncloader.ray.agent import Kept, run
+from asyncloader.ray.agent import open_for_each, run
 from asyncloader.ray.host import AgentHost
 from asyncloader.ray.launcher import Launcher, Order, Yard
 from asyncloader.worker.bootstrap import die_with_parent
@@ -62,6 +62,11 @@ class LocalAgents(RayWorkers):
     def newest(self) -> LocalLauncher:
         """That of the newest pool."""
         return self.launchers[-1]
+
+
+class _Host(AgentHost):
+    def where(self) -> str:
+        return ""
 
 
 class LocalLauncher:
@@ -140,7 +145,7 @@ class LocalLauncher:
         self._loop.call_soon_threadsafe(self.grow, num_workers)
 
     def _run_host(self, order: Order) -> None:
-        host = self._processes[order.number] = AgentHost()
+        host = self._processes[order.number] = _Host()
         host.load(self._parts)
         self._tell(order.number, host.run(order))
 
@@ -205,7 +210,6 @@ def _identity(fd: Any) -> Any:
 def _be_agent(order: Order, opener: Any, liveness: Any) -> None:
     os.setpgid(0, 0)
     die_with_parent(liveness.detach())
-    opener = MappedPickle(Kept(opener._fd.detach()), opener._sizes)
-    failure = run(order, opener)
+    failure = run(order, open_for_each(opener._fd.detach(), opener._sizes))
     if failure:
         os.write(2, f"{failure}\n".encode())

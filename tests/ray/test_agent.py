@@ -17,7 +17,7 @@ from asyncloader.ray.handshake import new_secret
 from asyncloader.ray.launcher import Order
 from asyncloader.ray.wire import SECONDS, Word
 from tests.patience import until
-from tests.ray.callers import Heard, gone
+from tests.ray.callers import Heard
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def test_one_that_is_to_leave_says_so_however_early_it_was_told(
     assert trainer.door is not None
     agent = Agent(asyncio.get_running_loop(), Order(*trainer.door.address, 1, trainer.door.secret, None), None)
 
-    def is_expected(link: Any, number: int) -> bool:
+    def is_expected(number: int) -> bool:
         if when == "proving itself":
             handlers[signal.SIGTERM]()
         return True
@@ -67,7 +67,6 @@ async def test_one_whose_trainer_says_nothing_gives_up(
         agent = Agent(asyncio.get_running_loop(), Order(*sock.getsockname(), 1, new_secret(), None), None)
         await agent.run()
         assert "the trainer cannot be reached" in agent.failure
-        await gone(agent._link)
 
 
 async def test_one_that_is_refused_ends(trainer: Heard, handlers: dict[int, Any]) -> None:
@@ -75,5 +74,6 @@ async def test_one_that_is_refused_ends(trainer: Heard, handlers: dict[int, Any]
     assert trainer.door is not None
     agent = Agent(asyncio.get_running_loop(), Order(*trainer.door.address, 1, new_secret(), None), None)
     await agent.run()
-    assert agent.failure == "its connection ended"
+    assert "the trainer cannot be reached" in agent.failure
+    await until(lambda: trainer.door is not None and trainer.door.refused)
     assert trainer.door.refused == {"wrong secret": 1}

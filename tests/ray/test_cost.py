@@ -15,11 +15,11 @@ from asyncloader.engine.roster import Roster
 from asyncloader.engine.workforce import Workforce
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.ray import fleet as module
+from asyncloader.ray.launcher import Access
 from asyncloader.ray.pool import RemotePool
 from asyncloader.ray.rooms import Place, find_rooms
 from asyncloader.ray.wire import Word
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests.ray.local_agents import LocalAgents
 from tests.ray.test_places import SPEC, Launcher, Line, close, come
 
 HERE = str(Path(asyncloader.__file__).parent)
@@ -69,7 +69,7 @@ async def make(
     made: list[RemotePool] = []
 
     def pool(num_workers: int) -> tuple[RemotePool, list[Line]]:
-        made.append(pool := RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, LocalAgents(), Launcher(), 2))
+        made.append(pool := RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, Access(), Launcher(), 2))
         pool.listener = Left()  # type: ignore[assignment]
         assert list(pool.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
         sizes = [1] * num_workers if request.param == "many agents" else [num_workers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from typing import Any
 
@@ -10,27 +11,28 @@ import pytest
 import uvloop
 
 from asyncloader import WorkerStartError
+from asyncloader.messages.messages import HEADER
 from asyncloader.observe.traffic import Traffic
 from asyncloader.ray import door as module
 from asyncloader.ray.door import Door
 from asyncloader.ray.handshake import new_secret
 from asyncloader.ray.launcher import MakeContext
-from asyncloader.ray.wire import _HEAD, frame
+from asyncloader.ray.wire import Word, frame
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.patience import until
-from tests.ray.callers import Heard, allocate, dial, gone, knock, leave
+from tests.ray.callers import Heard, dial, gone, knock, leave
 
 
 async def test_an_agent_comes_in_and_frames_go_both_ways(trainer: Heard) -> None:
     agent = await dial(trainer)
     await until(lambda: agent.open and trainer.open)
     large = b"x" * (5 << 20)
-    agent.open[0].send_large(7, 1, [b"body"], [memoryview(large), memoryview(b"small")])
-    trainer.open[0].send(8, 2, b"answer")
+    agent.open[0].send_large(17, 1, [b"body"], [memoryview(large), memoryview(b"small")])
+    trainer.open[0].send(6, 2, b"answer")
     await until(lambda: agent.frames and trainer.frames)
-    assert trainer.frames == [(7, b"body", [large, b"small"])]
-    assert agent.frames == [(8, b"answer", [])]
-    assert trainer.open[0].has_heard
+    assert trainer.frames == [(17, b"body", [large, b"small"])]
+    assert agent.frames == [(6, b"answer", [])]
+    assert [trainer.open[0].beat() for _ in range(3)] == [0, 1, 2]
     agent.open[0].close()
     await until(lambda: trainer.lost and agent.lost)
     assert trainer.lost == ["its connection ended"]
@@ -53,7 +55,7 @@ async def test_garbage_is_dropped(trainer: Heard) -> None:
     """As soon as there is as much of it as of a proof."""
     writer = await knock(trainer, b"GET / HTTP/1.1\r\nHost: trainer\r\n\r\n" * 10)
     assert trainer.door is not None
-    await until(lambda: trainer.lost)
+    await until(lambda: trainer.door is not None and trainer.door.refused)
     assert trainer.door.refused == {"no agent": 1}
     await leave(writer)
 
@@ -62,8 +64,8 @@ async def test_who_is_slow_is_dropped(trainer: Heard, monkeypatch: pytest.Monkey
     """Who sends a byte now and then as well as who says nothing."""
     monkeypatch.setattr(module, "PROOF_S", 0.05)
     writers = [await knock(trainer, data) for data in (b"a", b"")]
-    await until(lambda: len(trainer.lost) == 2)
     assert trainer.door is not None
+    await until(lambda: trainer.door is not None and trainer.door.refused.total() == 2)
     assert trainer.door.refused == {"too slow": 2}
     for writer in writers:
         await leave(writer)
@@ -71,25 +73,22 @@ async def test_who_is_slow_is_dropped(trainer: Heard, monkeypatch: pytest.Monkey
 
 async def test_who_hangs_up_is_counted(trainer: Heard) -> None:
     await leave(await knock(trainer, b""))
-    await until(lambda: trainer.lost)
+    await until(lambda: trainer.door is not None and trainer.door.refused)
     assert trainer.door is not None
-    assert sum(trainer.door.refused.values()) == 1
+    assert trainer.door.refused == {"its connection ended": 1}
 
 
 async def test_strangers_with_ever_other_reasons_keep_no_memory(trainer: Heard) -> None:
     """Reasons are texts, of errors among others: only so many of them are counted by themselves, and logged."""
-    writer = await knock(trainer, b"")
     door = trainer.door
     assert door is not None
-    await until(lambda: door._strangers)
-    (stranger,) = door._strangers.items()
     for number in range(100):
-        door._strangers.update([stranger])
-        door.went_away(stranger[0], f"reason {number % 50}")
+        stranger: Any = asyncio.get_running_loop().create_future()
+        stranger.set_result(f"reason {number % 50}")
+        door._on_end(socket.socket(), "somewhere", stranger)
     assert door.refused["reason 1"] == 2
     assert door.refused["another reason"] == 36
     assert len(door.refused) == 33
-    await leave(writer)
 
 
 async def test_many_at_once_do_not_keep_memory(trainer: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,14 +97,13 @@ async def test_many_at_once_do_not_keep_memory(trainer: Heard, monkeypatch: pyte
     writers = [await knock(trainer, b"") for _ in range(5)]
     assert trainer.door is not None
     await until(lambda: trainer.door is not None and trainer.door.refused["too many at once"] == 2)
-    assert len(trainer.lost) == 2
     for writer in writers:
         await leave(writer)
 
 
 @pytest.mark.parametrize(
     ("sent", "why"),
-    [(_HEAD.pack(1, 0, 0, 1 << 50), "no frame"), (_HEAD.pack(99, 0, 0, 0), "no frame")],
+    [(HEADER.pack(1 << 50, 1), "no frame"), (frame(Word.BYE)[0], "none of theirs"), (HEADER.pack(8, 99), "no frame")],
 )
 async def test_an_agent_that_sends_what_is_no_frame_is_dropped(trainer: Heard, sent: bytes, why: str) -> None:
     agent = await dial(trainer)
@@ -118,19 +116,19 @@ async def test_an_agent_that_sends_what_is_no_frame_is_dropped(trainer: Heard, s
 async def test_large_frames_are_counted_while_they_are_on_their_way(trainer: Heard) -> None:
     """Not small ones, which come in one piece; and one whose connection breaks ends with it."""
     assert trainer.door is not None
-    traffic = trainer.door._traffic = Traffic()
+    traffic = trainer.traffic = Traffic()
     agent = await dial(trainer)
     await until(lambda: agent.open and trainer.open)
-    agent.open[0].send(8, 2, b"small")
+    agent.open[0].send(6, 2, b"small")
     await until(lambda: len(trainer.frames) == 1)
     assert traffic.received.nbytes == 0
     large = memoryview(bytes(5 << 20))
-    agent.open[0].send_large(7, 1, [b"body"], [large])
+    agent.open[0].send_large(17, 1, [b"body"], [large])
     await until(lambda: len(trainer.frames) == 2)
     received = traffic.received
     assert len(large) <= received.nbytes <= len(large) + 100
     assert 1.001 * received.seconds >= received.cpu_s >= 0  # the system may set one clock by 0.05 %
-    head, _ = frame(7, 1, [b"body"], [large])
+    head, _ = frame(17, 1, [b"body"], [large])
     agent.open[0]._transport.write(head + large[:1000])
     await until(lambda: traffic._open)
     agent.open[0].drop("enough")
@@ -145,14 +143,14 @@ async def test_what_dealing_with_a_frame_raises_is_told(trainer: Heard) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
     agent = await dial(trainer)
     await until(lambda: agent.open)
-    agent.open[0].send(98)
+    agent.open[0].send(Word.FAILED)
     await until(lambda: told)
     assert isinstance(told[0], KeyError)
 
 
 async def test_a_port_that_is_taken_is_said(trainer: Heard) -> None:
     assert trainer.door is not None
-    other = Door(GuardedLoop(asyncio.get_running_loop()), trainer, lambda link, number: True, allocate)
+    other = Door(GuardedLoop(asyncio.get_running_loop()), trainer.is_expected, trainer.on_open)
     with pytest.raises(WorkerStartError, match="cannot listen"):
         other.open(*trainer.door.address, None)
     other.close()
@@ -168,7 +166,7 @@ def test_a_door_that_closes_says_nothing_and_listens_no_more(new_loop: Any, turn
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: told.append(context))
         heard = Heard()
-        door = heard.door = Door(GuardedLoop(loop), heard, lambda link, number: True, allocate)
+        door = heard.door = Door(GuardedLoop(loop), heard.is_expected, heard.on_open)
         door.open("127.0.0.1", 0, None)
         address = door.address
         for _ in range(turns):
@@ -186,16 +184,16 @@ def test_a_door_that_closes_says_nothing_and_listens_no_more(new_loop: Any, turn
 async def test_with_tls(make_context: MakeContext) -> None:
     """Frames cross."""
     heard = Heard()
-    door = heard.door = Door(GuardedLoop(asyncio.get_running_loop()), heard, lambda link, number: True, allocate)
+    door = heard.door = Door(GuardedLoop(asyncio.get_running_loop()), heard.is_expected, heard.on_open)
     heard.context = make_context(ssl.Purpose.SERVER_AUTH)
     door.open("127.0.0.1", 0, make_context)
     agent = await dial(heard)
     await until(lambda: agent.open and heard.open)
     assert agent.open[0].peer == "{}:{}".format(*door.address)
     large = b"x" * (1 << 20)
-    agent.open[0].send_large(7, 1, [b"body"], [memoryview(large)])
+    agent.open[0].send_large(17, 1, [b"body"], [memoryview(large)])
     await until(lambda: heard.frames)
-    assert heard.frames == [(7, b"body", [large])]
+    assert heard.frames == [(17, b"body", [large])]
     agent.open[0].drop("enough")
     await until(lambda: heard.lost)
     door.close()

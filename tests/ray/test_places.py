@@ -19,10 +19,10 @@ from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import NO_RECORD, Batch, LeftOut, pack
 from asyncloader.ray import fleet as module
 from asyncloader.ray.facts import facts
+from asyncloader.ray.launcher import Access
 from asyncloader.ray.pool import RemotePool
 from asyncloader.ray.wire import Death, Frame, Word
 from asyncloader.worker.guarded_loop import GuardedLoop
-from tests.ray.local_agents import LocalAgents
 
 SPEC = WorkerSpec([1], False, True, None, False, None, 1, 0, True)
 
@@ -62,8 +62,13 @@ class Line:
         self.pool = pool
         self.sent: list[tuple[int, int, Any]] = []
         self.has_heard = False
+        self.silent = 0
         self.dropped = ""
-        self.is_admitted = pool.fleet.is_expected(self, number)  # type: ignore[arg-type]
+        self.is_admitted = pool.fleet.is_expected(number)
+        self.number = number
+        if self.is_admitted:
+            agent = pool.fleet.agents[number]
+            agent.link, pool.fleet._linked[self] = self, agent  # type: ignore[assignment,index]
 
     def send(self, kind: int, life: int = 0, *parts: bytes) -> None:
         self.sent.append((kind, life, b"".join(parts)))
@@ -71,12 +76,16 @@ class Line:
     def drop(self, why: str) -> None:
         self.dropped = why
 
+    def beat(self) -> int:
+        self.silent = 0 if self.has_heard else self.silent + 1
+        self.has_heard = False
+        return self.silent
+
     def say(self, kind: int, life: int = 0, body: bytes = b"") -> None:
         """Have a frame come."""
         self.pool.fleet.on_frame(self, Frame(kind, life, memoryview(body), []))  # type: ignore[arg-type]
 
     def hello(self, **other: str) -> None:
-        self.pool.fleet.on_open(self)  # type: ignore[arg-type]
         self.say(Word.HELLO, 0, json.dumps(facts() | other).encode())
 
     def ready(self, life: int) -> None:
@@ -127,7 +136,7 @@ class Heard:
 @pytest.fixture
 async def pool() -> AsyncIterator[RemotePool]:
     """A pool beside two local workers, in a run."""
-    made = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, LocalAgents(), Launcher(), 2)
+    made = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, Access(), Launcher(), 2)
     made.listener = Heard()
     assert list(made.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
     yield made
@@ -236,7 +245,6 @@ async def test_a_run_that_begins_while_an_agent_comes_is_in_its_welcome(pool: Re
     order = pool.fleet.admit(1)
     assert order is not None
     line = Line(pool, order.number)
-    pool.fleet.on_open(line)  # type: ignore[arg-type]
     pool.begin_epoch(EpochSpec(1, (0, 1, 0)))
     assert line.sent == []
     line.hello()
@@ -310,7 +318,7 @@ async def test_an_agent_that_leaves_as_it_comes_is_sent_home(pool: RemotePool) -
     line = Line(pool, order.number)
     line.hello()
     line.say(Word.LEAVING)
-    assert line.kinds() == [Word.WELCOME, Word.ADD, Word.ADD, Word.END]
+    assert line.kinds() == [Word.WELCOME, Word.ADD, Word.ADD, Word.DISMISS, Word.DISMISS, Word.END]
     for life in line.added():
         line.ready(life)
     line.say(Word.BYE)
@@ -340,7 +348,7 @@ async def test_so_many_are_there_as_are_wanted(pool: RemotePool) -> None:
 async def test_what_is_wanted_before_the_start_is_had_then() -> None:
     """Local workers are started first, and look after the number before agents are launched."""
     launcher = Launcher()
-    pool = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, LocalAgents(), launcher, 2, wanted=0)
+    pool = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, Access(), launcher, 2, num_wanted=0)
     pool.want(3)
     assert launcher.wanted is None
     assert list(pool.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
@@ -374,7 +382,7 @@ async def test_who_has_not_come_is_not_waited_for_if_it_is_not_wanted(pool: Remo
     assert pool._launcher.killed == [second.number]  # type: ignore[attr-defined]
     pool.want(1)
     assert len(come(pool, 3).added()) == 1
-    assert told(pool) == [("ready", 3)]
+    assert told(pool) == [("ready", 2)]
 
 
 async def test_an_agent_whose_worker_is_between_two_lives_is_not_given_back(pool: RemotePool) -> None:
@@ -452,7 +460,7 @@ ENDS = ["it has not come", "its connection ends first", "the launcher tells firs
 async def alone(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemotePool]:
     """A pool without local workers, in a run."""
     monkeypatch.setattr(module, "_BEAT_S", 3600.0)
-    made = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, LocalAgents(), Launcher(), 0)
+    made = RemotePool(GuardedLoop(asyncio.get_running_loop()), SPEC, Access(), Launcher(), 0)
     made.listener = Heard()
     assert list(made.start(EpochSpec(0, (0, 0, 0)), lambda: None)) == []
     yield made
@@ -489,7 +497,7 @@ async def test_agents_that_end_on_nodes_that_live_are_the_end(alone: RemotePool,
 async def test_a_slot_stays_with_an_agent_that_comes_while_the_slot_waits_for_another_worker() -> None:
     """The agent is launched as soon as the one before it is lost; another worker may be asked for later than that."""
     loop, launcher = GuardedLoop(asyncio.get_running_loop()), Launcher()
-    pool = RemotePool(loop, SPEC, LocalAgents(), launcher, 0, slots=1)
+    pool = RemotePool(loop, SPEC, Access(), launcher, 0, num_fixed=1)
     pool.listener = Heard()
     assert list(pool.start(EpochSpec(0, (0, 0, 0), num_workers=1), lambda: None)) == []
     order = pool.fleet.admit(1)
@@ -504,7 +512,7 @@ async def test_a_slot_stays_with_an_agent_that_comes_while_the_slot_waits_for_an
     line = Line(pool, order.number)
     line.hello()
     assert list(line.added().values()) == [0]
-    assert pool.processes[0].agent.num_placed == 1
+    assert list(pool.processes[0].agent.workers) == [0]
     await close(pool)
 
 
@@ -537,7 +545,7 @@ async def test_silence_is_counted_in_turns_of_the_loop(pool: RemotePool, monkeyp
 
 async def test_another_version_of_ours_is_never_let_in(pool: RemotePool) -> None:
     """Even where other differences are allowed: frames may mean something else."""
-    pool.fleet._options = LocalAgents(on_mismatch="warn")
+    pool.fleet._access = Access(on_mismatch="warn")
     order = pool.fleet.admit(1)
     assert order is not None
     line = Line(pool, order.number)

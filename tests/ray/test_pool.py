@@ -212,7 +212,7 @@ def test_a_number_that_looks_after_itself_asks_for_others_and_gives_them_back(mo
     loader = DataLoader(Endless(), 1, num_workers="auto", worker_backend=agents, max_buffered_bytes=0)
     iterator = iter(loader)
     wait_for(iterator, lambda: loader.stats().num_workers == 4)
-    assert (int(loader.num_workers), loader._runs.elsewhere) == (1, 3)
+    assert (int(loader.num_workers), loader._runs.num_on_nodes) == (1, 3)
     wanted[0] = (2, 1)
     wait_for(iterator, lambda: loader.stats().num_workers == 3)
     wait_until(lambda: not is_there(agents.newest.pids[2]))

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pickle
 import socket
 import sys
-import threading
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.engine.portal import get_portal
-from asyncloader.ray import RayWorkers, ray_launcher
-from asyncloader.ray.ray_launcher import RayLauncher, has_died
-from asyncloader.ray.rooms import SHORT_AFTER_S, Nodes, Place, Room, Shortage, find_rooms, free_in_bundles
-from asyncloader.worker.guarded_loop import GuardedLoop
+from asyncloader.ray import RayWorkers, private
+from asyncloader.ray.ray_launcher import RayLauncher, _Actor, has_died
+from asyncloader.ray.rooms import Lasting, Nodes, Place, Room, find_rooms, free_in_bundles
 
 FREE = {"here": {"CPU": 4.0}, "a": {"CPU": 2.0, "disk": 1.0}, "b": {"CPU": 8.0}, "full": {"memory": 1.0}}
 
@@ -113,39 +112,66 @@ def test_a_node_has_died_as_soon_as_its_raylet_does_not_listen() -> None:
     assert has_died("a", [node])
 
 
-def test_nobody_is_admitted_after_the_wait_for_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that the loop admitted then would be counted as coming for ever: nobody launches it."""
-    monkeypatch.setattr(ray_launcher, "_ANSWER_S", 0.05)
-    portal, go_on, admitted = get_portal(), threading.Event(), []
-    yard = SimpleNamespace(admit=admitted.append)
+def test_an_agent_that_the_loop_does_not_admit_is_not_launched() -> None:
+    """Its room is looked for again."""
     launcher = RayLauncher({"CPU": 1.0}, {}, Nodes())
-    launcher._yard, launcher._loop = yard, GuardedLoop(portal.loop)  # type: ignore[assignment]
-    portal.post(go_on.wait)
-    with pytest.raises(TimeoutError):
-        launcher._admit(2)
-    go_on.set()
-    portal.call(lambda: None).result(10)
-    assert admitted == []
-    launcher._admit(3)
-    assert admitted == [3]
+    launcher._yard = SimpleNamespace(admit=lambda num_workers: None)  # type: ignore[assignment]
+    launcher._asked.append(at("a", 2))
+    launcher._admit(at("a", 2))
+    step = launcher._steps.get_nowait()
+    assert step is not None
+    assert launcher._asked == [at("a", 2)]
+    step()
+    assert launcher._asked == []
+    assert launcher._actors == {}
 
 
-def test_fewer_workers_than_were_asked_for_are_told_once_each_time() -> None:
-    """With how many there are and what the others would take; not while nodes are only slow to tell."""
-    shortage = Shortage("the cluster", {"CPU": 1.0}, 8)
-    assert shortage.look(2, 8, 0.0) == ""
-    assert shortage.look(2, 8, SHORT_AFTER_S / 2) == ""
-    words = shortage.look(2, 8, SHORT_AFTER_S)
+def warned(there: int, wanted: int | None, at_s: list[float], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what is said at these times of workers that are there, where eight were asked for."""
+    launcher = RayLauncher({"CPU": 1.0}, {}, Nodes(), 8)
+    launcher._actors[1], launcher._wanted = _Actor(None, Place("a"), there), wanted
+    for now in at_s:
+        launcher._warn(False, now)
+    return caplog.messages
+
+
+def test_fewer_workers_than_were_asked_for_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """With how many there are and what the others would take, once; not while nodes are only slow to tell."""
+    assert warned(2, 8, [0.0, 3.9], caplog) == []
+    (words,) = warned(2, 8, [0.0, 4.0, 100.0], caplog)
     assert words.startswith("2 of 8 workers on other machines are there: the cluster has no room for the others")
     assert "{'CPU': 1.0}" in words
-    assert shortage.look(3, 8, 100.0) == ""
-    assert shortage.look(8, 8, 200.0) == ""
-    assert shortage.look(5, 8, 300.0) == ""
-    assert shortage.look(5, 8, 300.0 + SHORT_AFTER_S).startswith("5 of 8 workers")
 
 
 @pytest.mark.parametrize(("there", "wanted"), [(0, 8), (8, None), (2, 2), (9, 8)])
-def test_no_shortage_is_told_of_where_there_is_none(there: int, wanted: int | None) -> None:
+def test_no_shortage_is_told_of_where_there_is_none(
+    there: int, wanted: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where nobody is there something else is told; fewer may be wanted for a while."""
-    shortage = Shortage("the cluster", {"CPU": 1.0}, 8)
-    assert [shortage.look(there, wanted, at) for at in (0.0, SHORT_AFTER_S, 100.0)] == ["", "", ""]
+    assert warned(there, wanted, [0.0, 4.0, 100.0], caplog) == []
+
+
+def test_what_lasts_is_told_once_each_time() -> None:
+    """Counted from when it began, anew each time."""
+    lasting = Lasting(4.0)
+    looks = [
+        (True, 0.0),
+        (True, 2.0),
+        (True, 4.0),
+        (True, 9.0),
+        (False, 10.0),
+        (True, 11.0),
+        (True, 14.0),
+        (True, 15.0),
+    ]
+    assert [now for is_so, now in looks if lasting.look(is_so, now)] == [4.0, 15.0]
+
+
+@pytest.mark.parametrize("version", ["2.59.1", "2.61.0", "3.0.0rc1"])
+def test_a_version_of_ray_that_nobody_has_tested_is_refused(version: str) -> None:
+    """With what to install; the bounds are those of the extra."""
+    with pytest.raises(ConfigurationError, match=rf"but this is {version}.*'ray>=2.60,<2.61'"):
+        private.check_version(version)
+    private.check_version("2.60.3")
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert extras["optional-dependencies"]["ray"] == ["ray>=2.60,<2.61"]

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.messages.frames import BadFrame
+from asyncloader.messages.messages import HEADER, KINDS
 from asyncloader.ray import wire
-from asyncloader.ray.wire import FrameReader, decode, frame
+from asyncloader.ray.wire import FrameReader, Word, decode, frame
 from asyncloader.transport.codec import Encoder, open_payload
 from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.worker_loans import WorkerLoans
@@ -42,7 +43,7 @@ def feed(reader: FrameReader, data: bytes, pieces: list[int]) -> list[Any]:
 
 FRAMES = st.lists(
     st.tuples(
-        st.integers(0, 255),
+        st.sampled_from(sorted(KINDS | {*Word})),
         st.integers(0, 2**32 - 1),
         st.one_of(st.binary(max_size=40), st.integers(LARGE, LARGE + 9).map(lambda size: b"b" * size)),
         st.lists(
@@ -89,9 +90,12 @@ def test_a_large_buffer_is_received_into_its_place() -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        wire._HEAD.pack(1, 0, 0, 1 << 41),
-        wire._HEAD.pack(1, 0, (1 << 20) + 1, 0),
-        wire._HEAD.pack(1, 0, 1, 0) + wire._SIZE.pack(1 << 41),
+        HEADER.pack(1 << 41, 1),
+        HEADER.pack(8, 99),
+        HEADER.pack(3, 1) + b"123",
+        HEADER.pack(8, 1) + wire._HEAD.pack(0, 1),
+        HEADER.pack(8, 1) + wire._HEAD.pack(0, (1 << 20) + 1),
+        HEADER.pack(16, 1) + wire._HEAD.pack(0, 1) + wire._SIZE.pack(1 << 41),
     ],
 )
 def test_what_cannot_be_a_frame_is_refused(head: bytes) -> None:

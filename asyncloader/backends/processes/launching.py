@@ -74,7 +74,7 @@ def _dropped_in_child() -> list[Any]:
     """Return what multiprocessing, or we, let go of in a forked child: exit handlers, and its own finalizers.
 
     The last reference that goes runs a destructor, there, while this process goes on: a temporary directory would be
-    deleted, a connection ended; Ray's crash. What only an argument of ``atexit.register`` refers to cannot be had.
+    deleted, a connection ended; some would crash. What only an argument of ``atexit.register`` refers to cannot be had.
     """
     found: list[Any] = [_finalizers.copy()]  # at once, whatever other threads do
     with contextlib.suppress(Exception):  # of a handler's own __eq__

@@ -1,7 +1,7 @@
-"""Local workers and those of other machines in one run: one backend for the session, two behind it, told by ids.
+"""Local workers and those of other machines in one run: one backend for the session, two behind it, told apart by ids.
 
-session ──> Together ── ids below `first` ──> Pool: processes of this machine
-                     └─ the others ─────────> RemotePool
+session ──> MixedPool ── ids below `first` ──> Pool: processes of this machine
+                      └─ the others ─────────> RemotePool
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from asyncloader.backends.backend import Backend, Launch, Listener, Worker
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.ray.pool import RemotePool
 
+_PASSED_ON = ("on_ready", "on_outcome", "on_died", "on_left", "on_prepared", "on_lost", "on_failed")
+"""What each of the two tells the session's listener itself: all but its end."""
 
-class Together:
+
+class MixedPool:
     """Two backends as one; see :class:`asyncloader.backends.backend.Backend` for the methods. Loop thread only.
 
     Args:
         local: Its workers have ids below `first`.
         remote: Its workers have the others.
         first: The least id of a remote worker.
-        num_fixed: Remote workers of which the datasets of all are told, because they cannot come and go.
+        num_fixed: How many remote workers there are from the beginning on, because workers cannot come and go. The
+            datasets of all workers are told of these.
     """
 
     def __init__(self, local: Backend, remote: RemotePool, first: int, num_fixed: int) -> None:
@@ -34,22 +39,24 @@ class Together:
         self._num_told = first + num_fixed if num_fixed else 0
         self._listener: Listener | None = None
         self._open: list[Backend] = [local, remote]
-        places: Any = (local.processes, remote.processes)
-        self._places: ChainMap[int, Worker] = ChainMap(*places)
+        both: Any = (local.processes, remote.processes)
+        self._processes: ChainMap[int, Worker] = ChainMap(*both)
+        self.has_processes, self.takes_long = local.has_processes, local.takes_long
 
     def __repr__(self) -> str:
-        return f"<Together {self._local!r} {self._remote!r}>"
+        return f"<MixedPool {self._local!r} {self._remote!r}>"
 
     @property
     def listener(self) -> Listener | None:
-        """Who gets what the workers make."""
+        """Gets what the workers make."""
         return self._listener
 
     @listener.setter
     def listener(self, listener: Listener | None) -> None:
-        halves: list[Listener | None] = [None] * len(self._open)
+        halves: list[Any] = [None] * len(self._open)
         if listener is not None:
-            halves = [_Half(listener, partial(self._on_closed, half)) for half in self._open]
+            passed_on = {name: getattr(listener, name) for name in _PASSED_ON}
+            halves = [SimpleNamespace(**passed_on, on_closed=partial(self._on_closed, half)) for half in self._open]
         self._listener = listener  # nothing fails from here on: each of the two tells of its end, or neither
         for half, told in zip(self._open, halves, strict=True):
             half.listener = told
@@ -62,24 +69,14 @@ class Together:
 
     @property
     def processes(self) -> Mapping[int, Worker]:
-        """The workers that have a place now, by id."""
-        return self._places
-
-    @property
-    def has_processes(self) -> bool:
-        """As the local ones."""
-        return self._local.has_processes
-
-    @property
-    def takes_long(self) -> bool:
-        """As the local ones."""
-        return self._local.takes_long
+        """The workers that there are now, by id."""
+        return self._processes
 
     def _of(self, worker: int) -> Backend:
         return self._local if worker < self._first else self._remote
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
-        """Start the local workers, then have agents launched: no thread of that is at anything while one is forked."""
+        """Start the local workers, then have agents launched: a process is forked while no thread launches agents."""
         epoch = epoch._replace(num_workers=self._num_told)
         yield from self._local.start(epoch, started)
         yield from self._remote.start(epoch, started)
@@ -132,17 +129,3 @@ class Together:
         both = (self._local, self._remote)
         waits = [backend.wait_dead(max(0.0, deadline - time.monotonic())) for backend in both]
         return all(waits)
-
-
-class _Half:
-    """Tells the session what one of the two tells, but that it is closed."""
-
-    def __init__(self, listener: Listener, on_closed: Callable[[], None]) -> None:
-        self.on_ready = listener.on_ready
-        self.on_outcome = listener.on_outcome
-        self.on_died = listener.on_died
-        self.on_left = listener.on_left
-        self.on_prepared = listener.on_prepared
-        self.on_lost = listener.on_lost
-        self.on_failed = listener.on_failed
-        self.on_closed = on_closed
