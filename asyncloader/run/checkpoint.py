@@ -112,7 +112,8 @@ def check(state: dict[str, Any], options: Options) -> None:
         _same("num_replicas", saved_ranks, ranks, _OTHER_RANKS)
     identity.check(saved, here, free=free, advice=_ADVICE)
     for name in ("samplers", "datasets"):
-        _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
+        if name in saved:  # states of earlier versions lack them
+            _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
 
 
 def _check_each(name: str, saved: list[dict[str, Any]], here: list[dict[str, Any]], free: Collection[str]) -> None:
