@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +35,42 @@ def pids(batches: list[Any]) -> list[int]:
 def wait_for_renewals(loader: Any, count: int) -> None:
     """Wait until so many have been renewed in this run."""
     wait_until(lambda: loader.stats().renewals >= count)
+
+
+def _not_here(number: int) -> None:
+    raise ValueError(f"key {number} cannot be unpickled")
+
+
+class Unreadable:
+    """A key that pickles, and does not unpickle."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _not_here, (self.number,)
+
+
+class SlowEnough(Dataset[int]):
+    """Samples that take as long as the start of a process."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.1)
+        return index
+
+
+def test_a_worker_whose_last_ticket_is_refused_is_renewed() -> None:
+    """The renewal waits for the end of the last ticket, whatever becomes of it."""
+    plan = [[number] if number % 2 == 0 else [Unreadable(number)] for number in range(16)]
+    loader = DataLoader(SlowEnough(), batch_sampler=plan, num_workers=1, timeout=20, max_tasks_per_child=2)  # type: ignore[arg-type]
+    seen, refused, iterator = [], 0, iter(loader)
+    for keys in plan:
+        try:
+            seen.append(int(next(iterator)))
+        except ValueError:
+            refused += isinstance(keys[0], Unreadable)
+    assert next(iterator, None) is None
+    assert (seen, refused) == (list(range(0, 16, 2)), 8)
 
 
 @pytest.mark.covering(1)

@@ -324,11 +324,15 @@ class Scheduler:
                 actions += self.ready(ticket.seq, VOID)
             self._maybe_finish()
             return actions
+        passed_over: list[tuple[int, int, Ticket]] = []
         while self._unsent:
             ticket = self._unsent[0][2]
             chosen = self._choose(ticket)
             if chosen is None:
-                break
+                if not (self._static and ticket.is_suspect):
+                    break
+                passed_over.append(heapq.heappop(self._unsent))  # it waits for its own worker, and holds up no other
+                continue
             if self.slices is None or ticket.number >= 0:
                 heapq.heappop(self._unsent)
             else:
@@ -338,6 +342,8 @@ class Scheduler:
             if ticket.is_suspect:
                 self.roster.hold(chosen)
             actions.append(Send(chosen, ticket))
+        for entry in passed_over:
+            heapq.heappush(self._unsent, entry)
         self._maybe_run_ahead()
         return actions
 

@@ -334,6 +334,7 @@ class Session:
         supervisor.recovery.reset()
         if type(outcome) is Refused:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
+            supervisor.answered(worker, record.private_bytes, arrived_at)  # a renewal may have waited for this
             return
         ticket = scheduler.in_flight[worker][record.seq]
         times: Any = None

@@ -48,10 +48,13 @@ def check_of(generator: Any) -> int:
     state = state_of(generator)
     if isinstance(generator, torch.Generator):
         return zlib.crc32(state.numpy().data)
+    # A Gaussian that was made with the last one, and is kept for the next draw, belongs to the state. A hash of numbers
+    # alone is the same in every process.
     if isinstance(generator, random.Random):
-        return hash(state[1]) & 0xFFFFFFFF  # a hash of numbers alone is the same in every process
+        return (hash(state[1]) ^ (0 if state[2] is None else hash(state[2]))) & 0xFFFFFFFF
     if isinstance(generator, np.random.RandomState) and type(state) is tuple:
-        return zlib.crc32(state[1].data, int(state[2]))
+        _, words, position, has_gauss, gauss = state
+        return zlib.crc32(words.data, int(position)) ^ (hash(gauss) & 0xFFFFFFFF if has_gauss else 0)
     return zlib.crc32(repr(state).encode())
 
 

@@ -569,6 +569,20 @@ def test_static_scheduling_is_round_robin() -> None:
     assert sent(scheduler.planned(range(3))) == [(0, 6), (1, 7), (2, 8)]
 
 
+def test_a_suspect_that_waits_for_its_own_worker_holds_up_no_other() -> None:
+    """Overlapping tickets of a worker that died are tried one by one there; the other worker goes on, out of order."""
+    scheduler = make(prefetch_factor=4, overlapping=4, in_order=False)
+    scheduler.planned(range(8))
+    assert sent(scheduler.died(0)) == [(0, 0)]
+    for number in list(scheduler.in_flight[1]):
+        seq = scheduler.in_flight[1][number].seq
+        scheduler.returned(1, number)
+        scheduler.ready(seq, "a batch", 10)
+    assert sent(scheduler.planned(range(8, 12))) == [(1, 8), (1, 9), (1, 10), (1, 11)]
+    assert sent(scheduler.returned(0, next(iter(scheduler.in_flight[0])))) == [(0, 2)]
+    scheduler.validate()
+
+
 def test_a_worker_that_joins_first_gets_what_the_others_have() -> None:
     """Then it has its turn among them, by its number."""
     scheduler = make()

@@ -41,6 +41,18 @@ def test_a_generator_is_told_apart_from_what_it_was(kind: str) -> None:
     assert check_of(generator) == check
 
 
+@pytest.mark.parametrize("kind", ["python", "numpy"])
+def test_a_gaussian_that_was_kept_for_the_next_draw_is_seen_to_be_drawn(kind: str) -> None:
+    """Two come of the same numbers: the second draw moves nothing else."""
+    generator, draw = KINDS[kind]
+    generator.seed(5)
+    checks = [check_of(generator)]
+    for _ in range(2):
+        draw(generator)
+        checks.append(check_of(generator))
+    assert len(set(checks)) == 3
+
+
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
 def test_a_state_goes_through_json(kind: str) -> None:
     """The second number of a pair of normal ones too, which is kept for later."""
