@@ -447,7 +447,7 @@ def test_each_call_fails(make_case: CaseMaker, kind: str, face: str, part: int) 
 @pytest.mark.parametrize(
     ("kind", "face", "name", "number"),
     [
-        ("remote", "threads", "together._Half.__init__", 2),  # one of two backends never told of its end
+        ("remote", "threads", "mixed_pool.MixedPool.listener", 1),  # one of two backends never told of its end
         ("killed", "for", "executors.Running.__init__", 1),  # the pidfd was copied for it before it was made
         ("killed", "for", "pool.Pool.add", 1),  # the dead worker was taken for its successor, and nobody came
     ],
