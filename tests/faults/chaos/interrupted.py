@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import multiprocessing
@@ -247,12 +248,14 @@ class Consumer:
                 yield
             return
         before = signal.signal(signal.SIGALRM, lambda number, frame: self._handle())
+        callbacks, gc.callbacks[:] = gc.callbacks[:], []  # Hypothesis has one; what it raises is lost
         try:
             signal.setitimer(signal.ITIMER_REAL, 1e-4 + self._chance.random() * 0.01)
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            gc.callbacks[:] = callbacks
 
     def _handle(self) -> None:
         """What the handler of the signal does."""
