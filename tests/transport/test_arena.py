@@ -139,9 +139,10 @@ def test_reserving_more_than_there_is_fails_and_takes_nothing() -> None:
 
 def test_shared_memory_without_memfds_has_no_name() -> None:
     """So that nothing is left of it after kill -9; and programs that the trainer starts do not inherit it."""
-    names = os.listdir("/dev/shm")
     memory = made(is_memfd=False)
-    assert os.listdir("/dev/shm") == names
+    path = os.readlink(f"/proc/self/fd/{memory._fd}")
+    assert path.startswith("/dev/shm/")
+    assert path.endswith(" (deleted)")
     assert not os.get_inheritable(memory._fd)
     memory.close()
 
