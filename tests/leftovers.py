@@ -22,6 +22,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -41,7 +42,7 @@ class Holdings:
     """What this process holds at one moment."""
 
     children: frozenset[int]
-    threads: frozenset[threading.Thread]
+    threads: frozenset[weakref.ref[threading.Thread]]  # a thread that has ended may be all that holds descriptors
     descriptors: dict[int, str]
     segments: frozenset[str]
 
@@ -51,7 +52,7 @@ class Holdings:
         keepers, kept_descriptors = _singletons()
         return cls(
             children=frozenset(descendants(os.getpid()) - keepers),
-            threads=frozenset(threading.enumerate()),
+            threads=frozenset(map(weakref.ref, threading.enumerate())),
             descriptors={
                 fd: what for fd, what in descriptors().items() if fd not in kept_descriptors and HEAP not in what
             },
@@ -78,12 +79,17 @@ class Holdings:
             left = self._compare(dataclasses.replace(now, segments=now.segments & suspects))
         return left
 
+    def new_threads(self, before: Self) -> list[threading.Thread]:
+        """Return the threads that were not there before, and still run."""
+        found = [thread() for thread in self.threads - before.threads]
+        return [thread for thread in found if thread is not None and thread.is_alive()]
+
     def _compare(self, now: Holdings) -> list[str]:
         children = now.children - self.children
         return [
             *(f"process {_process(pid)}" for pid in sorted(children)),
             *(f"not joined: {child!r}" for child in multiprocessing.active_children() if child.pid in children),
-            *(f"thread {thread!r}" for thread in now.threads - self.threads if thread.is_alive()),
+            *(f"thread {thread!r}" for thread in now.new_threads(self)),
             *(f"descriptor {fd} -> {what}" for fd, what in self._new_descriptors(now)),
             *(f"shared memory {SHM / name}" for name in now.segments - self.segments if _is_ours(name)),
         ]

@@ -238,13 +238,14 @@ TRUSTED = {
     "Ends.close",
     "GuardedLoop.remove_reader",
     "WorkerProcess._close_descriptor",
+    "WorkerProcess._move",  # sets an attribute, when the process is gone
     "start",
     "LocalWorker.start",
     "WorkerProcess.start",
     "LocalPool._start_one",
     "carry_out",
     "Pool._start_one",
-    "Pool._start_beside",
+    "Pool._start_other",
     "WorkerProcess._connect",
     "open_pair",
     # Called by the interpreter, which writes down what they raise: at forks, and at the end of a lease.

@@ -209,7 +209,10 @@ class Disturber:
         fault = self._plan.outer.get(count)
         if fault is None:
             return
-        pid = self._chance.choice(iterator._workers).pid
+        workers = iterator._workers
+        if not workers:  # the only one has died, and another is not there yet
+            return
+        pid = self._chance.choice(workers).pid
         with contextlib.suppress(ProcessLookupError):
             if fault == "killed":
                 os.kill(pid, signal.SIGKILL)

@@ -46,7 +46,7 @@ def nobody_left() -> Iterator[None]:
 
 def _somebody(before: Holdings) -> list[object]:
     now = Holdings.now()
-    return [*(now.children - before.children), *(each for each in now.threads - before.threads if each.is_alive())]
+    return [*(now.children - before.children), *now.new_threads(before)]
 
 
 def memfd_mappings() -> int:
