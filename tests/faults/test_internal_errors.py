@@ -251,6 +251,7 @@ TRUSTED = {
     # Called by the interpreter, which writes down what they raise: at forks, and at the end of a lease.
     "_before_fork",
     "_after_fork",
+    "_Fork.__init__",
     "SlabPool.before_fork",
     "SlabPool.after_fork",
     "SlabPool._make_on_end.<locals>.on_end",
