@@ -24,12 +24,13 @@ decoding 3. With batches of 1024 the sampler (12 us), pickling the indices (8 an
 
 Without workers, on 25 November 2026 (two cores beside many other jobs, torch 2.13, Python 3.11): 1.43 times torch's CPU
 time with batches of 1 and 1.28 with batches of 32 in this benchmark, between 1.07 and 1.53 in its rounds. In shorter
-runs in turn, the smallest of 20 for each side, 1.28 to 1.34 and 1.03 to 1.06; the way of a day before came to 1.37 to
-1.51 and 1.11 to 1.18 in the same minutes. In the best rounds, torch takes 8.7 us, of which 3 are its profiler's range
-that we leave out unless a profiler runs, and ours 10.5. The parts of that save, left out one at a time: making the
-batch 5.6 (collating 2.7 and fetching 1.7 of it, as torch), taking it, so that an interrupt loses nothing, 1.7, counting
-it for the figures 1.6, reading the sampler 1.4. A batch runs through 1,450 instructions of Python, torch's through 370
-and more of C++: that is what the target has to come from.
+runs in turn on a quiet machine, the smallest of 12 or 20 for each side, 1.32 to 1.36 and 1.10 to 1.14. The code of a
+day before came to 1.29 to 1.32 and 1.07 to 1.10 in the same way: the record of a ticket in work, which all fetchers
+share since then, costs 1.2 us, and holding a batch's keys in one place saves 1.4. In the best rounds, torch takes 8.7
+us, of which 3 are its profiler's range that we leave out unless a profiler runs, and ours 10.5. The parts of that save,
+left out one at a time: making the batch 5.6 (collating 2.7 and fetching 1.7 of it, as torch), taking it, so that an
+interrupt loses nothing, 1.7, counting it for the figures 1.6, reading the sampler 1.4. A batch runs through 1,450
+instructions of Python, torch's through 370 and more of C++: that is what the target has to come from.
 """
 
 from __future__ import annotations
