@@ -22,6 +22,7 @@ import asyncio
 import hmac
 import secrets
 import struct
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
@@ -44,6 +45,16 @@ class Refused(Exception):
 
 class Stranger(asyncio.StreamReaderProtocol):
     """The protocol of a connection whose other end has yet to prove itself; a `Link` takes its place then."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
+        self._proofs = weakref.ref(reader)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended: whoever reads is told why. Nobody waits for the end itself, so no future has it."""
+        if exc is not None and (reader := self._proofs()) is not None:
+            reader.set_exception(exc)
+        super().connection_lost(None)
 
     def eof_received(self) -> bool:
         """The other end has gone: no half-closed connection is kept."""

@@ -129,6 +129,22 @@ async def test_who_fails_at_tls_keeps_no_agent_out(
     assert gate.turned_away == count
 
 
+async def test_who_breaks_the_connection_is_in_no_future(told: list[dict[str, Any]]) -> None:
+    """The collector may come upon a future before it comes upon its owner; the loop complained of its error then."""
+    reader = asyncio.StreamReader()
+    stranger = Stranger(reader)
+    stranger.connection_made(asyncio.Transport())
+    stranger.connection_lost(ConnectionResetError())
+    with pytest.raises(ConnectionResetError):
+        await reader.readexactly(1)
+    futures = [value for value in vars(stranger).values() if isinstance(value, asyncio.Future)]
+    assert futures
+    stranger.__dict__.clear()
+    del stranger, futures
+    gc.collect()
+    assert told == []
+
+
 @tls_only
 async def test_who_speaks_no_tls_is_told_apart(gate: Gate) -> None:
     """From one who hangs up."""
