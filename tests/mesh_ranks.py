@@ -26,6 +26,7 @@ from asyncloader import DataLoader, ElasticSampler, sample_rng
 from asyncloader.datasets import TarShards
 from asyncloader.run.data_rank import data_rank
 from asyncloader.samplers import LengthBatchSampler
+from tests import inside
 from tests.ranks import tell
 
 LENGTH = 24
@@ -113,8 +114,8 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (int(dp), int(tp)), mesh_dim_names=("dp", "tp"))
     if not rest:
         pipe: Any = IterableWrapper(range(8)).sharding_filter().map(draw)
-        assert data_rank(DataLoader(pipe)._loader_options()) == dist.get_rank()
-        assert data_rank(DataLoader(TarShards(["a.tar"]))._loader_options()) == dist.get_rank()
+        assert data_rank(inside.options(DataLoader(pipe))) == dist.get_rank()
+        assert data_rank(inside.options(DataLoader(TarShards(["a.tar"])))) == dist.get_rank()
     tell(dist.get_rank(), go_on(mesh, int(rest[0]), *rest[1:]) if rest else draw_all(mesh))
     dist.barrier()
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError, sample_rng
 from asyncloader.worker import stream as child_stream
+from tests import inside
 from tests.patience import patiently, wait_until
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
@@ -421,7 +422,7 @@ def test_what_was_opened_is_closed(place: dict[str, Any], kind: type[Noted], how
         with pytest.raises(ZeroDivisionError), iterator:
             _ = 1 / 0
     if how == "dropped":
-        session = iterator._session
+        session = inside.session(iterator)
         del iterator
         assert session.wait_closed(5)
     else:

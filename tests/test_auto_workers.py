@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.machine import usable_cores
 from asyncloader.options import AutoWorkers
+from tests import inside
 from tests.test_num_workers import Stream
 
 pytestmark = [pytest.mark.on_threads, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
@@ -95,12 +96,12 @@ def test_the_number_is_an_int_that_remembers() -> None:
     assert isinstance(loader.num_workers, int)
     assert json.dumps(loader.num_workers) == "2"
     anew: Any = DataLoader(Drawing(), num_workers=loader.num_workers, max_workers=loader.max_workers)
-    assert anew._loader_options().is_auto
+    assert inside.options(anew).is_auto
     for made in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
-        assert made._loader_options().is_auto
+        assert inside.options(made).is_auto
         assert made.max_workers == 5
     loader.set_num_workers(3)
-    assert (loader.num_workers, loader._loader_options().is_auto) == (3, False)
+    assert (loader.num_workers, inside.options(loader).is_auto) == (3, False)
 
 
 @pytest.mark.covering(1)
@@ -141,7 +142,7 @@ def test_an_iterator_that_goes_back_has_as_many_as_were_found(
     assert loader.num_workers == state["num_workers"] == 4
     iterator.load_state_dict({**state, "num_workers": 4 if said == "found" else None})
     seen.append(next(iterator)[0].tolist())
-    numbers = loader.num_workers, len(iterator._workers), iterator.state_dict()["num_workers"]
+    numbers = loader.num_workers, len(inside.workers(iterator)), iterator.state_dict()["num_workers"]
     assert numbers == (4, 4, 4)
     assert isinstance(loader.num_workers, AutoWorkers)
     seen += [batch[0].tolist() for batch in iterator]
@@ -157,7 +158,7 @@ def test_going_back_it_has_no_more_than_there_may_be() -> None:
     next(iterator)
     iterator.load_state_dict({**iterator.state_dict(), "num_workers": 9})
     next(iterator)
-    assert (loader.num_workers, len(iterator._workers), iterator.state_dict()["num_workers"]) == (2, 2, 2)
+    assert (loader.num_workers, len(inside.workers(iterator)), iterator.state_dict()["num_workers"]) == (2, 2, 2)
     loader.close()
 
 
@@ -171,7 +172,7 @@ def test_an_iterator_of_a_number_that_was_set_keeps_that() -> None:
     loader.set_num_workers(1)
     iterator.load_state_dict(state)
     assert next(iterator)[0].tolist() == [2, 3]
-    assert (loader.num_workers, len(iterator._workers), iterator.state_dict()["num_workers"]) == (1, 1, None)
+    assert (loader.num_workers, len(inside.workers(iterator)), iterator.state_dict()["num_workers"]) == (1, 1, None)
     assert not isinstance(loader.num_workers, AutoWorkers)
     loader.close()
 
@@ -233,12 +234,12 @@ def test_how_many_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     cores = usable_cores()
-    settings = DataLoader(Drawing(), num_workers="auto")._loader_options()
+    settings = inside.options(DataLoader(Drawing(), num_workers="auto"))
     assert (settings.most_computing, settings.most_waiting) == (cores, 4 * cores)
-    settings = DataLoader(Drawing(), num_workers="auto", max_workers=1)._loader_options()
+    settings = inside.options(DataLoader(Drawing(), num_workers="auto", max_workers=1))
     assert (settings.num_workers, settings.most_computing, settings.most_waiting) == (1, 1, 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(8 * cores))
-    settings = DataLoader(Drawing(), num_workers="auto")._loader_options()
+    settings = inside.options(DataLoader(Drawing(), num_workers="auto"))
     assert (settings.most_computing, settings.most_waiting) == (1, 4)
 
 

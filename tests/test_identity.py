@@ -47,6 +47,7 @@ from asyncloader.samplers import (
     PackingBatchSampler,
     WeightedSampler,
 )
+from tests import inside
 
 pytestmark = pytest.mark.on_threads
 
@@ -625,21 +626,21 @@ def test_lengths_are_read_once_for_all_states(tmp_path: Path) -> None:
 def test_states_of_loaders_of_earlier_versions() -> None:
     """They are taken where they lack what is compared now, and refused for what they do say."""
     make = lambda **options: DataLoader(DATA, batch_size=4, **options)  # noqa: E731
-    state = initial_state(make()._loader_options(), 0)
+    state = initial_state(inside.options(make()), 0)
     state["fits"] = {
         name: value
         for name, value in state["fits"].items()
         if name not in ("seeding", "dataset_state", "samplers", "datasets")
     }
-    check(state, make(seeding="sample")._loader_options())
+    check(state, inside.options(make(seeding="sample")))
     with pytest.raises(StateMismatchError, match="drop_last was"):
-        check(state, make(drop_last=True)._loader_options())
+        check(state, inside.options(make(drop_last=True)))
 
 
 def test_what_a_state_is_compared_with_is_plain_and_small() -> None:
     """Strings and numbers, of fixed names: torch.distributed.checkpoint needs that."""
     kinds = [
-        describe(DataLoader(Subset(DATA, DATA), sampler=sampler)._loader_options())  # type: ignore[arg-type]
+        describe(inside.options(DataLoader(Subset(DATA, DATA), sampler=sampler)))  # type: ignore[arg-type]
         for sampler in (None, WeightedSampler(LENGTHS, seed=np.int64(5)), [np.int64(3)], SubsetRandomSampler(DATA))  # type: ignore[arg-type]
     ]
     for found in kinds:

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.portal import get_portal
+from tests import inside
 from tests.patience import until, wait_until
 
 pytestmark = pytest.mark.on_threads
@@ -73,7 +74,7 @@ def numbers(num_workers: int, length: int = 40, **options: Any) -> DataLoader[An
 
 def num_waiting(iterator: Any) -> int:
     """Return how many consumers wait for a batch."""
-    return int(iterator._run.handoff.waiting)
+    return int(inside.run(iterator).handoff.waiting)
 
 
 @contextlib.contextmanager
@@ -145,7 +146,7 @@ def test_a_dropped_iterator_ends_its_workers_by_its_reference_count(after: str) 
     loader = DataLoader(dataset, batch_size=4, num_workers=2, timeout=0.05 if after == "timeout" else 0)
     with no_collection():
         iterator = iter(loader)
-        workers = iterator._workers
+        workers = inside.workers(iterator)
         if after != "start":
             with contextlib.suppress(ValueError, RuntimeError, TimeoutError):
                 next(iterator)
@@ -167,7 +168,7 @@ async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(
         iterator = aiter(loader)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(iterator._until_started(), 10)
-        workers = iterator._workers
+        workers = inside.workers(iterator)
         assert workers
         if after == "cancellation":
             with contextlib.suppress(TimeoutError):
@@ -239,7 +240,7 @@ def test_closing_is_not_the_end_of_the_data(num_workers: int, length: int) -> No
         pass
     exhausted.close()
     if num_workers:
-        wait_until(lambda: closed._run.handoff.ready)  # batches of the other one are made
+        wait_until(lambda: inside.run(closed).handoff.ready)  # batches of the other one are made
     closed.close()
     with pytest.raises(LoaderClosedError):
         next(closed)

@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader, sample_rng
 from asyncloader.engine.portal import get_portal
+from tests import inside
 from tests.patience import wait_until
 from tests.test_epochs import Hidden, Shown
 
@@ -116,7 +117,7 @@ def resize(loader: Any) -> None:
 
 
 def kill(loader: Any) -> None:
-    os.kill(loader._newest()._workers[0].pid, signal.SIGKILL)
+    os.kill(inside.pids(inside.newest_iterator(loader))[0], signal.SIGKILL)
     wait_until(lambda: loader.stats().replacements == 1)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import ConfigurationError, DataLoader
+from tests import inside
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -212,8 +213,8 @@ def test_a_worker_that_dies_while_it_leaves_is_not_replaced(tmp_path: Path, on_c
     gate.wait_for(3)  # each is in the middle of a batch
     loader.set_num_workers(1)
     wait_for_workers(loader, 1)
-    os.kill(iterator._workers[2].pid, signal.SIGKILL)
-    wait_until(lambda: len(iterator._workers) == 2)
+    os.kill(inside.pids(iterator)[2], signal.SIGKILL)
+    wait_until(lambda: len(inside.workers(iterator)) == 2)
     with gate.opened():
         seen += [batch[0].tolist() for batch in iterator]
     wanted = [[i, i + 1] for i in range(0, LENGTH, 2)]
@@ -230,7 +231,7 @@ def test_a_worker_that_leaves_stays_if_it_is_wanted_again(tmp_path: Path) -> Non
     iterator: Any = iter(loader)
     seen = [next(iterator) for _ in range(3)]
     gate.wait_for(2)
-    pids = {worker.pid for worker in iterator._workers}
+    pids = {*inside.pids(iterator)}
     loader.set_num_workers(1)
     loader.set_num_workers(2)
     wait_until(lambda: len(loader.stats().changes) == 2)

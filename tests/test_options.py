@@ -20,6 +20,7 @@ from asyncloader import AsyncLoaderError, ConfigurationError, DataLoader
 from asyncloader.loader import OPTIONS
 from asyncloader.messages.messages import WorkerSpec
 from asyncloader.options import _KEPT_BY_WORKERS, ASKED, Options
+from tests import inside
 
 OURS = list(OPTIONS)
 OF_TORCH_ALONE = {"self", "shuffle", "pin_memory", "pin_memory_device"}
@@ -43,7 +44,7 @@ def test_each_option_has_one_default(name: str) -> None:
     loader = DataLoader([1])
     assert getattr(loader, name) == parameter.default
     default = "batch" if name == "seeding" else parameter.default  # where the scheduling does not imply another one
-    assert getattr(loader._loader_options(), name) == default
+    assert getattr(inside.options(loader), name) == default
 
 
 def test_the_signature_is_torchs_and_ours() -> None:
@@ -125,7 +126,7 @@ def test_bytes_may_be_written_with_a_unit(written: Any, count: int) -> None:
     """As people write them; the loader keeps what it was given."""
     loader: Any = DataLoader([1], num_workers=1, max_worker_memory=written)  # type: ignore[arg-type]
     assert loader.max_worker_memory == written
-    assert loader._loader_options().max_worker_memory == count
+    assert inside.options(loader).max_worker_memory == count
 
 
 def test_each_option_takes_another_value() -> None:
@@ -183,7 +184,7 @@ def test_options_can_be_changed_between_epochs() -> None:
 def test_options_are_frozen() -> None:
     """Nobody changes them on the way."""
     with pytest.raises(dataclasses.FrozenInstanceError):
-        DataLoader([1])._loader_options().max_retries = 5  # type: ignore[misc]
+        inside.options(DataLoader([1])).max_retries = 5  # type: ignore[misc]
 
 
 def test_what_follows_from_an_async_dataset() -> None:
@@ -196,7 +197,7 @@ def test_what_follows_from_an_async_dataset() -> None:
         async def __getitem__(self, index: int) -> int:
             return index
 
-    options = DataLoader(Slow(), 10, num_workers=2)._loader_options()  # type: ignore[arg-type]
+    options = inside.options(DataLoader(Slow(), 10, num_workers=2))  # type: ignore[arg-type]
     assert (options.is_async, options.samples_at_once, options.tickets_at_once) == (True, 64, 9)
     assert options.window == 18
     assert not options.seeds_each_batch
@@ -204,7 +205,7 @@ def test_what_follows_from_an_async_dataset() -> None:
 
 def test_what_follows_from_a_plain_dataset() -> None:
     """One sample after the other, torch's window, and seeds for each batch."""
-    options = DataLoader([1, 2, 3], 2, num_workers=2)._loader_options()  # type: ignore[arg-type]
+    options = inside.options(DataLoader([1, 2, 3], 2, num_workers=2))  # type: ignore[arg-type]
     assert (options.is_async, options.samples_at_once, options.tickets_at_once) == (False, 1, 0)
     assert (options.num_at_start, options.window, options.num_samples()) == (2, 4, 3)
     assert options.seeds_each_batch
@@ -213,8 +214,8 @@ def test_what_follows_from_a_plain_dataset() -> None:
 
 def test_workers_that_are_there_keep_what_they_were_started_with() -> None:
     """The next run of persistent workers has the loader's new options but for those."""
-    first = DataLoader([1], num_workers=1, on_error="skip", max_errors=1)._loader_options()  # type: ignore[arg-type]
-    now = DataLoader([1], num_workers=2, prefetch_factor=8, concurrency=3)._loader_options()  # type: ignore[arg-type]
+    first = inside.options(DataLoader([1], num_workers=1, on_error="skip", max_errors=1))  # type: ignore[arg-type]
+    now = inside.options(DataLoader([1], num_workers=2, prefetch_factor=8, concurrency=3))  # type: ignore[arg-type]
     both = now.with_workers_of(first)
     assert (both.num_workers, both.on_error, both.samples_at_once, both.prefetch_factor) == (1, "skip", 1, 8)
     assert both.window == 8
@@ -238,10 +239,10 @@ def test_what_is_for_a_timeout_wants_one(on_timeout: Any) -> None:
 def test_options_are_made_anew_where_something_was_set() -> None:
     """And only there: with persistent workers that is most of what the beginning of an epoch takes."""
     loader = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
-    first = loader._loader_options()
-    assert loader._loader_options(first) is first
+    first = inside.options(loader)
+    assert inside.options(loader, first) is first
     loader.timeout = 3
-    second = loader._loader_options(first)
+    second = inside.options(loader, first)
     assert (first.timeout, second.timeout) == (0, 3)
 
 
@@ -259,9 +260,9 @@ def test_the_record_is_made_of_the_attributes_of_the_loader() -> None:
     for name, parameter in OPTIONS.items():
         assert getattr(loader, name) == parameter.default
     loader.max_retries, loader.timeout = 7, 3.0
-    options = loader._loader_options()
+    options = inside.options(loader)
     assert (options.max_retries, options.timeout) == (7, 3.0)
-    assert loader._loader_options(options) is options
+    assert inside.options(loader, options) is options
 
 
 def test_workers_see_part_of_the_record_under_its_names() -> None:

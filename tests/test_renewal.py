@@ -21,6 +21,7 @@ from asyncloader.backends.processes.pool import Pool
 from asyncloader.machine import MemoryLimit
 from asyncloader.observe import private
 from asyncloader.observe.memory_watch import MemoryWatch
+from tests import inside
 from tests.patience import until, wait_until
 from tests.test_num_workers import LENGTH, Awaited, Counting, Drawing, Gate, Gated, Stream, bits, expected
 
@@ -236,7 +237,7 @@ def test_while_workers_come_and_go() -> None:
 
 def held(loader: Any) -> set[int]:
     """Workers that finish what they have, and are renewed then."""
-    workforce = loader._newest()._session.supervisor.workforce
+    workforce = inside.session(inside.newest_iterator(loader)).supervisor.workforce
     return {workforce.renewing} - {None} if workforce.is_finishing else set()
 
 
@@ -259,7 +260,7 @@ class Renewed:
         wait_until(lambda: held(self.loader))
         (self.worker,) = held(self.loader)
         self.gate.wait_for(num_workers)
-        self.session = self.iterator._session
+        self.session = inside.session(self.iterator)
 
     def rest(self) -> list[Any]:
         """Open the gate, and take what is left."""
@@ -388,14 +389,14 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(tmp_path: Path, patient_stac
     options["max_tasks_per_child"] = 3
     loader: Any = DataLoader(Stuck(tmp_path), 1, timeout=60, on_timeout="skip", **options)
     iterator: Any = iter(loader)
-    pids = [worker.pid for worker in iterator._workers]
-    processes = iterator._session.pool.processes.values()
+    pids = inside.pids(iterator)
+    processes = inside.session(iterator).pool.processes.values()
     wait_until(lambda: all(process.is_ready for process in processes))  # before that nobody is renewed
     for name in [*map(str, pids), "known"]:
         (tmp_path / name).touch()
     seen = [int(next(iterator))]
     wait_until(lambda: held(loader) == {0})
-    session, scheduler = iterator._session, iterator._run.scheduler
+    session, scheduler = inside.session(iterator), inside.run(iterator).scheduler
     loader.set_num_workers(1)
     wait_until(lambda: 1 in scheduler.roster.leaving)
     os.kill(pids[1], signal.SIGKILL)
@@ -444,7 +445,7 @@ def test_a_process_that_ends_at_its_start_is_tried_again(tmp_path: Path, caplog:
     options: Any = {"max_buffered_bytes": 0, "max_tasks_per_child": 4, "worker_init_fn": failing}
     loader = DataLoader(Drawing(), 2, shuffle=True, num_workers=2, **options)
     iterator: Any = iter(loader)
-    workforce = iterator._session.supervisor.workforce
+    workforce = inside.session(iterator).supervisor.workforce
     seen = [bits(next(iterator)) for _ in range(2)]
     failing.path.touch()
     with caplog.at_level(logging.WARNING, "asyncloader"):

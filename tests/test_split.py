@@ -19,6 +19,7 @@ from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, Worke
 from asyncloader.engine import slices as slicing
 from asyncloader.engine.actions import Ticket
 from asyncloader.transport.batch_slabs import BatchSlabs
+from tests import inside
 from tests.faults.datasets import DEATHS, Augmented, Deadly, plain
 from tests.sameness import same
 
@@ -529,8 +530,8 @@ def test_statistics_count_batches_and_the_work_of_all_who_made_them(monkeypatch:
 @pytest.mark.processes
 def test_the_option_alone_implies_its_seeding() -> None:
     """The batches are those of static scheduling with it."""
-    assert DataLoader(Slow(8), scheduling="split")._loader_options().seeding == "sample"
-    assert DataLoader(Slow(8))._loader_options().seeding == "batch"
+    assert inside.options(DataLoader(Slow(8), scheduling="split")).seeding == "sample"
+    assert inside.options(DataLoader(Slow(8))).seeding == "batch"
     torch.manual_seed(0)
     found = list(DataLoader(Slow(24), 8, num_workers=2, scheduling="split"))
     assert same(found, epoch(Slow(24), scheduling="static"))

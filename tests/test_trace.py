@@ -18,6 +18,7 @@ from asyncloader.engine.finisher import Finisher
 from asyncloader.observe.trace import Trace, batch, taken, to_html
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import inside
 from tests.loads import Load
 from tests.nursery import Program
 
@@ -174,7 +175,7 @@ class Pinning(WorkerIterator[Any]):
 def test_the_pin_thread_has_a_track(tmp_path: Path) -> None:
     """Copies into page-locked memory are on a track of their own, and the arrow passes there."""
     loader = DataLoader(Load(80), 8, num_workers=1, trace=tmp_path / "run.json")
-    with Pinning(loader, loader._loader_options(), loader._runs, wait_for_start=True) as batches:
+    with inside.iterator_of(Pinning, loader) as batches:
         assert len(list(batches)) == 10
     tracks, events = read(tmp_path / "run.json")
     assert [slice_["args"]["batch"] for slice_ in tracks["pin thread"]] == list(range(10))

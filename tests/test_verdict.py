@@ -22,6 +22,7 @@ from asyncloader.engine.finisher import Finisher
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import inside
 from tests.loads import Load, SlowCollate, as_they_are
 from tests.patience import best_of_three
 
@@ -216,7 +217,7 @@ def test_pinning_that_takes_longest(seed: int) -> None:
     pin_s = rng.uniform(0.01, 0.02)
     kind = type("SlowlyPinned", (SlowlyPinned,), {"seconds": pin_s})
     loader = DataLoader(Load(BATCH * 50, pin_s * rng.uniform(0.3, 0.7) / BATCH), BATCH, num_workers=2)
-    with kind(loader, loader._loader_options(), loader._runs, wait_for_start=True) as batches:
+    with inside.iterator_of(kind, loader) as batches:
         before_s = train(batches, 0.0)
         verdict = batches.stats().verdict
     assert verdict.limit == "pin", verdict.text

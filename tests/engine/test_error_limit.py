@@ -11,6 +11,7 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Progress
 from asyncloader.messages.failure import BadSample, RemoteError
 from asyncloader.observe.faults import Faults
+from tests import inside
 
 
 def bad(*keys: int) -> list[BadSample]:
@@ -22,7 +23,7 @@ def bad(*keys: int) -> list[BadSample]:
 def limit(max_errors: Any, *, length: int = 10, batch_size: int = 2, before: int = 0, position: int = 0) -> ErrorLimit:
     """The limit of a run over so many samples, which goes on at a batch with so many bad samples before."""
     loader = DataLoader(range(length), batch_size, on_error="skip", max_errors=max_errors)  # type: ignore[arg-type]
-    return ErrorLimit(loader._loader_options(), Progress(position, bad_count=before), Faults())
+    return ErrorLimit(inside.options(loader), Progress(position, bad_count=before), Faults())
 
 
 @pytest.mark.parametrize(("max_errors", "allowed"), [(0, 0), (3, 3), (0.0, 0), (0.3, 3), (1.0, 10)])
@@ -49,7 +50,7 @@ def test_bad_samples_before_a_state_count() -> None:
 def test_an_interrupted_batch_is_counted_once() -> None:
     """It is judged once more when it is taken again."""
     faults = Faults()
-    settings = DataLoader(range(4), on_error="skip", max_errors=2)._loader_options()  # type: ignore[arg-type]
+    settings = inside.options(DataLoader(range(4), on_error="skip", max_errors=2))  # type: ignore[arg-type]
     counts = ErrorLimit(settings, Progress(), faults)
     for _ in range(2):
         assert [counts.count(bad(key), before) for before, key in enumerate((5, 7))] == [None, None]

@@ -14,6 +14,7 @@ from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import inside
 from tests.patience import wait_until
 
 
@@ -47,7 +48,7 @@ def pinned(copy: Callable[[Any], Any], dataset: Any = None, **options: Any) -> P
     """Begin to iterate over batches of 4 of the dataset, pinned by ``copy``."""
     kind = type("Pinning", (Pinning,), {"copy": staticmethod(copy)})
     loader = DataLoader(dataset or Numbers(), batch_size=4, num_workers=2, **options)
-    return kind(loader, loader._loader_options(), loader._runs, wait_for_start=True)
+    return inside.iterator_of(kind, loader)
 
 
 def test_batches_are_copied_on_a_thread_beside_the_consumer_and_the_loop() -> None:
@@ -109,7 +110,7 @@ def test_a_copy_that_is_slow_holds_up_no_worker(in_order: bool) -> None:
 
     batches = pinned(copy, in_order=in_order)
     with batches:
-        scheduler = batches._run.scheduler
+        scheduler = inside.run(batches).scheduler
         deadline = threading.Event()
         while sum(map(len, scheduler.in_flight.values())) and not deadline.wait(0.01):
             pass  # the window is made although nothing of it has been pinned

@@ -23,6 +23,7 @@ from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.outcome import NO_RECORD, Batch, LeftOut, Outcome
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
+from tests import inside
 from tests.patience import wait_until
 
 WORKERS, FACTOR = 2, 2
@@ -34,7 +35,7 @@ class Driver:
 
     def __init__(self, plan: Iterable[Any], *, max_errors: int | None = None, position: int = 0) -> None:
         options: dict[str, Any] = {} if max_errors is None else {"on_error": "skip", "max_errors": max_errors}
-        settings = DataLoader(range(100), 1, **options)._loader_options()  # type: ignore[arg-type]
+        settings = inside.options(DataLoader(range(100), 1, **options))  # type: ignore[arg-type]
         progress, faults = Progress(position), Faults()
         scheduler = Scheduler(num_workers=WORKERS, prefetch_factor=FACTOR, first=position)
         limit, meter = ErrorLimit(settings, progress, faults), Meter(0, WORKERS, WINDOW, faults)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import BatchTimeoutError, DataLoader
 from asyncloader.engine import slices as slicing
+from tests import inside
 from tests.patience import patiently, wait_until
 
 pytestmark = pytest.mark.usefixtures("patient_stacks")
@@ -71,7 +72,7 @@ async def test_a_timeout_says_all_that_is_known(face: str, tmp_path: Path) -> No
         assert isinstance(error, TimeoutError)
         assert isinstance(error, RuntimeError)
         assert "DataLoader timed out after 0.6 seconds" in str(error)
-        assert (error.timeout_s, error.keys, error.pid) == (0.6, [4, 5, 6, 7], iterator._workers[1].pid)
+        assert (error.timeout_s, error.keys, error.pid) == (0.6, [4, 5, 6, 7], inside.pids(iterator)[1])
         assert "[4, 5, 6, 7]" in str(error)
         assert f"pid {error.pid}" in str(error)
         assert error.stack in str(error)
@@ -135,7 +136,7 @@ def test_a_worker_that_has_not_come_up_yet_is_left_alone(start_method: str) -> N
         multiprocessing_context=start_method,  # type: ignore[arg-type]
     )
     iterator = iter(loader)
-    (pid,) = [worker.pid for worker in iterator._workers]
+    (pid,) = inside.pids(iterator)
     seen = []
     timeouts = []
     while len(seen) < 2:
@@ -146,7 +147,7 @@ def test_a_worker_that_has_not_come_up_yet_is_left_alone(start_method: str) -> N
     assert all(error.stack or "has not come up yet" in str(error) for error in timeouts)
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert timeouts or start_method != "spawn"  # a fork server that has imported torch is as quick as a fork
-    assert [worker.pid for worker in iterator._workers] == [pid]
+    assert inside.pids(iterator) == [pid]
 
 
 async def test_the_clock_is_the_consumers_wait(tmp_path: Path) -> None:
@@ -182,12 +183,12 @@ def test_a_batch_that_is_being_joined_costs_no_worker_its_life(
     options: Any = {"scheduling": "split", "seeding": "sample", "num_workers": 2}
     dataset = Gated(tmp_path / "gate", at=9)
     iterator: Any = iter(DataLoader(dataset, 8, timeout=60, on_timeout=on_timeout, **options))
-    session = iterator._session
+    session = inside.session(iterator)
     consumer = ThreadPoolExecutor(1)  # who waits reads on
     taken = consumer.submit(list, iterator)
     assert joining.wait(60)  # for the first batch is divided while nobody knows what its samples cost
     wait_until(dataset.reached.exists)
-    pids = [worker.pid for worker in iterator._workers]
+    pids = inside.pids(iterator)
     answer: Future[Any] = Future()
 
     def ask() -> None:
@@ -206,4 +207,4 @@ def test_a_batch_that_is_being_joined_costs_no_worker_its_life(
     (tmp_path / "gate").touch()
     assert torch.cat(taken.result(60)).tolist() == list(range(16))
     consumer.shutdown()
-    assert [worker.pid for worker in iterator._workers] == pids
+    assert inside.pids(iterator) == pids

@@ -20,6 +20,7 @@ import torch
 
 from asyncloader import DataLoader, WorkerDiedError, WorkerStartError
 from asyncloader.messages.iterating_thread import IteratingThread
+from tests import inside
 from tests.faults.datasets import DEATHS, Augmented, Deadly, deaths, plain
 from tests.programs import run_python
 
@@ -93,7 +94,7 @@ def test_kills_from_outside_at_any_moment() -> None:
     def kill_now_and_then() -> None:
         starting = 0
         while not ended.wait(chance.random() * 0.05):
-            process = chance.choice(list(iterator._session.pool.processes.values()))
+            process = chance.choice(list(inside.session(iterator).pool.processes.values()))
             # One that has not come up twice in a row would be taken for one that cannot.
             starting = 0 if process.is_ready else starting + 1
             if process.is_alive and starting < 2:
@@ -374,7 +375,7 @@ def test_a_worker_that_cannot_be_replaced_leaves_its_work_to_others(
     def refuse(*args: Any) -> None:
         raise WorkerStartError("no room")
 
-    monkeypatch.setattr(iterator._session.pool, "_start_one", refuse)
+    monkeypatch.setattr(inside.session(iterator).pool, "_start_one", refuse)
     assert [int(key) for batch in iterator for key in batch[0]] == list(range(400))
     assert [record.levelname for record in caplog.records if "no room" in record.getMessage()] == ["WARNING"]
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from asyncloader import BatchTimeoutError, DataLoader, WorkerDiedError
 from asyncloader.datasets import TarShards
 from asyncloader.testing import assert_resumable
-from tests import effort
+from tests import effort, inside
 from tests.faults.test_deaths import DEATHS
 from tests.patience import wait_until
 
@@ -198,11 +198,11 @@ def times_begun(folder: Path) -> Counter[int]:
 
 def wait_for_parked(iterator: Any, count: int) -> None:
     """Wait until so many batches are here, and wait for an earlier one."""
-    wait_until(lambda: len(iterator._session.run.scheduler._parked) == count)
+    wait_until(lambda: len(inside.session(iterator).run.scheduler._parked) == count)
 
 
 def kill(iterator: Any, worker: int = 0) -> None:
-    os.kill(iterator._session.pool.processes[worker].pid, signal.SIGKILL)
+    os.kill(inside.session(iterator).pool.processes[worker].pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------------------- deaths
@@ -294,7 +294,7 @@ def test_what_comes_out_of_order_comes_once(kind: Any, folder: Path) -> None:
     found = [plain(next(iterator)) for _ in range(8)]
     wait_until(lambda: not any(folder.iterdir()))  # both hang, and the next ones will not
     if kind is OfIterator:  # which can be replaced once they have told where they were
-        tracks = iterator._session.run.tracks.values()
+        tracks = inside.session(iterator).run.tracks.values()
         wait_until(lambda: all(track.start.snapshot is not None for track in tracks))
     state = loader.state_dict()
     kill(iterator, 0)

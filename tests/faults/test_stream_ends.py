@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader.errors import WorkerDiedError
 from asyncloader.worker.serial_loop import TicketLoop
+from tests import inside
 from tests.faults.test_deaths import DEATHS
 from tests.faults.test_stream_deaths import (
     LENGTH,
@@ -288,14 +289,14 @@ def test_epochs_are_not_counted_anew(folder: Path) -> None:
 
 def lose(iterator: Any, worker: int) -> None:
     """Kill a worker, or abandon it as one that hangs, and wait until that is known."""
-    processes = iterator._session.pool.processes
+    processes = inside.session(iterator).pool.processes
     wait_until(lambda: worker in processes)  # the last one's successor may be on its way
     before = processes[worker]
     if not before.is_alive:  # it was lost after its last batch, and the epoch needs it no more
         return
     if before.pid == os.getpid():
-        portal = iterator._session.portal
-        portal.call(abandon, iterator._session, worker).result()
+        portal = inside.session(iterator).portal
+        portal.call(abandon, inside.session(iterator), worker).result()
     else:
         kill(iterator, worker)
         wait_until(lambda: not before.is_alive)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 import asyncloader
 from asyncloader import DataLoader
 from asyncloader.run.data_rank import data_rank
+from tests import inside
 from tests.ranks import tell
 
 
@@ -84,7 +85,7 @@ def divide(framework: str) -> dict[str, Any]:
     loader = {"accelerate": prepare_with_accelerate, "fabric": prepare_with_fabric}[framework]()
     assert type(loader) is DataLoader
     batches = [batch.tolist() for batch in loader]
-    return {"rank": data_rank(loader._loader_options()), "batches": batches}
+    return {"rank": data_rank(inside.options(loader)), "batches": batches}
 
 
 if __name__ == "__main__":

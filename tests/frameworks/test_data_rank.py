@@ -27,6 +27,7 @@ from transformers.trainer_pt_utils import IterableDatasetShard as ShardOfTransfo
 
 from asyncloader import DataLoader
 from asyncloader.run.data_rank import data_rank
+from tests import inside
 from tests.frameworks.witness import Stream
 from tests.ranks import run_launcher, run_ranks
 
@@ -54,7 +55,7 @@ BATCH_SAMPLERS = {
 
 def rank_of(dataset: Any = DATA, **options: Any) -> int:
     loader: DataLoader[Any] = DataLoader(dataset, **options)
-    return data_rank(loader._loader_options())
+    return data_rank(inside.options(loader))
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

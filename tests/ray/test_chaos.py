@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
 from asyncloader.ray import door as door_module
+from tests import inside
 from tests.patience import wait_until
 from tests.ray.local_agents import LocalAgents, LocalLauncher
 
@@ -152,7 +153,7 @@ def test_strangers_on_the_port_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(map(ended, strangers))
         seen += iterator
     assert same(seen, local(100, 1)) == 100
-    refused = iterator._session.pool.fleet._door.refused  # type: ignore[attr-defined]
+    refused = inside.session(iterator).pool.fleet._door.refused
     assert refused == {"no agent": 2, "too slow": 4}
     loader.close()
 
@@ -174,7 +175,7 @@ def test_a_consumer_that_stops_is_sent_no_more_than_its_window() -> None:
     loader = DataLoader(Large(), None, prefetch_factor=3, worker_backend=agents, max_buffered_bytes=ahead)
     iterator = iter(loader)
     seen = [next(iterator)]
-    session: Any = iterator._session  # type: ignore[attr-defined]
+    session: Any = inside.session(iterator)
     run = session.run
     wait_until(lambda: loader.stats().num_workers == 2)
     seen.append(next(iterator))  # which reads on as far as it is let

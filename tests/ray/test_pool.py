@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, WorkerDiedError, WorkerStartError
 from asyncloader.ray import fleet as module
 from asyncloader.ray.handshake import new_secret
+from tests import inside
 from tests.patience import wait_until
 from tests.ray.local_agents import LocalAgents
 
@@ -138,7 +139,7 @@ def test_both_make_some() -> None:
     seen = [next(iterator)]
     wait_for_workers(loader, 3)
     seen += iterator
-    first = agents._first_id(loader._loader_options())
+    first = agents._first_id(inside.options(loader))
     assert {batch["by"][0].item() for batch in seen} == {0, first, first + 1}
     assert [batch["i"].item() for batch in seen] == list(range(LENGTH))
     stats, node = loader.stats(), os.uname().nodename
@@ -212,7 +213,7 @@ def test_a_number_that_looks_after_itself_asks_for_others_and_gives_them_back(mo
     loader = DataLoader(Endless(), 1, num_workers="auto", worker_backend=agents, max_buffered_bytes=0)
     iterator = iter(loader)
     wait_for(iterator, lambda: loader.stats().num_workers == 4)
-    assert (int(loader.num_workers), loader._runs.num_on_nodes) == (1, 3)
+    assert (int(loader.num_workers), inside.runs(loader).num_on_nodes) == (1, 3)
     wanted[0] = (2, 1)
     wait_for(iterator, lambda: loader.stats().num_workers == 3)
     wait_until(lambda: not is_there(agents.newest.pids[2]))

@@ -19,6 +19,7 @@ from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_st
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
+from tests import inside
 from tests.run.giving import give
 
 WITH_WORKERS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
@@ -54,7 +55,7 @@ class Stream(IterableDataset[int]):
 def settings_of(dataset: Any = None, **options: Any) -> Options:
     """Options of a loader of twelve samples in batches of two."""
     data = range(12) if dataset is None else dataset
-    return DataLoader(data, **{"batch_size": 2, **options})._loader_options()
+    return inside.options(DataLoader(data, **{"batch_size": 2, **options}))
 
 
 def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:

@@ -14,6 +14,7 @@ from asyncloader import ConfigurationError, DataLoader, StateMismatchError, samp
 from asyncloader.datasets import TarShards
 from asyncloader.run.data_rank import data_rank
 from asyncloader.samplers import ElasticSampler, LengthBatchSampler, MixtureSampler
+from tests import inside
 
 DATA: Any = range(24)
 THIRD: Any = {"num_replicas": 4, "rank": 2}
@@ -69,7 +70,7 @@ def noisy(**options: Any) -> DataLoader[Any]:
 
 def rank_of(dataset: Any = DATA, **options: Any) -> int:
     loader: DataLoader[Any] = DataLoader(dataset, **options)
-    return data_rank(loader._loader_options())
+    return data_rank(inside.options(loader))
 
 
 def by_torch() -> DistributedSampler[Any]:
@@ -208,10 +209,10 @@ def test_an_epoch_begun_ahead_has_it_too() -> None:
     options: dict[str, Any] = {"persistent_workers": True, "seeding_rank": 2}
     plain, ahead = noisy(**options), noisy(**options, prefetch_epochs=1)
     first = list(ahead)
-    iterator: Any = ahead._newest()
-    begun = iterator._foresight._foreseen.run
+    iterator: Any = inside.newest_iterator(ahead)
+    begun = inside.foreseen(iterator).run
     second = list(ahead)
-    assert iterator._run is begun
+    assert inside.run(iterator) is begun
     assert torch.equal(torch.cat(first + second), torch.cat([batch for _ in range(2) for batch in plain]))
     plain.close()
     ahead.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
+from tests import inside
 from tests.patience import wait_until
 
 LENGTH = 8
@@ -52,7 +53,7 @@ class ShowsIt(Reseeded):
 
 def wait_until_foreseen(loader: Any) -> bool:
     """Wait until all is made that is made ahead; return whether there is something."""
-    foreseen = loader._newest()._foresight._foreseen
+    foreseen = inside.foreseen(inside.newest_iterator(loader))
     if foreseen is not None:
         wait_until(lambda: len(foreseen.run.handoff.ready) == foreseen.batches)
     return foreseen is not None

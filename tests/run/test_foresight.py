@@ -33,6 +33,7 @@ from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, Worke
 from asyncloader.epochs import Told
 from asyncloader.run.foresight import Foresight, Guess
 from asyncloader.samplers import ElasticSampler
+from tests import inside
 from tests.faults.test_interrupts_everywhere import CtrlC
 
 LENGTH = 23
@@ -148,7 +149,7 @@ def test_the_next_epoch_is_made_while_the_last_batch_is_used() -> None:
     dataset: Any = loader.dataset
     iterator: Any = iter(loader)
     first = list(itertools.islice(iterator, len(loader) - 1))
-    wait_for(lambda: iterator._run.ended)
+    wait_for(lambda: inside.run(iterator).ended)
     first.append(next(iterator))
     dataset.wait_for_reads(LENGTH + 4 * 3)
     assert next(iterator, None) is None
@@ -478,7 +479,7 @@ def epoch_to_its_end(loader: DataLoader[Any]) -> list[Any]:
     """Take an epoch, its last batch when all of them are made."""
     iterator: Any = iter(loader)
     seen = list(itertools.islice(iterator, len(loader) - 1))
-    wait_for(lambda: iterator._run.ended)
+    wait_for(lambda: inside.run(iterator).ended)
     return seen + list(iterator)
 
 
@@ -598,7 +599,7 @@ def test_what_a_sampler_raises_of_the_next_epoch_is_raised_there(taken: int) -> 
         loader = DataLoader(dataset, 2, sampler=sampler, num_workers=1, **options)
         iterator: Any = iter(loader)
         log: list[Any] = [plain(next(iterator, [])) for _ in range(taken)]
-        wait_for(lambda it=iterator, count=taken: count < 4 or it._run.ended)
+        wait_for(lambda it=iterator, count=taken: count < 4 or inside.run(it).ended)
         dataset.length = 30
         log += map(plain, iterator)
         iterator = iter(loader)
@@ -664,7 +665,7 @@ def test_what_a_sampler_raises_stands_in_its_place() -> None:
 
 def test_the_next_epoch_is_guessed_by_the_latest_step() -> None:
     """Whatever the steps before were."""
-    guess = Guess(DataLoader(range(4))._loader_options())
+    guess = Guess(inside.options(DataLoader(range(4))))
     guess.learn([0], [Told(0, 1)], [1], [Told(1, 2)])
     assert (guess.samplers([1]), guess.dataset([Told(1, 2)])) == ([2], (Told(2, 3),))
     guess.learn([1], [Told(1, 2)], [6], [Told(6, 3)])
@@ -696,7 +697,7 @@ class Moved:
 def test_drawing_ahead_moves_nothing_wherever_it_is_interrupted(one_in: int, kind: str) -> None:
     """Neither generators nor samplers: at every bytecode, what the next epoch is drawn from is as it was."""
     loader = make_loader(kind)
-    before, settings = Moved(loader), loader._loader_options()
+    before, settings = Moved(loader), inside.options(loader)
     begun: list[Any] = []
     moment, is_interrupted = 0, True
     while is_interrupted:
@@ -728,7 +729,7 @@ def test_an_interrupt_leaves_the_next_epochs_as_they_are(one_in: int, face: str)
         seen: list[Any] = []
         is_interrupted, iterator = False, iter(loader)
         seen += [plain(next(iterator)), plain(next(iterator))]
-        wait_for(lambda: iterator._run.ended)  # type: ignore[attr-defined]
+        wait_for(lambda: inside.run(iterator).ended)  # type: ignore[attr-defined]
         taking = asyncio.new_event_loop()
         try:
             with CtrlC(moment) if moment else contextlib.nullcontext():

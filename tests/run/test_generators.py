@@ -30,7 +30,7 @@ from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
 from asyncloader.seeding import turns
-from tests import generators
+from tests import generators, inside
 from tests.run.giving import give
 
 LENGTH = 11
@@ -152,7 +152,7 @@ class Trainer:
         self.runs = Runs()
 
     def settings(self) -> Options:
-        return DataLoader(range(100), **self.options)._loader_options()
+        return inside.options(DataLoader(range(100), **self.options))
 
     def begin(self, state: Any = None, *, inline: bool) -> RunStart:
         """Begin a run as iterators do: those with workers iterate twice, and draw the base seed in between."""

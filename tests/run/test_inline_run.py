@@ -23,6 +23,7 @@ from asyncloader.observe.faults import Faults
 from asyncloader.run.inline_run import InlineHost, InlineRun
 from asyncloader.run.plan import Plan
 from asyncloader.worker.batch_maker import BatchMaker
+from tests import inside
 
 
 class Squares:
@@ -47,7 +48,7 @@ def make_run(pin: Any = None, *, is_stream: bool = False, plan: Any = ()) -> Inl
     sampler = BatchSampler(plan, 1, drop_last=False)
     keys = Plan(sampler, iter(sampler), progress, Pace())
     return InlineRun(
-        keys, Taking(progress, ErrorLimit(DataLoader(Squares())._loader_options(), progress, Faults())), maker, pin
+        keys, Taking(progress, ErrorLimit(inside.options(DataLoader(Squares())), progress, Faults())), maker, pin
     )
 
 

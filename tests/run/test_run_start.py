@@ -11,6 +11,7 @@ from asyncloader import DataLoader
 from asyncloader.options import Options
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
+from tests import inside
 from tests.run.giving import give
 
 
@@ -29,7 +30,7 @@ def settings_of(seed: int = 0, **options: Any) -> Options:
     """Options of a shuffled loader of ten samples."""
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(range(10), 2, shuffle=True, generator=generator, **options)  # type: ignore[arg-type]
-    return loader._loader_options()
+    return inside.options(loader)
 
 
 def take(start: RunStart, count: int) -> list[Any]:

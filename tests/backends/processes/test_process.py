@@ -23,6 +23,7 @@ from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.backends.backend import WorkerState
 from asyncloader.backends.processes import pool, process
 from asyncloader.engine.portal import get_portal
+from tests import inside
 
 
 class Squares(Dataset[int]):
@@ -177,7 +178,7 @@ def test_the_worker_knows_who_it_is() -> None:
     base_seed = int(torch.empty((), dtype=torch.int64).random_())
     torch.manual_seed(3)
     iterator = iter(DataLoader(Asking(), num_workers=2, collate_fn=lambda samples: samples[0]))
-    pids = [worker.pid for worker in iterator._workers]
+    pids = inside.pids(iterator)
     samples = list(iterator)
     assert samples == [(i % 2, 2, base_seed + i % 2, 8, pids[i % 2], True, 1) for i in range(8)]
     assert get_worker_info() is None
@@ -284,12 +285,12 @@ async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     iterator = aiter(DataLoader(Squares(), num_workers=2, multiprocessing_context="forkserver"))
     await asyncio.to_thread(gate.reached.wait, 60)
-    iterator._session.request_close()
+    inside.session(iterator).request_close()
     get_portal().call(lambda: None).result(60)
-    assert not iterator._session._closed.is_set()
+    assert not inside.session(iterator)._closed.is_set()
     gate.open.set()
     await iterator.aclose()
-    assert [worker.is_alive() for worker in iterator._workers] == [False]
+    assert [worker.is_alive() for worker in inside.workers(iterator)] == [False]
     with pytest.raises(LoaderClosedError):
         await anext(iterator)
 
@@ -303,7 +304,7 @@ def test_an_exception_in_worker_init_fn_answers_every_batch(error: Exception, nu
         raise error
 
     iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=num_workers, worker_init_fn=init))
-    workers = iterator._workers
+    workers = inside.workers(iterator)
     for _ in range(4):
         with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)) as caught:
             next(iterator)
@@ -376,15 +377,15 @@ def test_what_the_main_program_defines(way: str, tmp_path: Path) -> None:
 def test_representations(tmp_path: Path) -> None:
     """What a debugger shows: who, where, how far."""
     iterator = iter(DataLoader(Squares(), batch_size=2, num_workers=2))
-    session = iterator._session
-    pids = [worker.pid for worker in iterator._workers]
+    session = inside.session(iterator)
+    pids = inside.pids(iterator)
     assert repr(session.pool) == f"<Pool [{', '.join(f'<WorkerProcess {i} pid={pids[i]} RUNNING>' for i in (0, 1))}]>"
     assert repr(session).startswith("<Session OPEN <Scheduler planned=")
     assert repr(iterator).startswith("<WorkerIterator taken=0 <Session OPEN")
     iterator.close()
-    assert repr(iterator._workers[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
+    assert repr(inside.workers(iterator)[0]) == f"<WorkerProcess 0 pid={pids[0]} DEAD>"
     assert repr(session).startswith("<Session CLOSED")
-    assert WorkerState.DEAD in {worker._process.state for worker in iterator._workers}
+    assert WorkerState.DEAD in {worker._process.state for worker in inside.workers(iterator)}
     assert isinstance(session.pool, pool.Pool)
 
 

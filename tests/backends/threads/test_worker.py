@@ -13,6 +13,7 @@ from asyncloader import DataLoader
 from asyncloader.backends.threads import worker as local_worker
 from asyncloader.backends.threads.worker import LocalWorker, private_copy
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import inside
 from tests.patience import PATIENCE_S, until
 
 
@@ -109,7 +110,7 @@ async def test_workers_that_end_before_they_begin_wait_for_nobody(monkeypatch: p
     """Neither for themselves nor for each other, though all are about to close the same dataset."""
     monkeypatch.setattr(local_worker, "_HANDOVER_S", 2 * PATIENCE_S)
     async with aiter(DataLoader(CountsItself(), batch_size=2)) as iterator:
-        spec, epoch = iterator._worker_spec(), iterator._run.epoch
+        spec, epoch = iterator._worker_spec(), inside.run(iterator).epoch
     loop = GuardedLoop(asyncio.get_running_loop())
     workers = [LocalWorker(number, loop, Nobody(), on_thread=False) for number in range(2)]
     for worker in workers:

@@ -27,6 +27,7 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.engine import slices
+from tests import inside
 from tests.faults.chaos.chaotic import STREAMS, AsyncChaotic, Bad, Chaotic, DrawingChaotic, gate, note
 from tests.faults.chaos.left import nothing_left
 from tests.faults.datasets import DEATHS
@@ -209,7 +210,7 @@ class Disturber:
         fault = self._plan.outer.get(count)
         if fault is None:
             return
-        workers = iterator._workers
+        workers = inside.workers(iterator)
         if not workers:  # the only one has died, and another is not there yet
             return
         pid = self._chance.choice(workers).pid
