@@ -36,6 +36,11 @@ class WorkerChannel:
             self._frames.extend((kind, bytes(body)) for kind, body in self._incoming.frames())
         return self._frames.popleft()
 
+    @property
+    def has_frames(self) -> bool:
+        """Whether `receive` would return a frame that was read from the socket before."""
+        return bool(self._frames)
+
     def put_back(self, frames: Sequence[tuple[int, bytes]]) -> None:
         """Let these frames be received next, in this order."""
         self._frames.extendleft(reversed(frames))

@@ -161,7 +161,7 @@ class ProcessTransport:
             self._loop = None
 
     def _ask(self, sizes: Any, returned: Any) -> Any:
-        """Get slabs of these sizes from the parent. Messages that come before the answer are kept."""
+        """Get slabs of these sizes from the parent. Messages that come before the answer, or with it, are kept."""
         if self._is_muted:  # there would be no answer
             raise ParentGone
         self._send(Kind.ASK, pickle.dumps((sizes, returned)))
@@ -173,8 +173,9 @@ class ProcessTransport:
             raise ParentGone from error
         assert frame is not None
         self._channel.put_back(passed)
-        if passed and self._loop is not None:
-            self._loop.call_soon(self._ready)  # the socket will not tell of them again
+        if self._channel.has_frames and self._loop is not None:
+            # The socket will not tell of them again. Nor of those behind the answer, if one read has brought both.
+            self._loop.call_soon(self._ready)
         return pickle.loads(frame[1])
 
     # --------------------------------------------------------------------------------------------------- sending
