@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 
 import asyncloader
 from asyncloader import DataLoader, LoaderClosedError, sample_seed
-from asyncloader.seeding import turns
+from asyncloader.seeding import generators, turns
+from asyncloader.seeding.generators import GLOBAL, state_of
 
 LENGTH = 12
 
@@ -125,6 +126,25 @@ async def test_a_task_that_breaks_off_may_seed(kind: str) -> None:
     """The loop of the task waits too: not for long."""
     data, loader = make_loader(kind)
     iterator = aiter(loader)
+    with seeds_after(data):
+        del iterator
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_breaks_off_as_a_block_begins_may_seed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block has just read what the generators are, and has drawn nothing."""
+    data, loader = make_loader(kind)
+    data.slow = -1
+
+    def gated(generator: Any) -> Any:
+        state = state_of(generator)
+        if generator is GLOBAL[-1] and not data.inside.is_set():
+            data.inside.set()
+            data.stay()
+        return state
+
+    monkeypatch.setattr(generators, "state_of", gated)
+    iterator = iter(loader)
     with seeds_after(data):
         del iterator
 

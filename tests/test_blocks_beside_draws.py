@@ -67,6 +67,8 @@ KINDS: dict[str, tuple[type[Dataset[Any]], dict[str, Any]]] = {
     "threads": (Blocks, {"num_workers": 2, "worker_backend": "thread"}),
     "on the loop": (AwaitedBlocks, {"num_workers": 0}),
 }
+APART: dict[str, Any] = {"num_workers": 2, "worker_backend": "process"}
+"""No block is in this process: without a backend, the quick tests of this module have threads."""
 
 
 @contextlib.contextmanager
@@ -141,7 +143,7 @@ def orders(way: Callable[[DataLoader[Any]], Iterator[Any]], dataset: type[Datase
 def test_an_order_is_drawn_from_the_trainers_generators(way: Any, kind: str) -> None:
     """It is the same as with workers in processes of their own, where nothing is beside it."""
     dataset, options = KINDS[kind]
-    expected = orders(way, Blocks, shuffle=True, num_workers=2)
+    expected = orders(way, Blocks, shuffle=True, **APART)
     assert orders(way, dataset, shuffle=True, **options) == expected
 
 
@@ -149,7 +151,7 @@ def test_an_order_is_drawn_from_the_trainers_generators(way: Any, kind: str) -> 
 def test_a_sampler_that_draws_as_it_is_read_draws_from_the_trainers_generators(kind: str) -> None:
     """At each index."""
     dataset, options = KINDS[kind]
-    expected = orders(read, Blocks, sampler=Lazily(), num_workers=2)
+    expected = orders(read, Blocks, sampler=Lazily(), **APART)
     assert orders(read, dataset, sampler=Lazily(), **options) == expected
 
 

@@ -13,7 +13,7 @@ import base64
 import contextlib
 import random
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,22 +58,28 @@ def check_of(generator: Any) -> int:
     return zlib.crc32(repr(state).encode())
 
 
+def states_of(generators: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return generators with their states, for `restore`."""
+    return [(generator, state_of(generator)) for generator in generators]
+
+
+def restore(states: Sequence[tuple[Any, Any]]) -> None:
+    """Set generators to states that they had. A caller that a Ctrl-C takes out of here calls once more."""
+    for pair in states:
+        set_state(*pair)
+
+
 @contextlib.contextmanager
 def left_alone(generators: Iterable[Any] = GLOBAL) -> Iterator[None]:
-    """Leave generators as they are, whatever is drawn from them, or seeded, meanwhile. Some 100 us for the global ones.
-
-    A Ctrl-C may come between two of them: then all are set once more.
-    """
-    states = [(generator, state_of(generator)) for generator in generators]
+    """Leave generators as they are, whatever is drawn from them, or seeded, meanwhile. 100 us for the global ones."""
+    states = states_of(generators)
     try:
         yield
     finally:
         try:
-            for pair in states:
-                set_state(*pair)
-        except BaseException:
-            for pair in states:
-                set_state(*pair)
+            restore(states)
+        except BaseException:  # Ctrl-C: all are set once more
+            restore(states)
             raise
 
 

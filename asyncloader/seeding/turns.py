@@ -35,7 +35,7 @@ from itertools import starmap
 from typing import Any
 
 from asyncloader.errors import LoaderClosedError
-from asyncloader.seeding.generators import GLOBAL, left_alone
+from asyncloader.seeding.generators import GLOBAL, left_alone, restore, states_of
 from asyncloader.seeding.sample_context import BATCH, EpochKey, SampleContext, current
 from asyncloader.seeding.seeder import BLOCK
 
@@ -180,6 +180,9 @@ def end(epochs: Sequence[EpochKey]) -> bool:
       1. The thread says that it begins. 2. The epoch is over. 3. The thread looks, and does not begin; or it had looked
          before: then it is found here.
       1. The epoch is over. 2. The thread says that it begins, looks, and does not begin.
+
+    What the generators are is noted after that look, by a thread that is found here until it has restored them. A
+    thread that noted them first, and then did not begin, restored what a trainer had set meanwhile.
     """
     for epoch in epochs:
         epoch.is_over = True
@@ -241,7 +244,8 @@ class sample_seed:  # read as a function that returns a context manager
 
     _turn: _Turn
     _is_held: bool | None = False
-    _aside: Any = None
+    _is_holder: bool = False
+    _states: Sequence[tuple[Any, Any]] = ()
     _outside: Any = None
 
     def __init__(self, position: int | None = None) -> None:
@@ -283,10 +287,9 @@ class sample_seed:  # read as a function that returns a context manager
             self._release()  # a block inside a block: the outer one goes on
             return
         seeder = sample.seeder
-        aside = left_alone((*(GLOBAL if turn.is_trainers else ()), *(seeder.own or ())))
-        aside.__enter__()
-        turn.holder, self._aside = sample, aside
+        self._is_holder, turn.holder = True, sample
         _refuse_if_over(seeder.key)
+        self._states = states_of((*(GLOBAL if turn.is_trainers else ()), *(seeder.own or ())))
         part = BLOCK + 3 * sample.next_block() - min(sample.position, 0)
         seeder(sample.number, part)
 
@@ -306,9 +309,9 @@ class sample_seed:  # read as a function that returns a context manager
         if (outside := self._outside) is not None:
             for self._outside in starmap(current.reset, ((outside,),)):
                 pass
-        if self._aside is not None:
-            self._aside.__exit__(None, None, None)
-            self._turn.holder = self._aside = None
+        if self._is_holder:
+            restore(self._states)
+            self._turn.holder, self._states, self._is_holder = None, (), False
         if self._is_held:
             self._release()
 
