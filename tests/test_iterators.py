@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.portal import get_portal
+from asyncloader.run import base_iterator
 from tests import inside
 from tests.patience import until, wait_until
 
@@ -333,28 +334,6 @@ async def test_tasks_share_an_iterator(num_workers: int) -> None:
 
 
 @WORKERS
-async def test_nothing_is_lost_by_cancelling(num_workers: int) -> None:
-    """A task is cancelled while it waits; another one goes on with the batch that it would have got."""
-    loader = DataLoader(Numbers(24, seconds=0.01), batch_size=4, num_workers=num_workers)
-    iterator = aiter(loader)
-    seen: list[int] = []
-
-    async def take() -> None:
-        async for batch in iterator:
-            seen.append(int(batch[0]))
-
-    while len(seen) < 6:
-        task = asyncio.create_task(take())
-        done, _ = await asyncio.wait([task], timeout=0.013)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        if done:
-            break
-    assert seen == list(range(0, 24, 4))
-
-
-@WORKERS
 async def test_nothing_is_lost_by_cancelling_at_any_moment(num_workers: int) -> None:
     """Many tasks share an iterator, and are cancelled, run out of time and start anew by chance."""
     iterator = aiter(DataLoader(Numbers(1200), batch_size=4, num_workers=num_workers))
@@ -548,26 +527,26 @@ async def test_a_task_waits_for_the_last_batch_that_a_thread_makes(
 
 
 @WORKERS
-async def test_the_loop_turns_while_batches_are_awaited(num_workers: int) -> None:
-    """A dataset that blocks does not block the loop; nor do batches that are always ready."""
-    longest = 0.0
+async def test_batches_that_are_always_ready_leave_other_tasks_their_turns(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here after each batch; otherwise when the loop had no turn for a while."""
+    monkeypatch.setattr(base_iterator, "LONGEST_TURN_S", -1.0)
+    turns = 0
 
-    async def beat() -> None:
-        nonlocal longest
+    async def turn() -> None:
+        nonlocal turns
         while True:
-            begun = time.monotonic()
-            await asyncio.sleep(0.005)
-            longest = max(longest, time.monotonic() - begun)
+            turns += 1
+            await asyncio.sleep(0)
 
-    heart = asyncio.create_task(beat())
-    async for _ in DataLoader(Numbers(8, seconds=0.25), batch_size=4, num_workers=num_workers):
-        pass
-    beats_of_slow = longest
-    async for _ in numbers(num_workers, 1000):
-        time.sleep(0.001)  # a step of training  # noqa: ASYNC251
-    heart.cancel()
-    assert beats_of_slow < 0.8  # a batch takes 1 s
-    assert longest < 0.8  # as long as all of these take
+    other = asyncio.create_task(turn())
+    count = 0
+    async for _ in numbers(num_workers, 400):
+        count += 1
+        assert turns >= count
+    other.cancel()
+    assert count == 100
 
 
 # ------------------------------------------------------------------------------------------------------- exceptions

@@ -21,6 +21,7 @@ from asyncloader.engine.actions import Ticket
 from asyncloader.transport.batch_slabs import BatchSlabs
 from tests import inside
 from tests.faults.datasets import DEATHS, Augmented, Deadly, plain
+from tests.patience import wait_until
 from tests.sameness import same
 
 OPTIONS: dict[str, Any] = {"scheduling": "split", "seeding": "sample"}
@@ -391,8 +392,7 @@ def test_a_timeout_names_the_slice_that_is_late(tmp_path: Path) -> None:
     """And the others of its batch are kept: the next call waits for it."""
     loader = DataLoader(HangsOnce(tmp_path, 5), 8, num_workers=2, timeout=0.5, **OPTIONS)
     iterator = iter(loader)
-    while not (tmp_path / "hung").exists():
-        time.sleep(0.01)
+    wait_until((tmp_path / "hung").exists)
     with pytest.raises(BatchTimeoutError, match=r"\[5\]"):
         next(iterator)
     (tmp_path / "go").touch()

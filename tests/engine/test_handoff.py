@@ -35,7 +35,7 @@ class Steps:
 
 def in_thread(function: Callable[[], object]) -> threading.Thread:
     """Start a thread for the function."""
-    thread = threading.Thread(target=function)
+    thread = threading.Thread(target=function, daemon=True)  # a test that fails leaves it waiting
     thread.start()
     return thread
 
@@ -199,7 +199,9 @@ def test_a_wake_up_of_a_timed_out_thread_is_passed_on() -> None:
 
     handoff._withdraw = late  # type: ignore[method-assign]
     answers: dict[str, bool] = {}
-    first = threading.Thread(target=lambda: answers.update(first=handoff.wait(lambda: False, time.monotonic() + 0.01)))
+    first = threading.Thread(
+        target=lambda: answers.update(first=handoff.wait(lambda: False, time.monotonic() + 0.01)), daemon=True
+    )
     first.start()
     wait_until(lambda: handoff.waiting == 1)
     second = in_thread(lambda: answers.update(second=handoff.wait(lambda: False, None)))

@@ -16,6 +16,7 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.workforce import Workforce
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests.patience import until
 
 
 class Pool:
@@ -102,7 +103,7 @@ async def test_a_worker_that_there_was_no_room_for_is_started_with_the_next_run(
     supervisor.do(Postpone(2, 1000.0))
     assert pool.added == []
     supervisor.begin()
-    await asyncio.sleep(0.01)
+    await until(lambda: pool.added)
     assert [timer.cancelled() for timer in loop.timers] == [True]
     assert pool.added == [2]
 

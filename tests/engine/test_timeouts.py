@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from asyncloader import BatchTimeoutError, DataLoader
 from asyncloader.engine import slices as slicing
 from tests import inside
-from tests.patience import patiently, wait_until
+from tests.patience import patiently, until, wait_until
 
 pytestmark = pytest.mark.usefixtures("patient_stacks")
 
@@ -60,8 +60,7 @@ async def test_a_timeout_says_all_that_is_known(face: str, tmp_path: Path) -> No
     loader = DataLoader(dataset, batch_size=4, num_workers=2, timeout=0.6)
     iterator = iter(loader)
     assert (await take(iterator, face)).tolist() == [0, 1, 2, 3]
-    while not dataset.reached.exists():  # noqa: ASYNC110 - a worker makes it
-        await asyncio.sleep(0.01)
+    await until(dataset.reached.exists)  # a worker makes it
     took = []
     for _ in range(2):
         begun = time.monotonic()

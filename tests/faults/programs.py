@@ -39,8 +39,13 @@ class Hung(Numbers):
     def __init__(self, way):
         super().__init__()
         self.way = way
+        self.hung = torch.zeros(self.length).share_memory_()
+    def wait_until_it_hangs(self):
+        while self.hung.count_nonzero() < 2:
+            time.sleep(0.001)
     def __getitem__(self, index):
         if index >= 8:
+            self.hung[index] = 1
             os.write(1, b"hung\\n")
             if self.way == "sleep":
                 time.sleep(1000)
@@ -61,7 +66,7 @@ class Hung(Numbers):
                 subprocess.run(["sleep", "1000"])
         return index
 """
-"""A dataset that hangs from sample 8 on, in one of several ways."""
+"""A dataset that hangs from sample 8 on, in one of several ways; the trainer can wait until two workers do."""
 
 FACES = {
     "for": """

@@ -87,7 +87,7 @@ loader = DataLoader(Hung(sys.argv[1]), batch_size=4, num_workers=2)
 iter_ = iter(loader)
 for _ in range(2):
     {face}
-time.sleep(0.2)
+loader.dataset.wait_until_it_hangs()
 say("bye")
 """
 
@@ -147,7 +147,7 @@ loader = DataLoader(Hung("sleep"), batch_size=4, num_workers=2)
 for i, batch in enumerate(iterator := iter(loader)):
     if i == 1:
         break
-time.sleep(0.2)
+loader.dataset.wait_until_it_hangs()
 if sys.argv[1] == "close":
     iterator.close()
 del iterator
@@ -190,6 +190,13 @@ starts_threads_late = pytest.mark.skipif(
 )
 
 
+AFTER_MAIN = """
+def wait_for_the_end_of_main():
+    while not threading._SHUTTING_DOWN:  # set before the first exit hook runs
+        time.sleep(0.001)
+"""
+
+
 @pytest.mark.covering(2)
 @starts_threads_late
 @pytest.mark.parametrize("face", FACES)
@@ -205,7 +212,7 @@ def train_on():
     else:
         iterator = iter(DataLoader(Numbers(), num_workers={num_workers}))
     begun.set()
-    time.sleep(0.3)
+    wait_for_the_end_of_main()
     if not {has_begun}:
         print(torch.cat(list(iterator)).tolist() == list(range(40)), flush=True)
     for epoch in range(2):
@@ -213,7 +220,7 @@ def train_on():
 threading.Thread(target=train_on).start()
 begun.wait()
 """
-    program = run(NUMBERS + FACES[face] + main)
+    program = run(NUMBERS + AFTER_MAIN + FACES[face] + main)
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 3, "")
 
 
@@ -306,12 +313,12 @@ def train_on():
     for epoch in range(2):
         print(torch.cat(list(DataLoader(Nested(2), num_workers=1, timeout=10))).tolist(), flush=True)
         begun.set()
-        time.sleep(0.3)
+        wait_for_the_end_of_main()
 begun = threading.Event()
 threading.Thread(target=train_on).start()
 begun.wait()
 """
-    program = run(NUMBERS + main)
+    program = run(NUMBERS + AFTER_MAIN + main)
     assert (program.returncode, program.out, program.err) == (0, "[28, 28]\n" * 2, "")
 
 
@@ -325,14 +332,14 @@ begun = threading.Event()
 def train_on():
     iterator = iter(DataLoader(Slow(), num_workers=2))
     begun.set()
-    time.sleep(0.3)
+    wait_for_the_end_of_main()
     print(torch.cat(list(iterator)).tolist() == list(range(40)), flush=True)
     print(train(DataLoader(Slow(), batch_size=4, num_workers=2)) == list(range(40)), flush=True)
 pool = ThreadPoolExecutor()
 pool.submit(train_on)
 begun.wait()
 """
-    program = run(NUMBERS + FACES[face] + main)
+    program = run(NUMBERS + AFTER_MAIN + FACES[face] + main)
     assert (program.returncode, program.out, program.err) == (0, "True\n" * 2, "")
 
 
@@ -345,7 +352,8 @@ def test_a_daemon_thread_in_a_loop_at_the_end(run: Run, face: str, num_workers: 
     main = f"""
 loader = DataLoader(Slow(100_000), batch_size=2, num_workers={num_workers})
 threading.Thread(target=train, args=(loader,), daemon=True).start()
-time.sleep(0.3)
+while loader.stats().batches < 10:
+    time.sleep(0.001)
 atexit.register(say, "end")
 say("bye")
 """
@@ -362,8 +370,11 @@ say("bye")
 def test_a_batch_in_work_on_a_thread_at_the_end(run: Run) -> None:
     """num_workers=0 with `async for`: the thread may be inside torch, which must not crash the interpreter's end."""
     main = """
+begun = threading.Event()
 class Heavy(Numbers):
     def __getitem__(self, index):
+        if index:
+            begun.set()
         for _ in range(20 if index else 0):
             torch.rand(200, 200) @ torch.rand(200, 200)
         return index
@@ -372,7 +383,7 @@ async def main():
     iterator = aiter(loader)
     await anext(iterator)
     task = asyncio.create_task(anext(iterator))
-    await asyncio.sleep(0.01)
+    await asyncio.to_thread(begun.wait)
     return iterator
 iterator = asyncio.run(main())
 say("bye")

@@ -342,16 +342,18 @@ from asyncloader import WorkerStartError
 from asyncloader.backends.processes import process
 process._UP_S = 3.0  # seconds for which it is waited for: 10 otherwise
 drawing, done, made = threading.Event(), threading.Event(), itertools.count(1)
+numbers = torch.empty(40_000_000, dtype=torch.uint8)
 def draw():
-    numbers = torch.empty(40_000_000, dtype=torch.uint8)
     while not done.is_set():
+        numbers[0] = 255
         drawing.set()
         numbers.random_(0, 100)  # the lock is held for about 0.3 s
 def before_fork():
     drawing.clear()
     while not done.is_set() and not drawing.wait(0.01):
         pass
-    time.sleep(0.03)  # from the event to the lock
+    while not done.is_set() and numbers[0] == 255:
+        pass  # from the event to the first number: then the lock is held
 def on_fork():
     if next(made) == {forks}:
         done.set()

@@ -147,7 +147,6 @@ async def close(pool: RemotePool) -> None:
     pool.end(0.0)
     pool.fleet.give_up_all()
     assert pool.wait_dead(0.0)
-    await asyncio.sleep(0.01)  # the door is closed by a task
     pool._slabs.leave_loop()
     from asyncloader.engine.portal import get_portal
 

@@ -35,6 +35,7 @@ from asyncloader.run.foresight import Foresight, Guess
 from asyncloader.samplers import ElasticSampler
 from tests import inside
 from tests.faults.test_interrupts_everywhere import CtrlC
+from tests.patience import wait_until
 
 LENGTH = 23
 AHEAD: dict[str, Any] = {"persistent_workers": True, "prefetch_epochs": 1, "worker_backend": "thread"}
@@ -60,15 +61,7 @@ class Epochs(Dataset[Any]):
 
     def wait_for_reads(self, number: int) -> None:
         """Wait until so many samples were read in all."""
-        wait_for(lambda: int(self.reads.sum()) >= number)
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + GIVE_UP_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+        wait_until(lambda: int(self.reads.sum()) >= number)
 
 
 def make_loader(kind: str = "shuffle", **options: Any) -> DataLoader[Any]:
@@ -149,7 +142,7 @@ def test_the_next_epoch_is_made_while_the_last_batch_is_used() -> None:
     dataset: Any = loader.dataset
     iterator: Any = iter(loader)
     first = list(itertools.islice(iterator, len(loader) - 1))
-    wait_for(lambda: inside.run(iterator).ended)
+    wait_until(lambda: inside.run(iterator).ended)
     first.append(next(iterator))
     dataset.wait_for_reads(LENGTH + 4 * 3)
     assert next(iterator, None) is None
@@ -479,7 +472,7 @@ def epoch_to_its_end(loader: DataLoader[Any]) -> list[Any]:
     """Take an epoch, its last batch when all of them are made."""
     iterator: Any = iter(loader)
     seen = list(itertools.islice(iterator, len(loader) - 1))
-    wait_for(lambda: inside.run(iterator).ended)
+    wait_until(lambda: inside.run(iterator).ended)
     return seen + list(iterator)
 
 
@@ -599,7 +592,7 @@ def test_what_a_sampler_raises_of_the_next_epoch_is_raised_there(taken: int) -> 
         loader = DataLoader(dataset, 2, sampler=sampler, num_workers=1, **options)
         iterator: Any = iter(loader)
         log: list[Any] = [plain(next(iterator, [])) for _ in range(taken)]
-        wait_for(lambda it=iterator, count=taken: count < 4 or inside.run(it).ended)
+        wait_until(lambda it=iterator, count=taken: count < 4 or inside.run(it).ended)
         dataset.length = 30
         log += map(plain, iterator)
         iterator = iter(loader)
@@ -729,7 +722,7 @@ def test_an_interrupt_leaves_the_next_epochs_as_they_are(one_in: int, face: str)
         seen: list[Any] = []
         is_interrupted, iterator = False, iter(loader)
         seen += [plain(next(iterator)), plain(next(iterator))]
-        wait_for(lambda: inside.run(iterator).ended)  # type: ignore[attr-defined]
+        wait_until(lambda: inside.run(iterator).ended)  # type: ignore[attr-defined]
         taking = asyncio.new_event_loop()
         try:
             with CtrlC(moment) if moment else contextlib.nullcontext():

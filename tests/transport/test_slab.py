@@ -29,6 +29,7 @@ from asyncloader.transport.free_list import Region
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests.forks import forked
+from tests.patience import wait_until
 from tests.transport.wire import Worker, make_pool, worker
 
 FLOATS = 1 << 18  # 1 MiB
@@ -85,14 +86,6 @@ def collated_in_vain(number: int) -> Any:
 def is_in_arena(pool: SlabPool, tensor: torch.Tensor) -> bool:
     memory = pool._arena
     return memory is not None and memory.base <= tensor.data_ptr() < memory.base + memory.size
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    ends = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
 
 
 def leased(pool: SlabPool) -> int:
@@ -369,7 +362,7 @@ def test_over_the_budget_batches_come_inline() -> None:
             assert torch.equal(batch, large(number))
         del kept, batch
         made.get(0)
-        until(lambda: is_in_arena(pool, made.get(1)))  # a refused worker asks again after a while
+        wait_until(lambda: is_in_arena(pool, made.get(1)))  # a refused worker asks again after a while
     pool.close()
 
 
@@ -546,7 +539,7 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
             assert forked(lambda: True).wait() == 0
         else:
             subprocess.run(["true"], check=True, preexec_fn=os.getpid)
-        until(lambda: not slab.slab_pool()._forked)  # the loop has heard of its end
+        wait_until(lambda: not slab.slab_pool()._forked)  # the loop has heard of its end
         reserved.append(slab.slab_pool().statistics().reserved)
     del batch
     iterator.close()
