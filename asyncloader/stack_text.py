@@ -14,7 +14,7 @@ import traceback
 from itertools import takewhile
 from types import FrameType
 
-_OWN = re.compile(re.escape(os.sep).join(["asyncloader", "(worker|backends)", ""]))
+_OWN = re.compile(re.escape(os.sep).join(["asyncloader", "(worker|backends|messages|ray)", ""]))
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _HEAD = re.compile(r"(Current t|T)hread\b.*\(most recent call first\):$")
 _LEFT_OUT = "  (frames of asyncloader, and of what started the worker, are left out)"

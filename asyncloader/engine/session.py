@@ -324,18 +324,22 @@ class Session:
         if not self.takes_outcomes:
             return
         self._heard_at = arrived_at
-        run, record, kind = self.run, outcome.record, type(outcome)
-        scheduler, supervisor = run.scheduler, self.supervisor
-        if kind is Exhausted:
+        supervisor, record = self.supervisor, outcome.record
+        if type(outcome) is Exhausted:
             if isinstance(outcome.snapshot, Frozen):
-                run.ends[worker] = outcome.snapshot
-            self.apply(scheduler.exhausted(worker))
+                self.run.ends[worker] = outcome.snapshot
+            self.apply(self.run.scheduler.exhausted(worker))
             return
         supervisor.recovery.reset()
         if type(outcome) is Refused:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
-            supervisor.answered(worker, record.private_bytes, arrived_at)  # a renewal may have waited for this
-            return
+        else:
+            self._made(worker, outcome, arrived_at)
+        supervisor.answered(worker, record.private_bytes, arrived_at)
+
+    def _made(self, worker: int, outcome: Any, arrived_at: float) -> None:
+        """A worker has come to what becomes of a ticket."""
+        run, record, scheduler = self.run, outcome.record, self.run.scheduler
         ticket = scheduler.in_flight[worker][record.seq]
         times: Any = None
         if type(outcome) is Batch:
@@ -350,7 +354,6 @@ class Session:
         if run.tracks:
             item = run.answered(item, ticket)
         self.apply(actions + self._came(ticket, item))
-        supervisor.answered(worker, record.private_bytes, arrived_at)
 
     def _came(self, ticket: Ticket, item: Item) -> list[Action]:
         """Return what follows from what has become of a ticket that was returned."""

@@ -19,6 +19,9 @@ from operator import attrgetter
 from time import perf_counter, process_time
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncloader.machine import usable_cores
 from asyncloader.observe import trace as timeline
 from asyncloader.observe.faults import Faults
@@ -34,9 +37,17 @@ log = logging.getLogger("asyncloader")
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 _MADE: Final = ("queue", "fetch", "collate", "encode", "transfer", "decode", "work")
-_TAKEN: Final = ("waited", "ready", "order")
-_HERE: Final = ("fetch", "collate", "work", "waited", "ready")
-"""The columns where this process makes the batches: the last two as `_TAKEN`, after the first batch."""
+_TAKEN: Final = ("used", "lay_ready", "waited", "ready", "order", "training")
+_HERE: Final = ("samples", "stalled", "lay_ready", "fetch", "collate", "work", "waited", "ready", "training")
+"""The columns where this process makes the batches, in place of the others. Of both, those from "waited" on are counted
+after the first batch."""
+
+
+def _columns_here(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """Return the columns of `_HERE`, of rows as `Meter.took_here` adds them."""
+    samples, stalled, lay_ready, began, collate, made_at, asked_at, now, idle_from = rows
+    work, waited, ready, training = made_at - began, now - asked_at, now - made_at, asked_at - idle_from
+    return [samples, stalled, lay_ready, work - collate, collate, work, waited, ready, training]
 
 
 class Made(NamedTuple):
@@ -99,7 +110,7 @@ class Meter:
         self._is_logged = False
         # Written by the loop thread.
         self._made = Tally(len(_MADE))
-        self._here = Tally(len(_HERE), late=2)  # in place of the tallies around, and written by consumers
+        self._here = Tally(len(_HERE), late=3, columns=_columns_here)  # in place of the others; written by consumers
         self._pinned = Tally(1)
         self._own = {worker: WorkerStats(worker) for worker in range(num_workers)}
         self._first_bytes: dict[int, int] = {}  # by worker, the memory that it had to itself at the first look
@@ -112,16 +123,14 @@ class Meter:
         self._bytes = 0
         self._errors = 0
         # Written by consumers, one at a time.
-        self._taken = Tally(len(_TAKEN))
+        self._taken = Tally(len(_TAKEN), late=4)
         self._taken_count = 0
         self._first_at = 0.0
         self._last_at = self._began
         self._first_cpu_s = 0.0
         self._last_cpu_s = 0.0
         self._cpu_due_at = 0.0  # a system call for each batch would take as long as counting it otherwise
-        self._used_sum = 0
-        self._ready_sum = 0
-        self._training_s = 0.0
+        self._idle_from = 0.0  # since when the consumer trains: it has its batch, and waits for no other rank
         self._ranks_s = 0.0
         self._ranks_until = 0.0  # what that was when a batch was taken last
         self.held_back = 0
@@ -221,14 +230,13 @@ class Meter:
     def load(self, now: float, num_workers: int) -> Load:
         """Return what the run has come to, for who decides about the number of workers. 0.1 ms."""
         made, taken = self._made.take().all, self._taken.take().all
+        waited_s, training_s = (float(taken.sums[_TAKEN.index(name)]) for name in ("waited", "training"))
         worker_cpu_s = self._cpu_s + self._stalled_s
         main_cpu_s = self._last_cpu_s - self._first_cpu_s
         if self._options.get("in_process"):
             main_cpu_s = max(0.0, main_cpu_s - self._cpu_s)
-        waited_s, work_s = float(taken.sums[0]), float(made.sums[-1])
-        return Load(
-            now, num_workers, taken.rows, waited_s, self._training_s, made.rows, work_s, worker_cpu_s, main_cpu_s
-        )  # fmt: skip
+        work_s = float(made.sums[-1])
+        return Load(now, num_workers, taken.rows, waited_s, training_s, made.rows, work_s, worker_cpu_s, main_cpu_s)
 
     def failed(self) -> None:
         """Count an exception that is handed over in place of a batch."""
@@ -246,48 +254,41 @@ class Meter:
             ready: Batches that lay ready.
         """
         now = perf_counter()
-        waited = now - asked_at if asked_at else 0.0
-        if self._taken_count:
-            self._taken.add([waited, now - times.ready_at, times.ready_at - times.made_at])
-        self._count_taken(times.seq, now, waited, ready)
-        self._used_sum += used
+        asked_at = asked_at or now
+        ready_at, made_at = times.ready_at, times.made_at
+        self._taken.add([used, ready, now - asked_at, now - ready_at, ready_at - made_at, asked_at - self._idle_from])
+        self._count_taken(times.seq, asked_at, now, ready)
 
     def took_here(self, asked_at: float, record: Record, made_at: float, ready: int) -> None:
         """Count a batch that this process has made itself, and pinned if it is to be, and that a consumer takes."""
         now = perf_counter()
-        began, collate_s = record.began, record.collate_s
-        work, waited = made_at - began, now - asked_at
-        self._here.add([work - collate_s, collate_s, work, waited, now - made_at])
-        self._samples += record.samples
-        self._stalled_s += record.stalled_s
+        samples, began, collate_s, stalled_s = record.samples, record.began, record.collate_s, record.stalled_s
+        self._here.add([samples, stalled_s, ready, began, collate_s, made_at, asked_at, now, self._idle_from])
         if self._trace is not None:
-            stages = (("fetch", work - collate_s), ("collate", collate_s))
+            stages = (("fetch", made_at - began - collate_s), ("collate", collate_s))
             self._note(timeline.batch, "", record.seq, -1, 0.0, began, stages, 0.0, now)
-        self._count_taken(record.seq, now, waited, ready)
+        self._count_taken(record.seq, asked_at, now, ready)
 
-    def _count_taken(self, seq: int, now: float, waited: float, ready: int) -> None:
+    def _count_taken(self, seq: int, asked_at: float, now: float, ready: int) -> None:
         if now > self._cpu_due_at:
             self._last_cpu_s = process_time()
             self._cpu_due_at = now + 0.001 + 0.01 * (now - self._began)
-        if self._taken_count:
-            training = now - self._last_at - waited - (self._ranks_s - self._ranks_until)
-            if training > 0.0:
-                self._training_s += training
-        else:
+        if not self._taken_count:
             self._first_at, self._first_cpu_s = now, self._last_cpu_s
         if self._trace is not None:
             last_at = self._last_at if self._taken_count else 0.0
-            self._note(timeline.taken, seq, last_at, now - waited if waited else 0.0, now, ready)
+            self._note(timeline.taken, seq, last_at, asked_at if asked_at < now else 0.0, now, ready)
             if self._trace.is_due:
                 self._trace.write()
-        self._last_at, self._ranks_until = now, self._ranks_s
+        self._last_at = self._idle_from = now
+        self._ranks_until = self._ranks_s
         self._taken_count += 1
-        self._ready_sum += ready
 
     def waited_for_ranks(self, seconds: float) -> None:
         """Note that a consumer has waited for other ranks: that is not training."""
         if self._taken_count:
             self._ranks_s += seconds
+            self._idle_from += seconds
 
     def log_summary(self, *, is_over: bool = False) -> None:
         """Say in the log, once, how the run went: everything was taken, and nothing is held back, or never given."""
@@ -327,31 +328,36 @@ class Meter:
         for tally, names in (*tallies, *here):
             snapshot = tally.take()
             timing.update((name, Timing(snapshot, column)) for column, name in enumerate(names))
+        stages = Stages(**{name: each for name, each in timing.items() if name in Stages.__dataclass_fields__})
         workers = sorted((*self._own.copy().values(), *self._left), key=attrgetter("worker_id"))
         count = self._taken_count
+
+        def total(name: str) -> float:
+            return timing[name].total_s if name in timing else 0.0
+
         return LoaderStats(
             epoch=self._epoch,
             num_workers=self._num_workers,
             cores=usable_cores(),
             batches=count - self.held_back,
-            samples=self._samples,
+            samples=self._samples + round(total("samples")),
             bytes=self._bytes,
             elapsed_s=self._last_at - self._began,
             first_batch_s=self._first_at - self._began if count else 0.0,
-            training_s=self._training_s,
-            waited=timing.pop("waited"),
-            ready=timing.pop("ready"),
-            work=timing.pop("work"),
-            stages=Stages(**timing),
+            training_s=total("training"),
+            waited=timing["waited"],
+            ready=timing["ready"],
+            work=timing["work"],
+            stages=stages,
             workers=tuple(map(copy.copy, workers)),
             worker_cpu_s=self._cpu_s,
-            worker_stalled_s=self._stalled_s,
+            worker_stalled_s=self._stalled_s + total("stalled"),
             remote_cpu_s=self._remote_cpu_s,
             received=self._traffic.received.since(self._received_before),
             main_cpu_s=self._last_cpu_s - self._first_cpu_s,
             window=self._window,
-            window_used=self._used_sum / count if count else 0.0,
-            window_ready=self._ready_sum / count if count else 0.0,
+            window_used=total("used") / max(1, count),
+            window_ready=total("lay_ready") / max(1, count),
             errors=self._errors,
             **self.faults.figures(),
             changes=tuple(self._changes),

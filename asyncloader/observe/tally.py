@@ -3,8 +3,9 @@
     add(row) ──> rows in hand ── every 256, at once ──> Folded: sums, longest, log-spaced buckets of each column
                       └── take() ── a snapshot, folded when somebody looks ──> Timing
 
-A row is a list of seconds, one for each column. It is kept as it is and folded together with others by numpy: 0.5 us a
-row, where counting eight columns one by one in Python took 4 us. Buckets are an eighth of an octave wide, so a quantile
+A row is a list of numbers: durations in seconds, or times and counts that durations are worked out of when rows are
+folded. It is kept as it is and folded together with others by numpy: 0.5 us a row, where counting eight columns one by
+one in Python took 4 us. Buckets are an eighth of an octave wide, so a quantile
 is right to within 5 %. Rows in hand lie in an array: as tuples they took six times the memory, and pushed from the
 processor's cache what the next batch needed.
 
@@ -14,12 +15,17 @@ and what is in hand change together, in one assignment.
 
 from __future__ import annotations
 
+import copy
 import functools
 from array import array
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+Columns: TypeAlias = Callable[[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]
+"""Makes the columns of a tally of the columns of rows."""
 
 _FOLD_AT = 256
 _PER_OCTAVE: Final = 8
@@ -34,22 +40,22 @@ class Folded(NamedTuple):
     longest: npt.NDArray[np.float64]
     buckets: npt.NDArray[np.int64]  # (columns, _BUCKETS)
 
-    def with_rows(self, rows: array[float], late: int) -> Folded:
+    def with_rows(self, rows: array[float], width: int, columns: Columns, late: int) -> Folded:
         """Return the sum of these and those; the last ``late`` columns of the very first row do not count."""
         if not rows:
             return self
-        columns = len(self.sums)
-        seconds = np.array(rows).reshape(-1, columns)
-        begins = columns if self.rows else columns - late
-        seconds[0, begins:] = 0.0
-        places = np.log2(np.maximum(seconds * 1e6, 0.5)) * _PER_OCTAVE + 1
-        places = np.clip(places, 0, _BUCKETS - 1).astype(np.int64) + np.arange(columns) * _BUCKETS
-        counts = np.bincount(places.ravel(), minlength=columns * _BUCKETS).reshape(columns, _BUCKETS)
+        values = np.maximum(columns(np.array(rows).reshape(-1, width).T), 0.0).T
+        count = values.shape[1]
+        begins = count if self.rows else count - late
+        values[0, begins:] = 0.0
+        places = np.log2(np.maximum(values * 1e6, 0.5)) * _PER_OCTAVE + 1
+        places = np.clip(places, 0, _BUCKETS - 1).astype(np.int64) + np.arange(count) * _BUCKETS
+        counts = np.bincount(places.ravel(), minlength=count * _BUCKETS).reshape(count, _BUCKETS)
         counts[begins:, 0] -= 1
         return Folded(
-            self.rows + len(seconds),
-            self.sums + seconds.sum(0),
-            np.maximum(self.longest, seconds.max(0)),
+            self.rows + len(values),
+            self.sums + values.sum(0),
+            np.maximum(self.longest, values.max(0)),
             self.buckets + counts,
         )
 
@@ -60,31 +66,33 @@ def _empty(columns: int) -> Folded:
 
 
 class Tally:
-    """The durations of some columns, row by row.
+    """The durations, or other numbers, of some columns, row by row. Numbers below zero count as zero.
 
     Args:
-        columns: How many values a row has.
+        count: How many columns there are.
         late: How many of them, the last ones, count from the second row on.
+        width: How many numbers a row has; one for each column, if ``columns`` is not given.
+        columns: Makes the columns of those of rows.
     """
 
-    def __init__(self, columns: int, late: int = 0) -> None:
-        self._late = late
-        self._full = columns * _FOLD_AT
-        self._state: tuple[Folded, array[float]] = (_empty(columns), array("d"))
+    def __init__(self, count: int, late: int = 0, width: int | None = None, columns: Columns = list) -> None:
+        self._how = width or count, columns, late
+        self._full = (width or count) * _FOLD_AT
+        self._state: tuple[Folded, array[float]] = (_empty(count), array("d"))
         self._rows = self._state[1]
 
     def add(self, row: list[float]) -> None:
-        """Add a row of seconds."""
+        """Add a row."""
         rows = self._rows
         rows.fromlist(row)
         if len(rows) >= self._full:
-            self._state = (self._state[0].with_rows(rows, self._late), array("d"))
+            self._state = (self._state[0].with_rows(rows, *self._how), array("d"))
             self._rows = self._state[1]
 
     def take(self) -> Tally:
         """Return a tally of what there is so far, to be looked at."""
         folded, rows = self._state
-        taken = Tally(len(folded.sums), self._late)
+        taken = copy.copy(self)
         taken._state = folded, rows[:]
         return taken
 
@@ -93,7 +101,7 @@ class Tally:
         """Everything, added up. While rows are still added, ask a snapshot for it (`take`)."""
         folded, rows = self._state
         if rows:
-            folded = folded.with_rows(rows, self._late)
+            folded = folded.with_rows(rows, *self._how)
             self._state = folded, array("d")
         return folded
 

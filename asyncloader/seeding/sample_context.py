@@ -22,7 +22,6 @@ COLLATION = -2
 """That of ``collate_fn`` where samples are known by their place in the epoch."""
 
 _WORD = (1 << 32) - 1
-_NO_BLOCKS = (BATCH, 0)
 
 
 class EpochKey(tuple[int, int, int]):
@@ -59,16 +58,15 @@ class SampleContext:
         first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
     """
 
-    __slots__ = ("_blocks", "_generator", "_made_for", "_samples", "first", "position", "seeder", "seq")
+    _made_for: int | None = None
+    _blocks = BATCH, 0
+    _generator: np.random.Generator
+    _samples: dict[int, SampleContext] | None = None
 
     def __init__(self, seeder: Seeder, seq: int, position: int = BATCH, first: int | None = None) -> None:
         self.seeder = seeder
         self.seq = seq
         self.first = first
-        self._made_for: int | None = None
-        self._blocks = _NO_BLOCKS
-        self._generator: np.random.Generator
-        self._samples: dict[int, SampleContext] | None = None
         self.position = position
 
     @property
@@ -123,8 +121,6 @@ class SeedingContext(SampleContext):
         first: Number of the batch's first sample in the epoch.
         count: How many samples the batch has.
     """
-
-    __slots__ = ("_position", "_seeds")
 
     def __init__(self, seeder: Seeder, seq: int, first: int, count: int) -> None:
         self._seeds = seeder.seeds(first, count)

@@ -45,44 +45,24 @@ class Job:
         is_over: The job is finished or was dropped. Samples that still come are dropped.
     """
 
-    __slots__ = (
-        "bad",
-        "began",
-        "count",
-        "errors",
-        "fatal",
-        "fatal_at",
-        "fetched",
-        "first",
-        "is_last",
-        "is_over",
-        "keys",
-        "missing",
-        "pending",
-        "samples",
-        "seq",
-        "snapshot",
-        "started",
-        "waited_s",
-    )
+    first: int | None = None
+    fetched = 0.0
+    fatal: BaseException | None = None
+    fatal_at = BATCH
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
+    started = 0
+    is_last = is_over = False
 
     def __init__(self, seq: int, keys: Any = None, count: int = 0, waited_s: float = 0.0) -> None:
         self.seq = seq
         self.keys = keys
-        self.first: int | None = None
         self.count = self.missing = count
         self.waited_s = waited_s
         self.began = perf_counter()
-        self.fetched = 0.0
         self.samples: Any = [None] * count
         self.errors: dict[int, Exception] = {}
-        self.fatal: BaseException | None = None
-        self.fatal_at = BATCH
-        self.bad: Sequence[BadSample] = ()
-        self.snapshot: Any = None
-        self.started = 0
         self.pending: dict[int, asyncio.Task[None] | None] = {}
-        self.is_last = self.is_over = False
 
 
 def mend(samples: list[Any], errors: dict[int, Exception], *, leave_out: bool) -> list[Any]:
