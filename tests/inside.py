@@ -6,13 +6,21 @@ module asks the module's own objects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncloader.seeding import turns
 
 if TYPE_CHECKING:
     from asyncloader.engine.session import Session
     from asyncloader.options import Options
     from asyncloader.run.runs import Runs
     from asyncloader.run.worker_iterator import WorkerIterator
+    from asyncloader.seeding.sample_context import SampleContext
+    from asyncloader.transport.free_list import Region
+    from asyncloader.transport.slab import SlabPool
+    from asyncloader.transport.worker_loans import WorkerLoans
 
 
 def options(loader: Any, last: Options | None = None) -> Options:
@@ -63,3 +71,126 @@ def foreseen(iterator: WorkerIterator[Any]) -> Any:
     """Return the next epoch, where an iterator has begun to make batches of it ahead; None otherwise."""
     assert iterator._foresight is not None
     return iterator._foresight._foreseen
+
+
+# ------------------------------------------------------------------------------------------------- shared memory
+class Accounts(NamedTuple):
+    """Where each byte of a pool's arena is.
+
+    Attributes:
+        regions: All regions that have memory.
+        cold: Offsets and sizes of what was given back to the system.
+        free: Numbers of regions that nobody uses.
+        swept: Those of regions that are being given back.
+        reserved: Bytes that the pool takes for reserved.
+    """
+
+    regions: list[Region]
+    cold: list[tuple[int, int]]
+    free: list[int]
+    swept: list[int]
+    reserved: int
+
+
+def accounts(pool: SlabPool) -> Accounts:
+    """Return where each byte of a pool's arena is, by its own books."""
+    regions = [region for region in pool._regions.values() if region.capacity]
+    swept = [] if pool._swept is None else [pool._swept.number]
+    return Accounts(regions, [*pool._cold._free], [*pool._free._by_age], swept, pool._reserved)
+
+
+def region(pool: SlabPool, number: int) -> Region:
+    """Return a region of a pool."""
+    return pool._regions[number]
+
+
+def arena(pool: SlabPool) -> Any:
+    """Return the shared memory that the slabs of a pool lie in; None if there is none."""
+    return pool._arena
+
+
+def leases_ended(pool: SlabPool) -> bool:
+    """Whether leases have ended that the pool has yet to take note of."""
+    return bool(pool._ended)
+
+
+def has_forks(pool: SlabPool) -> bool:
+    """Whether copies of this process might look at memory of the pool."""
+    return bool(pool._forked)
+
+
+def forget_trim(pool: SlabPool) -> None:
+    """Have a pool plan its next trim as if it had planned none."""
+    pool._trim_planned = False
+
+
+def lent(loans: WorkerLoans) -> dict[int, Region]:
+    """Return the regions that a worker has on loan, by number."""
+    return loans._loans
+
+
+def descriptor(memory: Any) -> int:
+    """Return the descriptor of an arena, or of the file of a shared list."""
+    fd: int = memory._fd if hasattr(memory, "_fd") else memory._file.fd
+    return fd
+
+
+# ------------------------------------------------------------------------------------------------- whose turn it is
+def turn_is_free() -> bool:
+    """Whether the calling thread could have its turn with the global generators now; it may be its turn already."""
+    if is_free := turns._turn.lock.acquire(blocking=False):
+        turns._turn.lock.release()
+    return is_free
+
+
+def turn_holder() -> SampleContext | None:
+    """Return the sample whose turn it is."""
+    return turns._turn.holder
+
+
+def drawings() -> list[turns.Drawing]:
+    """Return what draws from the trainer's generators at the moment."""
+    return turns._turn.going_on()
+
+
+def generators_are_the_trainers() -> bool:
+    """Whether the global generators of this process are those of a trainer."""
+    return turns._turn.is_trainers
+
+
+@contextlib.contextmanager
+def turn_put_back() -> Iterator[None]:
+    """Have a test make this process a worker, as far as turns go, until the end of this."""
+    before = turns._turn
+    try:
+        yield
+    finally:
+        turns._turn = before
+
+
+# ------------------------------------------------------------------------------------------------- other machines
+def launcher(pool: Any) -> Any:
+    """Return what launches the agents of a pool."""
+    return pool._launcher
+
+
+def door(pool: Any) -> Any:
+    """Return the door that agents of a pool come in by."""
+    return pool.fleet._door
+
+
+def strangers(door: Any) -> list[Any]:
+    """Return those at a door who have yet to prove themselves."""
+    return [*door._strangers]
+
+
+# ------------------------------------------------------------------------------------------------- renewal
+def spares(pool: Any) -> dict[int, Any]:
+    """Return the processes that were started to take the place of a worker, by the worker's number."""
+    found: dict[int, Any] = pool._spares
+    return found
+
+
+def unsent(session: Session, worker: int) -> set[int]:
+    """Return the numbers of the batches that wait for the next process of a worker."""
+    return {seq for seq, _ in session._outbox._tickets.get(worker, ())}

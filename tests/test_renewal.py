@@ -271,7 +271,7 @@ class Renewed:
 
 def unsent(renewed: Renewed) -> set[int]:
     """Return the numbers of the batches that wait for the next process."""
-    return {seq for seq, _ in renewed.session._outbox._tickets.get(renewed.worker, ())}
+    return inside.unsent(renewed.session, renewed.worker)
 
 
 WANTED = [[i, i + 1] for i in range(0, LENGTH, 2)]
@@ -284,7 +284,7 @@ def test_one_that_dies_before_it_is_renewed(tmp_path: Path, on_crash: Any, num_w
     """The one that is ready does what it had; what was not begun is not blamed."""
     renewed = Renewed(tmp_path, num_workers, on_crash=on_crash)
     pool, worker = renewed.session.pool, renewed.worker
-    spare = pool._spares[worker]
+    spare = inside.spares(pool)[worker]
     at = min(renewed.session.run.scheduler.in_flight[worker])
     os.kill(pool.processes[worker].pid, signal.SIGKILL)
     wait_until(lambda: pool.processes.get(worker) is spare)
@@ -315,8 +315,8 @@ def test_the_next_process_dies_before_it_has_the_place(tmp_path: Path) -> None:
     """Another one is started in its place."""
     renewed = Renewed(tmp_path)
     pool = renewed.session.pool
-    os.kill(pool._spares[renewed.worker].pid, signal.SIGKILL)
-    wait_until(lambda: not pool._spares)
+    os.kill(inside.spares(pool)[renewed.worker].pid, signal.SIGKILL)
+    wait_until(lambda: not inside.spares(pool))
     assert renewed.rest() == WANTED
     assert renewed.loader.stats().replacements == 0
 

@@ -164,7 +164,7 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
     async def _read(self, client: Opened[_Ranges], group: int) -> pa.Table:
         path, number = self.paths[self._files[group]], int(self._groups[group])
         opens = partial(self._opened_file, path, client.source)
-        table = await client.threads.run(_read_group, opens, number, self.columns)
+        table = await client.threads.run(read_group, opens, number, self.columns)
         return table.select(self._names)  # in one order, whatever that in the file is
 
     # --------------------------------------------------------------------------------------------------------- files
@@ -331,9 +331,10 @@ def _read_footer(path: str, opens: Callable[[], contextlib.AbstractContextManage
         raise ConfigurationError(f"{path}: no Parquet file, or truncated: {error}") from error
 
 
-def _read_group(
+def read_group(
     opens: Callable[[], contextlib.AbstractContextManager[Any]], number: int, columns: Sequence[str] | None
 ) -> pa.Table:
+    """Read columns of a row group of a file. On a thread of the dataset."""
     import pyarrow.parquet as pq
 
     with opens() as file:

@@ -57,17 +57,17 @@ def spans_of(
         FetchError: A shard is damaged, or does not come.
     """
     places = [_places(shard, folder) for shard in shards]
-    found = {at: _load(places[at], versions[at]) for at in range(len(shards))}
+    found = {at: load(places[at], versions[at]) for at in range(len(shards))}
     if any(spans is None for spans in found.values()):
         with _turn(shards):
             for at in [at for at, spans in found.items() if spans is None]:
-                found[at] = _load(places[at], versions[at])
+                found[at] = load(places[at], versions[at])
             missing = [at for at, spans in found.items() if spans is None]
             urls = [shards[at] for at in missing]
             made = run_apart(_make, urls, access, [versions[at] for at in missing])
             for at, spans in zip(missing, made, strict=True):
                 found[at] = spans
-                _save(places[at], versions[at], spans)
+                save(places[at], versions[at], spans)
     return [spans for spans in found.values() if spans is not None]
 
 
@@ -121,7 +121,8 @@ def _places(shard: str, folder: Path | None) -> list[Path]:
     return [Path(path + _SUFFIX), _cache() / name] if is_local else [_cache() / name]
 
 
-def _load(places: Sequence[Path], version: Version) -> NDArray[np.int64] | None:
+def load(places: Sequence[Path], version: Version) -> NDArray[np.int64] | None:
+    """Return the index of this version of a shard from the first place that has it; None if there is none."""
     for place in places:
         with contextlib.suppress(OSError):
             if (spans := _read(place, version)) is not None:
@@ -136,11 +137,11 @@ def _read(place: Path, version: Version) -> NDArray[np.int64] | None:
     Raises:
         OSError: It cannot be read.
     """
-    head = _head(version)
+    beginning = head(version)
     with open_regular(place) as file:
-        body = os.fstat(file.fileno()).st_size - len(head)
+        body = os.fstat(file.fileno()).st_size - len(beginning)
         most = min(version.size // _BLOCK, _MOST_FILES) * _SPAN_BYTES
-        if not 0 <= body <= most or file.read(len(head)) != head:
+        if not 0 <= body <= most or file.read(len(beginning)) != beginning:
             return None
         data = file.read(body)
     if len(data) != body or body % _SPAN_BYTES:
@@ -151,11 +152,12 @@ def _read(place: Path, version: Version) -> NDArray[np.int64] | None:
     return bounds.reshape(-1, 2) if is_in_shard and is_in_order and not (bounds % _BLOCK).any() else None
 
 
-def _head(version: Version) -> bytes:
+def head(version: Version) -> bytes:
+    """Return how the index of this version of a shard begins."""
     return f"asyncloader index {_FORMAT} of {version.size} bytes, {version.tag}\n".encode("utf-8", "surrogateescape")
 
 
-def _save(places: Sequence[Path], version: Version, spans: NDArray[np.int64]) -> None:
+def save(places: Sequence[Path], version: Version, spans: NDArray[np.int64]) -> None:
     """Keep an index in the first place where that is possible."""
     for place in places:
         beside = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
@@ -163,7 +165,7 @@ def _save(places: Sequence[Path], version: Version, spans: NDArray[np.int64]) ->
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with open(beside, "xb") as file:
-                    file.write(_head(version) + spans.astype("<i8").tobytes())
+                    file.write(head(version) + spans.astype("<i8").tobytes())
                 os.replace(beside, place)
             finally:
                 beside.unlink(missing_ok=True)

@@ -141,7 +141,7 @@ def test_indices_are_kept_and_made_anew(
     assert len(list((tmp_path / "indices").iterdir())) == 2
 
     made.clear()
-    tar_index._save([Path("/proc/none/index")], Version(1, ""), np.empty((0, 2), np.int64))
+    tar_index.save([Path("/proc/none/index")], Version(1, ""), np.empty((0, 2), np.int64))
     assert "cannot be kept" in caplog.text
     monkeypatch.setattr(tar_index, "_places", lambda *_: [Path("/proc/none/index"), cache_folder / "index"])
     for _ in range(2):
@@ -166,10 +166,10 @@ WRONG_SPANS: dict[str, list[tuple[int, int]]] = {
 def test_an_index_that_cannot_be_of_its_shard_is_made_anew(shards: list[Path], spans: list[tuple[int, int]]) -> None:
     """Whoever made the shard may have put it there: it is believed no more than the shard is."""
     version = Version.of_file(str(shards[0]))
-    tar_index._save([Path(f"{shards[0]}.index")], version, np.array(spans, np.int64))
+    tar_index.save([Path(f"{shards[0]}.index")], version, np.array(spans, np.int64))
     dataset = IndexedTarShards(shards[:1])
     assert len(dataset) == 20
-    assert tar_index._load([Path(f"{shards[0]}.index")], version).tolist() == dataset._spans.tolist()  # type: ignore[union-attr]
+    assert tar_index.load([Path(f"{shards[0]}.index")], version).tolist() == dataset._spans.tolist()  # type: ignore[union-attr]
 
 
 def test_what_lies_in_the_place_of_an_index_is_not_waited_for(shards: list[Path]) -> None:
@@ -179,7 +179,7 @@ def test_what_lies_in_the_place_of_an_index_is_not_waited_for(shards: list[Path]
     places[1].symlink_to("/dev/zero")
     places[2].mkdir()
     with open(places[3], "wb") as file:
-        file.write(tar_index._head(Version.of_file(str(shards[3]))))
+        file.write(tar_index.head(Version.of_file(str(shards[3]))))
         file.truncate(1 << 40)
     tracemalloc.start()
     try:

@@ -73,13 +73,13 @@ def server() -> Iterator[FaultServer]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers, in their files, of the row groups that were read."""
     seen: list[int] = []
-    read_group = module._read_group
+    read_group = module.read_group
 
     def watched(opens: Any, number: int, columns: Any) -> Any:
         seen.append(number)
         return read_group(opens, number, columns)
 
-    monkeypatch.setattr(module, "_read_group", watched)
+    monkeypatch.setattr(module, "read_group", watched)
     return seen
 
 
@@ -277,7 +277,7 @@ async def test_a_file_that_is_changed_while_it_is_read(
     path = tmp_path / "a.parquet"
     path.write_bytes(written(table(0)))
     dataset = ParquetDataset(f"{through}{path}", ["id"], cache_bytes=0)
-    read_group = module._read_group
+    read_group = module.read_group
     data = [written(table(100)), b"x" * 50_000]
 
     def changed(opens: Any, number: int, columns: Any) -> Any:
@@ -289,7 +289,7 @@ async def test_a_file_that_is_changed_while_it_is_read(
 
         return read_group(opens_late, number, columns)
 
-    monkeypatch.setattr(module, "_read_group", changed)
+    monkeypatch.setattr(module, "read_group", changed)
     async with dataset:
         for _ in range(2):
             with pytest.raises(FetchError, match=r"a.parquet: was changed since this dataset was made"):

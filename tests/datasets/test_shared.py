@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from asyncloader import ConfigurationError, SharedDict, SharedList
 from asyncloader.datasets import CachedDataset
+from tests import inside
 from tests.effort import examples
 from tests.nursery import Program
 
@@ -291,7 +292,7 @@ def test_it_cannot_be_changed() -> None:
     with pytest.raises(AttributeError, match="no attribute 'rows'"):
         _ = shared.rows
     with pytest.raises(PermissionError):
-        os.pwrite(shared._file.fd, b"x", 100)
+        os.pwrite(inside.descriptor(shared), b"x", 100)
     with pytest.raises(TypeError):
         shared._read.memory[100] = 1
 
@@ -419,7 +420,7 @@ def test_a_handle_is_small() -> None:
         assert len(pickle.dumps(one)) < 1000
     again = pickle.loads(pickle.dumps(chosen))
     assert list(again) == ROWS[::2]
-    assert again._file is shared._file  # mapped once in each process
+    assert inside.descriptor(again) == inside.descriptor(shared)  # mapped once in each process
 
 
 def read_through(rows: Any, into: Any) -> None:
@@ -489,9 +490,9 @@ def test_a_handle_is_not_taken_for_that_of_another_file() -> None:
     shared = SharedList([1, 2, 3])
     other = SharedList([4])
     data = pickle.dumps(shared)
-    number = shared._file.fd
+    number = inside.descriptor(shared)
     del shared
-    os.dup2(other._file.fd, number)
+    os.dup2(inside.descriptor(other), number)
     with pytest.raises(FileNotFoundError, match="shared memory is not there"):
         pickle.loads(data)
     reading, writing = os.pipe()

@@ -153,7 +153,7 @@ def test_strangers_on_the_port_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(map(ended, strangers))
         seen += iterator
     assert same(seen, local(100, 1)) == 100
-    refused = inside.session(iterator).pool.fleet._door.refused
+    refused = inside.door(inside.session(iterator).pool).refused
     assert refused == {"no agent": 2, "too slow": 4}
     loader.close()
 

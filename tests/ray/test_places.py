@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader.engine.portal import get_portal
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import NO_RECORD, Batch, LeftOut, pack
 from asyncloader.ray import fleet as module
@@ -22,7 +23,9 @@ from asyncloader.ray.facts import facts
 from asyncloader.ray.launcher import Access
 from asyncloader.ray.pool import RemotePool
 from asyncloader.ray.wire import Death, Frame, Word
+from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import inside
 
 SPEC = WorkerSpec([1], False, True, None, False, None, 1, 0, True)
 
@@ -147,10 +150,8 @@ async def close(pool: RemotePool) -> None:
     pool.end(0.0)
     pool.fleet.give_up_all()
     assert pool.wait_dead(0.0)
-    pool._slabs.leave_loop()
-    from asyncloader.engine.portal import get_portal
-
-    pool._slabs.live_on(get_portal().loop)
+    slab_pool().leave_loop()
+    slab_pool().live_on(get_portal().loop)
 
 
 def told(pool: RemotePool) -> list[Any]:
@@ -205,7 +206,7 @@ async def test_a_number_is_good_for_one_agent_once(pool: RemotePool) -> None:
     pool.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
     assert not Line(pool, 1).is_admitted
     assert told(pool) == [("ready", 2), ("lost", 2)]
-    assert pool._launcher.killed == [1]  # type: ignore[attr-defined]
+    assert inside.launcher(pool).killed == [1]
 
 
 async def test_ids_are_free_again_when_their_agent_is_lost(pool: RemotePool) -> None:
@@ -328,7 +329,7 @@ async def test_an_agent_that_leaves_as_it_comes_is_sent_home(pool: RemotePool) -
 async def test_so_many_are_there_as_are_wanted(pool: RemotePool) -> None:
     """Those of the agent with the fewest go first, and it goes with the last; free places are filled again."""
     pool.want(5)
-    assert pool._launcher.wanted == (5, True)  # type: ignore[attr-defined]
+    assert inside.launcher(pool).wanted == (5, True)
     large, small = come(pool, 3), come(pool, 2)
     assert told(pool) == [("ready", worker) for worker in (2, 3, 4, 5, 6)]
     pool.want(2)
@@ -341,7 +342,7 @@ async def test_so_many_are_there_as_are_wanted(pool: RemotePool) -> None:
     pool.want(4)
     assert large.added()[max(large.added())] == 4  # of the agent that goes nothing is wanted any more
     assert len(small.added()) == 2
-    assert pool._launcher.wanted == (4, True)  # type: ignore[attr-defined]
+    assert inside.launcher(pool).wanted == (4, True)
 
 
 async def test_what_is_wanted_before_the_start_is_had_then() -> None:
@@ -378,7 +379,7 @@ async def test_who_has_not_come_is_not_waited_for_if_it_is_not_wanted(pool: Remo
     line.hello()
     pool.want(0)
     assert line.kinds() == [Word.WELCOME, Word.ADD, Word.DISMISS, Word.END]
-    assert pool._launcher.killed == [second.number]  # type: ignore[attr-defined]
+    assert inside.launcher(pool).killed == [second.number]
     pool.want(1)
     assert len(come(pool, 3).added()) == 1
     assert told(pool) == [("ready", 2)]
@@ -401,7 +402,7 @@ async def test_an_agent_whose_node_is_drained_leaves(pool: RemotePool) -> None:
     line, late = come(pool, 2), pool.fleet.admit(1)
     assert late is not None
     pool.fleet.on_draining(late.number)
-    assert pool._launcher.killed == [late.number]  # type: ignore[attr-defined]
+    assert inside.launcher(pool).killed == [late.number]
     pool.fleet.on_draining(1)
     pool.fleet.on_draining(1)
     assert told(pool) == [("ready", 2), ("ready", 3), ("left", 2), ("left", 3)]

@@ -23,6 +23,7 @@ from asyncloader.ray.handshake import Stranger, agent_side
 from asyncloader.ray.launcher import MakeContext
 from asyncloader.ray.wire import FrameReader
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import inside
 from tests.patience import PATIENCE_S, until
 from tests.ray.callers import Heard, dial, gone
 
@@ -100,7 +101,7 @@ async def gate(request: pytest.FixtureRequest, told: list[Any], make_context: Ma
         link.drop("the test is over")
     await until(are_all_away)
     await gone(*made.heard.open)
-    assert not made.door._strangers
+    assert not inside.strangers(made.door)
     assert told == []
 
 
@@ -120,7 +121,7 @@ async def test_who_fails_at_tls_keeps_no_agent_out(
         senders.append("{}:{}".format(*gate.callers[0][1].get_extra_info("sockname")))
         await gate.leave()
     await until(lambda: gate.turned_away == count)
-    assert not gate.door._strangers
+    assert not inside.strangers(gate.door)
     assert f"A connection from {senders[0]} was turned away" in caplog.text
     await until(are_all_away)
     gc.collect()
@@ -165,7 +166,7 @@ async def test_who_says_nothing_is_dropped_in_time(gate: Gate, monkeypatch: pyte
         await hung_up(reader)
     await until(lambda: gate.turned_away == 40)
     assert gate.door.refused == {"too slow": 40}
-    assert not gate.door._strangers
+    assert not inside.strangers(gate.door)
     monkeypatch.setattr(module, "PROOF_S", 1000.0)
     await gate.admit()
 
@@ -177,7 +178,7 @@ async def test_who_makes_tls_and_then_says_nothing_is_dropped_in_time(
     """It is a stranger as long as it has not proven itself."""
     monkeypatch.setattr(module, "PROOF_S", 1000.0)
     await gate.call(1, ssl=gate.heard.context, server_hostname="localhost")
-    (stranger,) = gate.door._strangers
+    (stranger,) = inside.strangers(gate.door)
     gate.door._wait(stranger, 0)
     await hung_up(gate.callers[0][0])
     await until(lambda: gate.turned_away)
@@ -191,7 +192,7 @@ async def test_the_newest_may_be_the_agent(gate: Gate, monkeypatch: pytest.Monke
     monkeypatch.setattr(link_module, "FrameReader", lambda allocate: made.append(FrameReader(allocate)) or made[-1])
     await gate.call(2 * _MOST_STRANGERS)
     await until(lambda: gate.turned_away == _MOST_STRANGERS)
-    assert len(gate.door._strangers) == _MOST_STRANGERS
+    assert len(inside.strangers(gate.door)) == _MOST_STRANGERS
     assert made == []
     for reader, _ in gate.callers[:_MOST_STRANGERS]:
         await hung_up(reader)

@@ -29,7 +29,6 @@ from asyncloader.options import Options
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.samplers import BlockShuffleSampler, LengthBatchSampler, MixtureSampler, WeightedSampler
-from asyncloader.seeding import turns
 from tests import generators, inside
 from tests.run.giving import give
 
@@ -300,7 +299,7 @@ class KeepsOut(Sampler[int]):
         self.unguarded: set[str] = set()
 
     def _draw(self, where: str) -> int:
-        if not turns._turn.going_on():
+        if not inside.drawings():
             self.unguarded.add(where)
         return int(torch.randint(LENGTH, ()))
 

@@ -202,7 +202,7 @@ async def test_a_dataset_with_objects_of_its_own_stays_on_the_background_loop() 
     dataset: Any = Limited()
     for _ in range(2):  # the second time they belong to the background loop
         found = {thread async for thread in DataLoader(dataset, batch_size=None)}
-        assert found == {get_portal()._thread.ident}
+        assert found == {get_portal().call(threading.get_ident).result(PATIENCE_S)}
 
 
 async def test_what_is_not_found_does_not_wait_in_silence(

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader, ElasticSampler
 from asyncloader.samplers import LengthBatchSampler, MixtureSampler, PackingBatchSampler
+from tests import inside
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}])
@@ -84,7 +85,7 @@ def test_what_remains_of_an_order_that_is_divided_anew(kind: str) -> None:
             if number < 2:
                 state = loader.state_dict()
             said.append(loader.remaining())
-        said[-1] = said[-1] if loader._runs.done else 0  # all of the next epoch, when this one is over
+        said[-1] = said[-1] if inside.runs(loader).done else 0  # all of the next epoch, when this one is over
         assert said == [*range(len(said) - 1, -1, -1)]
         assert len(said) > 3
         assert loader.remaining() == len(loader)

@@ -286,6 +286,12 @@ class Bulk:
         return [self.docs[index] for index in indices]
 
 
+def test_samples_of_whole_blocks_have_no_piece_without_tokens() -> None:
+    """A sample of just a block is no piece, one of two blocks is two."""
+    sampler = PackingBatchSampler([16, 32, 5], block_size=16, too_long="split", shuffle=False)
+    assert [key for batch in sampler for key in batch] == [0, Piece(1, 0, 16), Piece(1, 16, 32), 2]
+
+
 def test_pieces_are_cut_of_their_samples() -> None:
     """Of rows and of dictionaries, one by one or many at once; whole samples stay as they are."""
     docs = documents([10, 3])

@@ -22,7 +22,9 @@ from asyncloader.seeding import turns
 from asyncloader.seeding.generators import left_alone
 from asyncloader.seeding.sample_context import BATCH, COLLATION, EpochKey, SampleContext, current, sample_at
 from asyncloader.seeding.seeder import Seeder
+from tests import inside
 from tests.faults.test_interrupts_everywhere import NEVER, CtrlC
+from tests.forks import forked
 
 KEY = (7, 1, 0)
 SEEDER = Seeder(KEY)
@@ -39,10 +41,9 @@ def nothing_is_left() -> Iterator[None]:
     outside = current.set(None)  # type: ignore[arg-type]  # whatever another test has left in this thread
     with left_alone():
         yield
-    assert turns._turn.holder is None
-    assert not turns._turn.drawings
-    assert turns._turn.lock.acquire(blocking=False)
-    turns._turn.lock.release()
+    assert inside.turn_holder() is None
+    assert not inside.drawings()
+    assert inside.turn_is_free()
     assert current.get(None) is None
     current.reset(outside)
 
@@ -96,12 +97,13 @@ def in_a_sample() -> Iterator[SampleContext]:
     current.reset(outside)
 
 
-def test_a_worker_keeps_what_its_samples_leave(monkeypatch: pytest.MonkeyPatch, in_a_sample: SampleContext) -> None:
+def test_a_worker_keeps_what_its_samples_leave(in_a_sample: SampleContext) -> None:
     """Saving and restoring three states would take ten times as long as seeding them."""
-    monkeypatch.setattr(turns, "_turn", turns._Turn(is_trainers=False))
     before = random.getstate()
-    with sample_seed():
-        drawn = draw()
+    with inside.turn_put_back():
+        turns.own_generators()
+        with sample_seed():
+            drawn = draw()
     assert random.getstate() != before
     Seeder(KEY)(5, 3)
     assert draw() == drawn
@@ -111,7 +113,7 @@ def test_a_block_in_a_block_goes_on_where_the_outer_one_is(in_a_sample: SampleCo
     """It is the same turn of the same sample."""
     with sample_seed():
         expected = [draw(), draw()]
-    in_a_sample._blocks = (BATCH, 0)
+    current.set(SampleContext(SEEDER, 0, 0, first=5))
     with sample_seed():
         found = [draw()]
         with sample_seed():
@@ -153,13 +155,13 @@ def test_an_await_inside_a_block_is_refused() -> None:
 
 def test_blocks_of_several_threads_take_turns() -> None:
     """One that comes while another thread is in a block waits for its end."""
-    inside, leave = threading.Event(), threading.Event()
+    holds, leave = threading.Event(), threading.Event()
     order: list[str] = []
 
     def first() -> None:
         current.set(SampleContext(SEEDER, 0, 0, first=0))
         with sample_seed():
-            inside.set()
+            holds.set()
             leave.wait(30)
             order.append("first")
 
@@ -170,7 +172,7 @@ def test_blocks_of_several_threads_take_turns() -> None:
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
-    assert inside.wait(30)
+    assert holds.wait(30)
     threads[1].start()
     leave.set()
     for thread in threads:
@@ -230,7 +232,7 @@ def test_a_sampler_may_look_at_the_generators_and_use_blocks(in_a_sample: Sample
     """It runs in one thread with these: a loader inside a sample has samplers too."""
     with turns.Drawing(), turns.untouched(), sample_seed():
         expected = draw()
-    in_a_sample._blocks = (BATCH, 0)
+    current.set(SampleContext(SEEDER, 0, 0, first=5))
     with alone(), turns.Drawing(), sample_seed(), turns.Drawing():
         assert draw() == expected
 
@@ -267,25 +269,26 @@ def test_a_block_that_waits_for_the_loader_does_not_wait_for_ever(
     assert "A sample_seed() block has had the global random generators" in caplog.text
 
 
-def test_a_fork_has_no_turn_that_another_thread_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That thread is not there, and would never give it back. What is done after a fork is done here."""
-    inside, leave = threading.Event(), threading.Event()
+def test_a_fork_has_no_turn_that_another_thread_had() -> None:
+    """That thread is not there, and would never give it back."""
+    holds, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
         current.set(SampleContext(SEEDER, 0, 0, first=0))
         with sample_seed():
-            inside.set()
+            holds.set()
             leave.wait(30)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert inside.wait(30)
-    monkeypatch.setattr(turns, "_turn", turns._turn)
-    turns._renew()
-    assert turns._turn.lock.acquire(blocking=False)
-    turns._turn.lock.release()
-    assert turns._turn.holder is None
-    assert turns._turn.is_trainers
+    assert holds.wait(30)
+    assert not inside.turn_is_free()
+
+    def look() -> bool:
+        is_free = inside.turn_is_free() and inside.turn_holder() is None
+        return is_free and inside.generators_are_the_trainers()
+
+    assert forked(look).wait() == 0
     leave.set()
     thread.join(30)
 
@@ -313,10 +316,7 @@ def test_samples_of_one_call_have_their_own_numbers(first: int | None) -> None:
 def is_free() -> bool:
     """Whether another thread can have its turn: whoever has the lock may take it again."""
     with ThreadPoolExecutor(1) as thread:
-        is_free = thread.submit(turns._turn.lock.acquire, blocking=False).result()
-        if is_free:
-            thread.submit(turns._turn.lock.release).result()
-    return is_free
+        return thread.submit(inside.turn_is_free).result()
 
 
 @contextlib.contextmanager
@@ -345,7 +345,7 @@ def test_an_interrupt_leaves_no_turn_taken(around: Callable[[], contextlib.Abstr
         except KeyboardInterrupt:
             pass
         assert is_free(), moment
-        assert turns._turn.holder is None
+        assert inside.turn_holder() is None
         assert random.getstate() == before
         assert current.get(None) is None
     assert moment > 2
@@ -360,7 +360,7 @@ def test_an_interrupt_before_the_end_of_a_block_begins_leaves_no_turn_taken(in_a
     assert not is_free()
     del seeds
     assert is_free()
-    assert turns._turn.holder is None
+    assert inside.turn_holder() is None
     assert random.getstate() == before
 
 
@@ -387,7 +387,7 @@ def test_a_second_interrupt_leaves_no_turn_taken(position: int | None, monkeypat
         drop(NEVER)
         drop(moment)
         assert is_free(), moment
-        assert turns._turn.holder is None
+        assert inside.turn_holder() is None
         assert random.getstate() == before
         if not told:
             break

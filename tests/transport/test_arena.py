@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from asyncloader.transport import arena
 from asyncloader.transport.arena import PAGE, Arena, Extents
+from tests import inside
 from tests.nursery import Program
 
 pytestmark = pytest.mark.interpreter
@@ -83,7 +84,7 @@ def test_it_has_one_descriptor() -> None:
     before = set(os.listdir("/proc/self/fd"))
     memory = made()
     assert len(set(os.listdir("/proc/self/fd")) - before) == 1
-    assert not os.get_inheritable(memory._fd)
+    assert not os.get_inheritable(inside.descriptor(memory))
     memory.close()
 
 
@@ -133,17 +134,17 @@ def test_reserving_more_than_there_is_fails_and_takes_nothing() -> None:
         pytest.skip("/dev/shm has no end here")
     memory = made(2 * free, is_memfd=False)
     assert not memory.reserve(0, 2 * free)
-    assert os.fstat(memory._fd).st_blocks == 0
+    assert os.fstat(inside.descriptor(memory)).st_blocks == 0
     memory.close()
 
 
 def test_shared_memory_without_memfds_has_no_name() -> None:
     """So that nothing is left of it after kill -9; and programs that the trainer starts do not inherit it."""
     memory = made(is_memfd=False)
-    path = os.readlink(f"/proc/self/fd/{memory._fd}")
+    path = os.readlink(f"/proc/self/fd/{inside.descriptor(memory)}")
     assert path.startswith("/dev/shm/")
     assert path.endswith(" (deleted)")
-    assert not os.get_inheritable(memory._fd)
+    assert not os.get_inheritable(inside.descriptor(memory))
     memory.close()
 
 

@@ -23,6 +23,7 @@ from asyncloader.transport.join import CannotJoin, CollatedSlice, collated, colu
 from asyncloader.transport.loans import WorkerSlabs
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
+from tests import inside
 from tests.effort import examples
 from tests.sameness import same
 from tests.transport.wire import make_pool
@@ -108,7 +109,7 @@ def test_a_batch_is_made_where_it_is(kind: int, worker: Worker, pool: SlabPool) 
 
 def slack(pool: SlabPool, slabs: BatchSlabs) -> int:
     """Return what the slabs are larger than the tensors in them."""
-    return sum(pool._regions[number].capacity - memory.nbytes for number, memory in slabs.memory.items())
+    return sum(inside.region(pool, number).capacity - memory.nbytes for number, memory in slabs.memory.items())
 
 
 def test_a_label_that_is_kept_does_not_keep_the_images(worker: Worker, pool: SlabPool) -> None:
@@ -156,7 +157,7 @@ def test_without_memory_for_its_rows_a_worker_makes_a_slice_elsewhere(
     worker: Worker, pool: SlabPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What could not be reserved is not written to."""
-    monkeypatch.setattr(type(worker.encoder._slabs), "reserve", lambda *arguments: False)
+    monkeypatch.setattr(WorkerSlabs, "reserve", lambda *arguments: False)
     samples = [KINDS[0](i) for i in range(4)]
     batch, _ = made_of(worker, pool, samples, [0, 2, 4])
     assert same(batch, default_collate(samples))

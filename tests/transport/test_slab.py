@@ -28,6 +28,7 @@ from asyncloader.transport import arena, slab
 from asyncloader.transport.free_list import Region
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
+from tests import inside
 from tests.forks import forked
 from tests.patience import wait_until
 from tests.transport.wire import Worker, make_pool, worker
@@ -84,7 +85,7 @@ def collated_in_vain(number: int) -> Any:
 
 
 def is_in_arena(pool: SlabPool, tensor: torch.Tensor) -> bool:
-    memory = pool._arena
+    memory = inside.arena(pool)
     return memory is not None and memory.base <= tensor.data_ptr() < memory.base + memory.size
 
 
@@ -355,9 +356,9 @@ def test_over_the_budget_batches_come_inline() -> None:
     with worker(pool, large) as made:
         kept = [made.get(number) for number in range(20)]
         assert pool.statistics().reserved <= 8 * MIB
-        inside = [is_in_arena(pool, batch) for batch in kept]
-        assert 4 <= sum(inside) <= 8
-        assert not inside[-1]
+        in_arena = [is_in_arena(pool, batch) for batch in kept]
+        assert 4 <= sum(in_arena) <= 8
+        assert not in_arena[-1]
         for number, batch in enumerate(kept):
             assert torch.equal(batch, large(number))
         del kept, batch
@@ -445,8 +446,7 @@ def test_trim_gives_all_free_memory_back(pool: SlabPool) -> None:
     assert pool.statistics().reserved > 0
     pool.trim()
     assert pool.statistics() == (0, 0, 0)
-    assert pool._arena is not None
-    assert os.fstat(pool._arena._fd).st_blocks == 0  # type: ignore[attr-defined]
+    assert os.fstat(inside.descriptor(inside.arena(pool))).st_blocks == 0
 
 
 def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: SlabPool) -> None:
@@ -457,7 +457,7 @@ def test_the_loop_hears_of_a_lease_that_ends_while_nobody_uses_slabs(pool: SlabP
         kept = [made.get(0), made.get(1)]
         kept.pop()
         loop.call_soon_threadsafe.assert_not_called()
-    pool._trim_planned = False  # that of the worker's end
+    inside.forget_trim(pool)  # that of the worker's end
     kept.clear()
     loop.call_soon_threadsafe.assert_called_once_with(pool.plan_trim)
 
@@ -495,7 +495,7 @@ def process_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
     made = make_pool()
     monkeypatch.setattr(slab, "_pools", {os.getpid(): made})
     yield made
-    made._arena.close()
+    inside.arena(made).close()
 
 
 def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPool) -> None:
@@ -511,7 +511,7 @@ def test_a_child_of_the_trainer_sees_its_batches_unchanged(process_pool: SlabPoo
             os.read(go[0], 1)  # until the parent has dropped the batch and received others
             right = bool((batch.numpy() == 5).all())  # torch's threads are not in the child
             del batch
-            return right and not pool._ended
+            return right and not inside.leases_ended(pool)
 
         child = forked(look_again)
         del batch
@@ -539,7 +539,7 @@ def test_what_a_child_might_look_at_is_used_again_when_it_has_ended(how: str) ->
             assert forked(lambda: True).wait() == 0
         else:
             subprocess.run(["true"], check=True, preexec_fn=os.getpid)
-        wait_until(lambda: not slab.slab_pool()._forked)  # the loop has heard of its end
+        wait_until(lambda: not inside.has_forks(slab.slab_pool()))  # the loop has heard of its end
         reserved.append(slab.slab_pool().statistics().reserved)
     del batch
     iterator.close()
@@ -759,14 +759,13 @@ class Accounts(RuleBasedStateMachine):
     def each_byte_has_one_place(self) -> None:
         pool, shared = self.pool, self.pool.handle()
         assert shared is not None
-        regions = [region for region in pool._regions.values() if region.capacity]
-        places = sorted([*pool._cold._free, *((region.offset, region.capacity) for region in regions)])
+        regions, cold, free, swept, reserved = inside.accounts(pool)
+        places = sorted([*cold, *((region.offset, region.capacity) for region in regions)])
         assert [offset for offset, _ in places] == [0, *itertools.accumulate(size for _, size in places)][:-1]
         assert sum(places[-1]) == shared.size
-        assert pool._reserved == sum(region.capacity for region in regions)
+        assert reserved == sum(region.capacity for region in regions)
         used = [region.number for region in regions if region.users]
-        swept = [pool._swept.number] if pool._swept is not None else []
-        assert sorted([*pool._free._by_age, *used, *swept]) == sorted(region.number for region in regions)
+        assert sorted([*free, *used, *swept]) == sorted(region.number for region in regions)
 
     def teardown(self) -> None:
         self.held.clear()

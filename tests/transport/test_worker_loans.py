@@ -10,30 +10,36 @@ import pytest
 from asyncloader.transport.loans import capacity_for
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
+from tests import inside
 
 KiB, MiB = 1 << 10, 1 << 20
 
 
 @pytest.fixture
-def loans() -> Iterator[WorkerLoans]:
+def pool() -> Iterator[SlabPool]:
+    made = SlabPool(lambda reserved: 1 << 40)
+    made.handle()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def loans(pool: SlabPool) -> Iterator[WorkerLoans]:
     """Those of a worker that has made no batch yet."""
-    pool = SlabPool(lambda reserved: 1 << 40)
-    pool.handle()
     made = WorkerLoans(pool)
     yield made
     made.reclaim()
-    pool.close()
 
 
 def held(loans: WorkerLoans) -> Counter[int]:
     """Return how many regions of which capacity are on loan."""
-    return Counter(region.capacity for region in loans._loans.values())
+    return Counter(region.capacity for region in inside.lent(loans).values())
 
 
 def make(loans: WorkerLoans, *sizes: int) -> None:
     """Make a batch with buffers of these sizes, as a worker would, and drop it."""
     for nbytes in sizes:
-        fitting = [number for number, region in loans._loans.items() if region.capacity == capacity_for(nbytes)]
+        fitting = [number for number, region in inside.lent(loans).items() if region.capacity == capacity_for(nbytes)]
         number = fitting[0] if fitting else loans.grant([nbytes], [])[0].number
         loans.open(number, nbytes, is_kept=False)
     loans.learn(sizes)
@@ -58,7 +64,7 @@ def test_what_was_used_is_lent_again(loans: WorkerLoans) -> None:
     for _ in range(20):
         make(loans, 128 * KiB, 128 * KiB, 16 * KiB)
         loans.lend(4)
-        assert held(loans) == loans._num_held == Counter({128 * KiB: 8, 16 * KiB: 4})
+        assert held(loans) == Counter({128 * KiB: 8, 16 * KiB: 4})
 
 
 def test_what_a_worker_returns_is_no_longer_on_loan(loans: WorkerLoans) -> None:
@@ -68,11 +74,12 @@ def test_what_a_worker_returns_is_no_longer_on_loan(loans: WorkerLoans) -> None:
     assert held(loans) == Counter({128 * KiB: 1})
 
 
-def test_sizes_that_change(loans: WorkerLoans) -> None:
+def test_sizes_that_change(pool: SlabPool, loans: WorkerLoans) -> None:
     """The largest of the last few is likely, until so many were alike."""
     make(loans, 256 * KiB)
     for number in range(10):
         make(loans, 64 * KiB)
-        loans._lacking(1)
-        likely = 256 * KiB if number < 7 else 64 * KiB
-        assert [nbytes for nbytes, _ in loans._likely.values()] == [likely]
+        (likely,) = loans.lend(1)
+        assert likely.capacity == (256 * KiB if number < 7 else 64 * KiB)
+        loans.given_up(likely.number)
+        pool.trim()
