@@ -26,7 +26,7 @@ Without workers, on 25 November 2026 (two cores, quiet, torch 2.13, Python 3.11;
 for each side): 1.21 times torch's CPU time with batches of 1, and 1.05 with batches of 32, 1.22 and 1.07 in the first
 quartile. This benchmark, whose runs are longer, shows a little more. A batch runs through 1,465 instructions of Python,
 torch's through 370 and more of C++, 3 us of which are its profiler's range: ours is left out unless a profiler runs.
-What was of use: figures are kept as they come, and worked out 256 at a time (150 instructions became 110); records whose
+What was of use: figures are kept as they come, and worked out 256 at a time (150 instructions to 110); records whose
 rare fields are defaults of the class (a ticket in work, the context of its samples: 110 became 48). What is left, above
 torch's: taking a batch so that an interrupt at no place loses it (240), the sampler's state and position (200), the
 notes about a batch (60). A second way beside this one, for loaders of which nothing is asked, would come to the target
