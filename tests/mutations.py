@@ -315,7 +315,7 @@ MUTATIONS = (
         "observe/tally.py",
         "2 ** ((place - 0.5) / _PER_OCTAVE)",
         "1.1 * 2 ** ((place - 0.5) / _PER_OCTAVE)",
-        "test_stats.py observe",
+        "observe/test_stats.py",
     ),
     Mutation(
         "an agent believes any trainer",

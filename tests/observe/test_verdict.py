@@ -1,4 +1,4 @@
-"""What the verdict says of figures that are given to it; tests/test_verdict.py has it judge loads that run."""
+"""What the verdict says of figures that are given to it; test_verdict_of_loads.py has it judge loads that run."""
 
 from __future__ import annotations
 

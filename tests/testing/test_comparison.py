@@ -329,7 +329,7 @@ def test_equal_is_not_the_same_of_other_types() -> None:
     """Numbers, containers, and tensors of other layouts and devices."""
     assert told(1, 1.0) == "it is of type int, and should be of type float"
     assert told([1], (1,)) == "it is of type list, and should be of type tuple"
-    assert told(Point(1), (1, 0)) == "it is of type tests.test_comparison.Point, and should be of type tuple"
+    assert told(Point(1), (1, 0)) == "it is of type tests.testing.test_comparison.Point, and should be of type tuple"
     assert told(np.float32(1), np.float64(1)) == "it is of type numpy.float32, and should be of type numpy.float64"
     assert "has the layout torch.sparse_coo, and should have torch.strided" in told(
         torch.eye(2).to_sparse(), torch.eye(2)
@@ -344,7 +344,8 @@ def test_a_class_that_says_what_is_equal_is_believed() -> None:
     assert same(Saying(1, 2), Saying(1, 3))
     assert same(Saying(NAN), Saying(NAN))
     assert same(collections.UserList([NAN, torch.ones(3)]), collections.UserList([NAN, torch.ones(3)]))
-    assert told(Saying(threading.Lock()), Saying(threading.Lock())).startswith("it is <tests.test_comparison.Saying")
+    lock = threading.Lock()
+    assert told(Saying(lock), Saying(threading.Lock())).startswith(f"it is <{__name__}.Saying")
 
 
 def test_things_that_hold_each_other_in_many_ways() -> None:
@@ -387,7 +388,7 @@ def test_words_of_long_things_begin_where_they_differ() -> None:
     assert len(words) < 1000
     assert re.fullmatch(r"is \.\.\.a+bc+\.\.\., and should be \.\.\.a+dc+\.\.\.", words)
     assert told_apart(one, one) == f"is 'a{'a' * 398}..., and should be 'a{'a' * 398}..."
-    assert told_apart(Silent(), 3).startswith("is <tests.test_comparison.Silent object at 0x")
+    assert told_apart(Silent(), 3).startswith("is <tests.testing.test_comparison.Silent object at 0x")
     assert told_apart(rare(1), 3).startswith("is <")
 
 

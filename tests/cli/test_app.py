@@ -26,7 +26,7 @@ from asyncloader.observe.verdict import Verdict
 from tests.nursery import Program
 from tests.test_num_workers import Stream
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DIGITS = f"{ROOT / 'examples' / 'digits.py'}:make_loader"
 MODULE = """
 from torch.utils.data import DataLoader
