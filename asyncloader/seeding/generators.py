@@ -83,6 +83,25 @@ def left_alone(generators: Iterable[Any] = GLOBAL) -> Iterator[None]:
             raise
 
 
+# A thread that draws from a global generator of torch or numpy holds a lock, without the lock of the interpreter. In a
+# process that is forked meanwhile, the lock is held for ever.
+
+
+def wait_drawn() -> None:
+    """Wait until no other thread draws from torch's global generator, right before a fork.
+
+    To read the state takes the generator's lock, here with the interpreter's held: threads that come out of a draw wait
+    for that one before they draw again. Not those that draw several times in one call of C++.
+    """
+    torch.default_generator.get_state()
+
+
+def unlock_in_child() -> None:
+    """Have nobody hold numpy's global generator: the thread that did is not in this process."""
+    with contextlib.suppress(AttributeError):  # private to CPython and numpy
+        _numpy._rand._bit_generator.lock._at_fork_reinit()
+
+
 def encode(generator: Any, state: Any) -> Any:
     """Write the state of a generator of torch's, Python's or numpy's as plain data."""
     if isinstance(generator, torch.Generator):

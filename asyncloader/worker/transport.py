@@ -24,6 +24,7 @@ from asyncloader.messages.failure import RemoteError
 from asyncloader.messages.messages import Kind, WorkerSpec, unpack_tickets
 from asyncloader.messages.outcome import Batch, Failure, Outcome, pack
 from asyncloader.observe.record import Record
+from asyncloader.seeding.generators import unlock_in_child
 from asyncloader.seeding.seeder import seed_worker
 from asyncloader.seeding.turns import own_generators
 from asyncloader.transport import collate
@@ -107,6 +108,7 @@ class ProcessTransport:
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Seed the generators, tell that the worker is up, become a worker in torch's eyes."""
         torch.set_num_threads(1)
+        unlock_in_child()
         own_generators()
         seed = seed_worker(spec.base_seed, worker_id)
         self.send(Kind.UP)

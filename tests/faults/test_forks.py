@@ -375,6 +375,56 @@ thread.join()
     assert "It hung before any code of the user's ran" in program.err
 
 
+def test_a_fork_waits_for_the_end_of_a_draw_in_another_thread(run: Run) -> None:
+    """From torch's global generator, whose lock would be held in the worker for ever."""
+    main = """
+from asyncloader.backends.processes import process
+wait_drawn, go, drew = process.wait_drawn, threading.Event(), threading.Event()
+def draw():
+    numbers = torch.empty(40_000_000, dtype=torch.uint8)
+    go.wait()
+    numbers.random_(0, 100)  # the lock is held for about 0.3 s of the thread's CPU time
+    drew.set()
+def amid_the_draw():
+    used = time.pthread_getcpuclockid(thread.ident)
+    begun = time.clock_gettime(used)
+    go.set()
+    while time.clock_gettime(used) < begun + 0.02 and not drew.is_set():
+        time.sleep(0.001)
+    sys.setswitchinterval(60)  # whoever ends a draw has no turn before the fork, however busy the machine is
+    wait_drawn()
+process.wait_drawn = amid_the_draw
+thread = threading.Thread(target=draw)
+thread.start()
+iterator = iter(DataLoader(Numbers(), batch_size=4, num_workers=1, generator=torch.Generator()))
+sys.setswitchinterval(0.005)
+print([number for batch in iterator for number in batch.tolist()] == list(range(40)))
+thread.join()
+"""
+    program = run(NUMBERS + main)
+    assert (program.returncode, program.out, program.err) == (0, "True\n", ""), program.explain("failed")
+
+
+def test_a_fork_while_a_thread_has_numpys_global_generator(run: Run) -> None:
+    """In the worker nobody has it."""
+    main = """
+import numpy as np
+held, done = threading.Event(), threading.Event()
+def hold():
+    with np.random.mtrand._rand._bit_generator.lock:
+        held.set()
+        done.wait(60)
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+print(train(DataLoader(Numbers(), batch_size=4, num_workers=1)) == list(range(40)))
+done.set()
+thread.join()
+"""
+    program = run(NUMBERS + FACES["for"] + main)
+    assert (program.returncode, program.out, program.err) == (0, "True\n", ""), program.explain("failed")
+
+
 def test_a_worker_that_takes_long_to_die_of_being_killed(run: Run) -> None:
     """Its connections are closed before its status is known; why it was killed is what the log says all the same."""
     main = """

@@ -39,6 +39,7 @@ from asyncloader.errors import could_not_start
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.seeding.generators import wait_drawn
 from asyncloader.stack_text import shorten
 from asyncloader.worker import bootstrap
 from asyncloader.worker.bootstrap import CAN_TELL, CANNOT_START, STACK_SIGNAL, Ends, Later
@@ -167,6 +168,8 @@ class WorkerProcess:
         process = fresh.make_process(context, bootstrap.start, args)
         # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
         with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+            if context.get_start_method() == "fork":
+                wait_drawn()
             start_process(process)
             self._process = process
             self.pid = process.pid or -1
@@ -209,7 +212,7 @@ class WorkerProcess:
 
         torch's generators have such locks, and whoever draws a number from them holds one. With torch's own DataLoader
         the trainer itself forks, so it cannot be drawing at that moment; here a worker that died is replaced at any
-        time.
+        time. `wait_drawn` leaves one fork in a hundred for this, beside a thread that does nothing but draw.
         """
         self._why_killed = (
             "It hung before any code of the user's ran, so it was killed: another thread of the main process held a "
