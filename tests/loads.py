@@ -56,8 +56,3 @@ class SlowCollate:
 def as_they_are(samples: list[Any]) -> list[Any]:
     """Collate nothing: the batch is a list of Python objects, and is pickled."""
     return samples
-
-
-def as_arrays(samples: list[Any]) -> torch.Tensor:
-    """The same numbers as one tensor, which goes through shared memory."""
-    return torch.tensor([list(sample) for sample in samples])

@@ -228,22 +228,6 @@ def test_samplers_hear_of_it() -> None:
             assert orders[0] == orders[2] != orders[1]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", [Shown, Hidden])
-def test_a_run_that_is_resumed_is_of_the_epoch_that_it_was(kind: type[Any], num_workers: int) -> None:
-    """Without a word of the user's."""
-    loader = DataLoader(kind(), batch_size=2, num_workers=num_workers)
-    loader.set_epoch(3)
-    iterator = iter(loader)
-    first = next(iterator).tolist()
-    state = loader.state_dict()
-    iterator.close()
-    other = DataLoader(kind(), batch_size=2, num_workers=num_workers)
-    other.load_state_dict(state)
-    assert sorted(first + samples(other)) == in_epoch(3)
-
-
 def test_shards_in_persistent_workers(tmp_path: Path) -> None:
     """They shuffle by the epoch that they are told, as in fresh workers."""
     shards = [tmp_path / f"{number}.tar" for number in range(2)]

@@ -219,10 +219,6 @@ class Counting(list[int]):
         assert state == {}
 
 
-def flat_list(samples: list[int]) -> list[int]:
-    return samples
-
-
 DATA = [*range(COUNT)]
 LOADER: dict[str, Decision] = {
     "dataset": Same(DATA, DATA[:-1], "dataset_length"),

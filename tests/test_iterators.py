@@ -93,28 +93,6 @@ def no_collection() -> Iterator[None]:
 
 
 @WORKERS
-def test_break(num_workers: int) -> None:
-    """A loop that is left early; and another one over the same loader."""
-    loader = numbers(num_workers)
-    for _ in range(2):
-        for batch in loader:
-            if 12 in batch:
-                break
-        assert batch.tolist() == [12, 13, 14, 15]
-
-
-@WORKERS
-async def test_break_async(num_workers: int) -> None:
-    """The same by the other face."""
-    loader = numbers(num_workers)
-    for _ in range(2):
-        async for batch in loader:
-            if 12 in batch:
-                break
-        assert batch.tolist() == [12, 13, 14, 15]
-
-
-@WORKERS
 def test_an_exception_in_the_body(num_workers: int) -> None:
     """Is the user's, and ends the loop."""
 
@@ -288,14 +266,6 @@ async def test_aclose_wakes_those_who_wait(num_workers: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------- several at the same time
-
-
-@WORKERS
-def test_two_iterators_over_one_loader(num_workers: int) -> None:
-    """Each has all batches; they do not disturb each other."""
-    loader = numbers(num_workers)
-    pairs = list(zip(loader, loader, strict=True))
-    assert [(a.tolist(), b.tolist()) for a, b in pairs] == [([i, i + 1, i + 2, i + 3],) * 2 for i in range(0, 40, 4)]
 
 
 @WORKERS
@@ -577,18 +547,6 @@ def results_of_for(iterator: Iterator[Any]) -> list[Any]:
 
 
 @WORKERS
-@pytest.mark.parametrize("face", ["for", "async for"])
-async def test_after_an_exception_comes_the_next_batch(num_workers: int, face: str) -> None:
-    """It stands in the place of its batch."""
-    dataset = Numbers(16, error=ValueError("bad", 5), at=5)
-    loader = DataLoader(dataset, batch_size=4, num_workers=num_workers)
-    results = results_of_for(iter(loader)) if face == "for" else await results_of(aiter(loader))
-    error = results.pop(1)
-    assert (type(error), error.args) == (ValueError, ("bad", 5))
-    assert results == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15]]
-
-
-@WORKERS
 def test_a_cancelled_error_of_a_sample_costs_its_batch(num_workers: int) -> None:
     """Of a loop of its own, for example: nothing has cancelled the consumer, for whom the batch would be kept."""
     dataset = Numbers(16, error=asyncio.CancelledError(), at=5)
@@ -670,31 +628,6 @@ def test_what_a_sampler_raises_reaches_one_of_many(num_consumers: int, sampler: 
         assert (len(errors), sorted(batches)) == (1, [[0, 1], [2, 3], [4, 5]])
     else:
         assert len(errors) == min(3, num_consumers)
-
-
-@WORKERS
-def test_an_infinite_sampler_is_read_as_far_as_needed(num_workers: int) -> None:
-    """As far as the window, and on with each batch."""
-    counter = itertools.count()
-    loader = DataLoader(
-        Numbers(), sampler=(i % 40 for i in counter), batch_size=4, num_workers=num_workers, max_buffered_bytes=0
-    )
-    with iter(loader) as iterator:
-        assert [next(iterator).tolist() for _ in range(12)][-1] == [4, 5, 6, 7]
-        window = 2 * num_workers if num_workers else 0
-        assert next(counter) == (12 + window) * 4
-
-
-@WORKERS
-@pytest.mark.parametrize(
-    "keys", [["a", "b", "c"], [("a", 1), ("b", 2)], [1.5, None], [b"x", frozenset([1])], [slice(1, 3)]], ids=repr
-)
-def test_keys_of_any_kind(num_workers: int, keys: list[Any]) -> None:
-    """What the sampler yields reaches the dataset as it is, batched or not."""
-    loader = DataLoader(Numbers(), sampler=keys, batch_size=None, num_workers=num_workers, collate_fn=lambda key: key)
-    assert list(loader) == keys
-    loader = DataLoader(Numbers(), sampler=keys, batch_size=2, num_workers=num_workers, collate_fn=list)
-    assert [key for batch in loader for key in batch] == keys
 
 
 class Unfriendly:

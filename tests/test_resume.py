@@ -150,10 +150,6 @@ def seven() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
-def in_fours() -> BatchSampler:
-    return BatchSampler(RandomSampler(range(LENGTH), generator=seven()), 4, drop_last=True)
-
-
 # Options of the loader; what can be called makes the option anew for each loader. Then the workers of the run that is
 # saved, and of the one that goes on.
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {

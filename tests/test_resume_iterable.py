@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncloader import DataLoader, StateMismatchError, WorkerDiedError, sample_rng
+from asyncloader import DataLoader, StateMismatchError, sample_rng
 from asyncloader.testing import assert_resumable, assert_resumable_async
 
 LENGTH = 23
@@ -145,25 +145,6 @@ class Forgetful(Stream):
             yield number
 
 
-class Counting(Dataset[Any]):
-    """A map-style dataset with a state of its own: how many samples it has given."""
-
-    given = 0
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        self.given += 1
-        return index, self.given
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
-
-
 CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "no state": (Stream, [0, 3], {}),
     "no state, random": (Noisy, [2], {}),
@@ -221,23 +202,6 @@ def test_a_stream_goes_on_from_every_batch(case: str, num_workers: int, backend:
 async def test_a_stream_goes_on_in_async_for(dataset: Any, num_workers: int) -> None:
     """The same by the other face."""
     await assert_resumable_async(maker(dataset, num_workers))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_map_style_dataset_with_a_state(num_workers: int) -> None:
-    """Each worker's copy goes on with its own state, within the epoch."""
-    loader = maker(Counting, num_workers)()
-    states, found = [], []
-    for batch in loader:
-        found.append([part.tolist() for part in batch])
-        states.append(loader.state_dict())
-    for at, state in enumerate(states, 1):
-        resumed = maker(Counting, num_workers)()
-        resumed.load_state_dict(state)
-        assert [[part.tolist() for part in batch] for batch in resumed] == found[at:]
-    other = maker(Counting, num_workers + 1 + (num_workers == 0))()
-    with pytest.raises(StateMismatchError, match="num_workers was"):
-        other.load_state_dict(states[0])
 
 
 def test_what_is_read_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -359,36 +323,3 @@ def test_a_stream_goes_on_after_deaths(dataset: Any, tmp_path: Path) -> None:
     for deaths, options in (([8, 13, 20], {}), ([10], {"prefetch_factor": 5}), ([8, 9, 12], patient)):
         assert run(deaths, **options) == expected
         assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.processes
-def test_a_stream_that_nobody_knows_the_place_in_is_not_gone_on_with(tmp_path: Path) -> None:
-    """Its samples would be lost, or come twice: an error that says what would help, and the other workers go on."""
-    (tmp_path / "8").touch()
-    iterator = iter(DataLoader(deadly(Stream, tmp_path), batch_size=3, num_workers=2))
-    found = []
-    with pytest.raises(WorkerDiedError) as caught:
-        while True:
-            found += next(iterator).tolist()
-    assert "deterministic = True" in str(caught.value)
-    found += [number for batch in iterator for number in batch.tolist()]
-    assert set(range(1, LENGTH - 4, 2)) <= set(found)
-
-
-@pytest.mark.processes
-def test_a_stream_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
-    """After max_retries the error is raised; what follows is tried again, and is an error again."""
-
-    class Fatal(Noisy):
-        def __iter__(self) -> Iterator[Any]:
-            for sample in super().__iter__():
-                if sample[0] == 4:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield sample
-
-    with iter(DataLoader(Fatal(), batch_size=2, num_workers=1, max_retries=1)) as iterator:
-        assert next(iterator)[0].tolist() == [0, 1]
-        assert next(iterator)[0].tolist() == [2, 3]
-        for _ in range(2):
-            with pytest.raises(WorkerDiedError, match="tried 2 times"):
-                next(iterator)

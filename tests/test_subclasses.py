@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.data
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from asyncloader import DataLoader
 from asyncloader.loader import OPTIONS as OURS
@@ -38,35 +38,6 @@ class WithDefault(DataLoader[Any]):
 
     def __init__(self, dataset: Any, *, max_retries: int = 7, **rest: Any) -> None:
         super().__init__(dataset, max_retries=max_retries, **rest)
-
-
-class RepeatForever:
-    """A sampler that begins again at its end, as timm's."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.sampler)
-
-
-class MultiEpochs(DataLoader[Any]):
-    """timm's way to keep workers over epochs: one endless iterator, of which each epoch takes a part."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._DataLoader__initialized = False
-        self.batch_sampler = RepeatForever(self.batch_sampler)
-        self._DataLoader__initialized = True
-        self.iterator = super().__iter__()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(len(self)):
-            yield next(self.iterator)
 
 
 class Stream(IterableDataset[int]):
@@ -193,19 +164,6 @@ def test_own_arguments_are_kept_beside_ours() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_endless_batch_sampler_as_timms(num_workers: int) -> None:
-    """Three epochs of one iterator over an endless sampler: every sample once each, from the same workers."""
-    sampler = RandomSampler(NUMBERS, generator=torch.Generator().manual_seed(0))
-    loader = MultiEpochs(NUMBERS, batch_size=4, sampler=sampler, num_workers=num_workers)
-    workers = [worker.pid for worker in loader.iterator._workers] if num_workers else []
-    epochs = [[int(number) for batch in loader for number in batch] for _ in range(3)]
-    assert len(loader) == 3
-    assert [sorted(epoch) for epoch in epochs] == [NUMBERS] * 3
-    assert epochs[0] != epochs[1]
-    assert workers == ([worker.pid for worker in loader.iterator._workers] if num_workers else [])
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["map", "stream"])
 def test_batches_are_counted_where_torch_counts_them(is_stream: bool, num_workers: int) -> None:
     dataset: Any = Stream() if is_stream else NUMBERS
@@ -299,11 +257,8 @@ def test_a_loader_can_be_pickled(cls: type[DataLoader[Any]]) -> None:
     assert [batch[0].tolist() for batch in used] == [batch[0].tolist() for batch in loader]
 
 
-def test_an_iterator_cannot_be_pickled() -> None:
-    """Neither kind, nor a loader with persistent workers that has one: torch's error, before anything is copied."""
-    for num_workers in (0, 1):
-        with iter(DataLoader(NUMBERS, num_workers=num_workers)) as batches, pytest.raises(NotImplementedError):
-            pickle.dumps(batches)
+def test_a_loader_with_workers_that_stay_cannot_be_pickled() -> None:
+    """Once it has them: torch's error about its iterator, before anything is copied."""
     loader = DataLoader(NUMBERS, num_workers=1, persistent_workers=True)
     next(iter(loader))
     with pytest.raises(NotImplementedError):
@@ -317,10 +272,3 @@ def test_worker_init_fn_is_a_value_of_the_loader(loader_class: type[torch.utils.
     loader.worker_init_fn = len
     assert loader.worker_init_fn is vars(loader)["worker_init_fn"] is copy.copy(loader).worker_init_fn is len
     assert not hasattr(loader_class.__new__(loader_class), "worker_init_fn")
-
-
-def test_subscripts_and_isinstance() -> None:
-    """`DataLoader[X]` can be written, and ours is one of torch's."""
-    assert DataLoader[int].__origin__ is DataLoader
-    assert isinstance(DataLoader(NUMBERS), torch.utils.data.DataLoader)
-    assert issubclass(MultiEpochs, torch.utils.data.DataLoader)

@@ -39,7 +39,6 @@ from tests.patience import wait_until
 
 LENGTH = 23
 AHEAD: dict[str, Any] = {"persistent_workers": True, "prefetch_epochs": 1, "worker_backend": "thread"}
-GIVE_UP_S = 60
 
 
 class Epochs(Dataset[Any]):

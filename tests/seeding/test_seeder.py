@@ -62,14 +62,6 @@ def test_a_worker_is_seeded_as_torchs() -> None:
         assert ours == draw()
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_worker_streams_are_bit_identical_to_torchs(num_workers: int) -> None:
-    """With seeding="worker" and static scheduling, epoch for epoch."""
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}
-    theirs = epochs(torch.utils.data.DataLoader(Drawing(), **options), 2)
-    assert epochs(DataLoader(Drawing(), seeding="worker", **options), 2) == theirs
-
-
 @pytest.mark.parametrize(
     "options",
     [{"num_workers": 1}, {"scheduling": "dynamic"}, {"prefetch_factor": 5}, {"max_buffered_bytes": 0}],
