@@ -7,6 +7,8 @@ module asks the module's own objects.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,6 +75,21 @@ def foreseen(iterator: WorkerIterator[Any]) -> Any:
     return iterator._foresight._foreseen
 
 
+def parked(iterator: Any) -> Any:
+    """Return the batches that came too early, and wait for their turn."""
+    return session(iterator).run.scheduler._parked  # type: ignore[union-attr]
+
+
+async def until_started(iterator: Any) -> None:
+    """Wait until the workers of an async iterator were started."""
+    await iterator._until_started()
+
+
+def set_timeout(iterator: Any, seconds: float) -> None:
+    """Have consumers of an iterator wait for so long from now on."""
+    iterator._options = dataclasses.replace(iterator._options, timeout=seconds)
+
+
 # ------------------------------------------------------------------------------------------------- shared memory
 class Accounts(NamedTuple):
     """Where each byte of a pool's arena is.
@@ -135,6 +152,44 @@ def descriptor(memory: Any) -> int:
     return fd
 
 
+def idle_slabs(slabs: Any) -> Any:
+    """Return what a worker was lent, and uses for nothing."""
+    return slabs._idle
+
+
+# ------------------------------------------------------------------------------------------------- datasets
+def client(dataset: Any) -> Any:
+    """Return what an open dataset reads by."""
+    return dataset._client
+
+
+def sessions(source: Any) -> list[Any]:
+    """Return the sessions of a source over HTTP: for the origins that are asked, and for others."""
+    return [source._session, source._to_others()]
+
+
+def spans(dataset: Any) -> Any:
+    """Return where in their shards the samples of a dataset lie, as it has them."""
+    return dataset._spans
+
+
+def versions(dataset: Any) -> list[Any]:
+    """Return the versions that the files of a dataset had when it was made."""
+    found: list[Any] = dataset._versions
+    return found
+
+
+def memory(shared: Any) -> Any:
+    """Return the mapping that a shared list is read from."""
+    return shared._read.memory
+
+
+def lock(cached: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return the lock that processes claim room in a cache by."""
+    found: contextlib.AbstractContextManager[Any] = cached._store._locked()
+    return found
+
+
 # ------------------------------------------------------------------------------------------------- whose turn it is
 def turn_is_free() -> bool:
     """Whether the calling thread could have its turn with the global generators now; it may be its turn already."""
@@ -182,6 +237,43 @@ def door(pool: Any) -> Any:
 def strangers(door: Any) -> list[Any]:
     """Return those at a door who have yet to prove themselves."""
     return [*door._strangers]
+
+
+def end_stranger(door: Any, stranger: Any) -> None:
+    """Tell a door how the proof of a stranger has ended."""
+    door._on_end(socket.socket(), "somewhere", stranger)
+
+
+def transport(link: Any) -> Any:
+    """Return the transport of a link, which takes bytes that are no frames."""
+    return link._transport
+
+
+def frames_underway(traffic: Any) -> int:
+    """Return how many large frames have come in part."""
+    count: int = traffic._open
+    return count
+
+
+def link(pool: Any, agent: Any, line: Any) -> None:
+    """Have an agent of a pool come in by this connection."""
+    agent.link, pool.fleet._linked[line] = line, agent
+
+
+def set_access(pool: Any, access: Any) -> None:
+    """Have a pool let agents in by other rules."""
+    pool.fleet._access = access
+
+
+def failed_starts(pool: Any) -> int:
+    """Return how many agents in a row have failed to start."""
+    count: int = pool._failed_starts
+    return count
+
+
+def timer_of_the_end(pool: Any) -> Any:
+    """Return the timer after which agents that have not ended are killed; None if there was none."""
+    return pool.fleet._last
 
 
 # ------------------------------------------------------------------------------------------------- renewal

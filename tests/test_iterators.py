@@ -146,7 +146,7 @@ async def test_a_dropped_async_iterator_ends_its_workers_by_its_reference_count(
     with no_collection():
         iterator = aiter(loader)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(iterator._until_started(), 10)
+            await asyncio.wait_for(inside.until_started(iterator), 10)
         workers = inside.workers(iterator)
         assert workers
         if after == "cancellation":

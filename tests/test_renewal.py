@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
 import os
@@ -351,7 +350,7 @@ def test_one_that_is_to_leave_or_stay_before_it_is_renewed(tmp_path: Path, numbe
 def test_one_that_hangs_before_it_is_renewed(tmp_path: Path, patient_stacks: None) -> None:
     """It is killed, and another one does what it had."""
     renewed = Renewed(tmp_path, 1, timeout=60, on_timeout="retry", max_retries=50)
-    renewed.iterator._options = dataclasses.replace(renewed.iterator._options, timeout=0.3)
+    inside.set_timeout(renewed.iterator, 0.3)
     hung = renewed.session.pool.processes[0]
     asked = asyncio.run(_take(renewed, hung))
     assert asked == WANTED

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from asyncloader import ConfigurationError, DataLoader, sample_rng, sample_seed
 from asyncloader.datasets import CachedDataset, FileDataset
 from asyncloader.worker.overlap import TaskFetcher
+from tests import inside
 from tests.nursery import Program
 
 COUNT = 40
@@ -808,7 +809,7 @@ def held(cached: CachedDataset[Any], seconds: float | None = None) -> Iterator[N
     """Have another process hold the lock of a cache: for so long, or until it is killed."""
     reading, writing = os.pipe()
     if not (pid := os.fork()):
-        with cached._store._locked():
+        with inside.lock(cached):
             os.write(writing, b"x")
             pause(1000 if seconds is None else seconds)
         os._exit(0)

@@ -19,6 +19,7 @@ from asyncloader import ConfigurationError, DataLoader, ElasticSampler
 from asyncloader.datasets import FetchError, IndexedTarShards, Retries, TarShards, tar_index
 from asyncloader.datasets.block_cache import BlockCache
 from asyncloader.datasets.source import Version
+from tests import inside
 from tests.datasets.test_shards import IDS, SHARDS, read_all, tar_bytes, text
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
@@ -169,7 +170,7 @@ def test_an_index_that_cannot_be_of_its_shard_is_made_anew(shards: list[Path], s
     tar_index.save([Path(f"{shards[0]}.index")], version, np.array(spans, np.int64))
     dataset = IndexedTarShards(shards[:1])
     assert len(dataset) == 20
-    assert tar_index.load([Path(f"{shards[0]}.index")], version).tolist() == dataset._spans.tolist()  # type: ignore[union-attr]
+    assert tar_index.load([Path(f"{shards[0]}.index")], version).tolist() == inside.spans(dataset).tolist()  # type: ignore[union-attr]
 
 
 def test_what_lies_in_the_place_of_an_index_is_not_waited_for(shards: list[Path]) -> None:
@@ -197,7 +198,7 @@ async def test_a_shard_that_changed_is_an_error(shards: list[Path]) -> None:
         with pytest.raises(FetchError, match=r"00.tar: was changed since this dataset was made"):
             await dataset[0]
         assert await dataset[20] == IDS[20]
-        dataset._spans[21] = [0, 512]
+        inside.spans(dataset)[21] = [0, 512]
         with pytest.raises(FetchError, match=r"01.tar: 0 samples where its index has one, number 21, at byte 0"):
             await dataset[21]
 

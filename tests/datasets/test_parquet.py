@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import os
 import pickle
 import threading
@@ -21,10 +22,11 @@ import pytest
 import torch
 
 from asyncloader import ConfigurationError, DataLoader
-from asyncloader.datasets import FetchError, ParquetDataset, Retries, retry
+from asyncloader.datasets import FetchError, ParquetDataset, Retries
 from asyncloader.datasets import parquet as module
 from asyncloader.datasets.source import Version
 from asyncloader.samplers import BlockShuffleSampler
+from tests import inside
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
 
@@ -198,14 +200,14 @@ async def test_closing_ends_the_threads_that_wait(monkeypatch: pytest.MonkeyPatc
     """The server is gone, and the next try an hour away: a thread that waited for it would keep the process alive."""
     before = set(threading.enumerate())
     waits = asyncio.Event()
-    monkeypatch.setattr(retry._log, "info", lambda *_: waits.set())
+    monkeypatch.setattr(logging.getLogger("asyncloader.datasets"), "info", lambda *_: waits.set())
     with FaultServer(FILES) as server:
         hour = Retries(first_wait_s=3600, longest_wait_s=3600, total_s=7200)
         dataset = ParquetDataset(server.url("0.parquet"), retries=hour)
     async with dataset:
         reading = asyncio.create_task(dataset[0])  # type: ignore[arg-type]
         await waits.wait()
-        client = dataset._client
+        client = inside.client(dataset)
         threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("dataset")]
         assert len(threads) == 1
     with contextlib.suppress(asyncio.CancelledError):

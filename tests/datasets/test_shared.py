@@ -294,7 +294,7 @@ def test_it_cannot_be_changed() -> None:
     with pytest.raises(PermissionError):
         os.pwrite(inside.descriptor(shared), b"x", 100)
     with pytest.raises(TypeError):
-        shared._read.memory[100] = 1
+        inside.memory(shared)[100] = 1
 
 
 def test_the_rest_of_a_sequence() -> None:

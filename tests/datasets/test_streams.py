@@ -17,6 +17,7 @@ from asyncloader.datasets.http import HTTPSource
 from asyncloader.datasets.local import read_range
 from asyncloader.datasets.source import Version
 from asyncloader.datasets.sources import Access, Sources
+from tests import inside
 
 BRISK = Retries(tries=3, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
 OLD, NEW = bytes(range(256)) * 4, bytes(range(255, -1, -1)) * 4
@@ -146,8 +147,7 @@ async def test_no_session_decompresses() -> None:
     """Not that for other origins, and not one that is told to."""
     client = HTTPSource(options={"auto_decompress": True})
     try:
-        assert not client._session.auto_decompress
-        assert not client._to_others().auto_decompress
+        assert [session.auto_decompress for session in inside.sessions(client)] == [False, False]
     finally:
         await client.aclose()
 

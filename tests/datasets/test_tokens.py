@@ -20,6 +20,7 @@ from asyncloader import ConfigurationError, DataLoader
 from asyncloader.datasets import FetchError, Retries, TokenBlocks
 from asyncloader.datasets import tokens as datasets_tokens
 from asyncloader.datasets.tokens import Layout
+from tests import inside
 from tests.nursery import Program
 from tests.services.fault_server import FaultServer
 from tests.services.s3 import KEYS, put
@@ -240,7 +241,8 @@ async def test_blocks_of_ranges_have_memory_of_their_own(server: FaultServer) ->
 async def test_a_file_that_changes_on_its_server_is_an_error(server: FaultServer) -> None:
     """Its tag is another one than at construction."""
     dataset = TokenBlocks([server.url("0.bin")], 4, dtype="uint16", retries=BRISK)
-    dataset._versions[0] = dataset._versions[0]._replace(tag='"before"')
+    versions = inside.versions(dataset)
+    versions[0] = versions[0]._replace(tag='"before"')
     async with dataset:
         with pytest.raises(FetchError, match="was changed since this dataset was made"):
             await dataset[0]  # type: ignore[misc]

@@ -198,7 +198,7 @@ def times_begun(folder: Path) -> Counter[int]:
 
 def wait_for_parked(iterator: Any, count: int) -> None:
     """Wait until so many batches are here, and wait for an earlier one."""
-    wait_until(lambda: len(inside.session(iterator).run.scheduler._parked) == count)
+    wait_until(lambda: len(inside.parked(iterator)) == count)
 
 
 def kill(iterator: Any, worker: int = 0) -> None:

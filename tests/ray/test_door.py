@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from typing import Any
 
@@ -19,6 +18,7 @@ from asyncloader.ray.handshake import new_secret
 from asyncloader.ray.launcher import MakeContext
 from asyncloader.ray.wire import Word, frame
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import inside
 from tests.patience import until
 from tests.ray.callers import Heard, dial, gone, knock, leave
 
@@ -85,7 +85,7 @@ async def test_strangers_with_ever_other_reasons_keep_no_memory(trainer: Heard) 
     for number in range(100):
         stranger: Any = asyncio.get_running_loop().create_future()
         stranger.set_result(f"reason {number % 50}")
-        door._on_end(socket.socket(), "somewhere", stranger)
+        inside.end_stranger(door, stranger)
     assert door.refused["reason 1"] == 2
     assert door.refused["another reason"] == 36
     assert len(door.refused) == 33
@@ -108,7 +108,7 @@ async def test_many_at_once_do_not_keep_memory(trainer: Heard, monkeypatch: pyte
 async def test_an_agent_that_sends_what_is_no_frame_is_dropped(trainer: Heard, sent: bytes, why: str) -> None:
     agent = await dial(trainer)
     await until(lambda: agent.open)
-    agent.open[0]._transport.write(sent)
+    inside.transport(agent.open[0]).write(sent)
     await until(lambda: trainer.lost)
     assert why in trainer.lost[0]
 
@@ -129,11 +129,11 @@ async def test_large_frames_are_counted_while_they_are_on_their_way(trainer: Hea
     assert len(large) <= received.nbytes <= len(large) + 100
     assert 1.001 * received.seconds >= received.cpu_s >= 0  # the system may set one clock by 0.05 %
     head, _ = frame(17, 1, [b"body"], [large])
-    agent.open[0]._transport.write(head + large[:1000])
-    await until(lambda: traffic._open)
+    inside.transport(agent.open[0]).write(head + large[:1000])
+    await until(lambda: inside.frames_underway(traffic))
     agent.open[0].drop("enough")
     await until(lambda: trainer.lost)
-    assert traffic._open == 0
+    assert inside.frames_underway(traffic) == 0
     assert traffic.received.nbytes == received.nbytes + len(head) + 1000
 
 

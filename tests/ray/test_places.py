@@ -71,7 +71,7 @@ class Line:
         self.number = number
         if self.is_admitted:
             agent = pool.fleet.agents[number]
-            agent.link, pool.fleet._linked[self] = self, agent  # type: ignore[assignment,index]
+            inside.link(pool, agent, self)
 
     def send(self, kind: int, life: int = 0, *parts: bytes) -> None:
         self.sent.append((kind, life, b"".join(parts)))
@@ -323,7 +323,7 @@ async def test_an_agent_that_leaves_as_it_comes_is_sent_home(pool: RemotePool) -
         line.ready(life)
     line.say(Word.BYE)
     assert told(pool) == []
-    assert pool._failed_starts == 0
+    assert inside.failed_starts(pool) == 0
 
 
 async def test_so_many_are_there_as_are_wanted(pool: RemotePool) -> None:
@@ -527,7 +527,7 @@ async def test_what_became_of_a_node_is_nobodys_business_after_the_end(
     alone.fleet.on_lost(line, "broken")  # type: ignore[arg-type]
     alone.end(0.0)
     alone.fleet.on_gone(order.number, "killed", with_node=False)
-    assert alone._failed_starts == 0
+    assert inside.failed_starts(alone) == 0
     assert not caplog.text
 
 
@@ -545,7 +545,7 @@ async def test_silence_is_counted_in_turns_of_the_loop(pool: RemotePool, monkeyp
 
 async def test_another_version_of_ours_is_never_let_in(pool: RemotePool) -> None:
     """Even where other differences are allowed: frames may mean something else."""
-    pool.fleet._access = Access(on_mismatch="warn")
+    inside.set_access(pool, Access(on_mismatch="warn"))
     order = pool.fleet.admit(1)
     assert order is not None
     line = Line(pool, order.number)
@@ -592,5 +592,6 @@ async def test_an_end_after_the_end_begins_nothing(pool: RemotePool) -> None:
     pool.end(3.0)
     pool.end(3.0)
     assert pool.wait_dead(0.0)
-    assert pool.fleet._last is not None
-    assert pool.fleet._last.cancelled()
+    timer = inside.timer_of_the_end(pool)
+    assert timer is not None
+    assert timer.cancelled()

@@ -36,21 +36,6 @@ class Squares(Dataset[int]):
         return index**2
 
 
-class Counting(Squares):
-    """Counts samples in memory that all processes share."""
-
-    def __init__(self, context: Any) -> None:
-        self.count = context.Value("i", 0)
-        self.lock = context.Lock()
-        self.queue = context.Queue()
-
-    def __getitem__(self, index: int) -> int:
-        with self.lock:
-            self.count.value += 1
-        self.queue.put(index)
-        return index
-
-
 def squares_of(loader: DataLoader[Any]) -> list[int]:
     """Return all numbers of an epoch."""
     return [int(number) for batch in loader for number in batch]
@@ -76,20 +61,6 @@ def test_functions_and_classes_of_any_kind(start_method: str) -> None:
     )
     assert squares_of(loader) == [(index + offset) * 2 for index in range(8)]
     assert seen == []
-
-
-@pytest.mark.slow
-def test_primitives_of_multiprocessing(start_method: str) -> None:
-    """A shared value, a lock and a queue in the dataset are the same ones in all workers."""
-    context = multiprocessing.get_context(start_method)
-    dataset = Counting(context)
-    loader = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context=context)
-    for epoch in (1, 2):
-        assert squares_of(loader) == list(range(8))
-        assert dataset.count.value == 8 * epoch
-    assert sorted(dataset.queue.get(timeout=5) for _ in range(16)) == sorted(list(range(8)) * 2)
-    dataset.queue.close()
-    dataset.queue.join_thread()
 
 
 def test_executors_that_python_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
