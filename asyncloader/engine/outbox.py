@@ -30,9 +30,9 @@ class Outbox:
         self._workforce = workforce
         self._tickets: dict[int, list[tuple[int, Any]]] = {}
 
-    def put(self, worker: int, seq: int, keys: Any) -> None:
+    def put(self, worker: int, number: int, keys: Any) -> None:
         """Have the worker sent a ticket by the next `flush`."""
-        self._tickets.setdefault(worker, []).append((seq, keys))
+        self._tickets.setdefault(worker, []).append((number, keys))
 
     def count(self, worker: int) -> int:
         """Return how many tickets of this worker were not sent."""
@@ -40,7 +40,7 @@ class Outbox:
 
     def drop(self, worker: int) -> list[int]:
         """Forget what was not sent to this worker; return the numbers of these tickets."""
-        return [seq for seq, _ in self._tickets.pop(worker, ())]
+        return [number for number, _ in self._tickets.pop(worker, ())]
 
     def clear(self) -> None:
         """Forget what was not sent."""
@@ -50,7 +50,7 @@ class Outbox:
         """Send what there is.
 
         Args:
-            refuse: Is told worker, sequence number and error of a ticket whose keys cannot be pickled.
+            refuse: Is told worker, number and error of a ticket whose keys cannot be pickled.
         """
         if not self._tickets:
             return
@@ -59,5 +59,5 @@ class Outbox:
             if not workforce.may_send(worker) or (place := places.get(worker)) is None or not place.is_alive:
                 continue
             if tickets := self._tickets.pop(worker, None):
-                for seq, error in self._pool.send(worker, tickets):
-                    refuse(worker, seq, error)
+                for number, error in self._pool.send(worker, tickets):
+                    refuse(worker, number, error)

@@ -1,17 +1,17 @@
 """Decide which worker does which batch, and which batch is handed over next. No loop, no clock, no process.
 
-    planned(keys)  ──>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
-    returned, ready ──> │ unsent -> in flight -> parked -> delivered │ ──> Deliver(outcome)
-    exhausted, died ──> │                                            │ ──> Replace(worker), Dismiss(worker), Fail
-    joined, left, lost  └────────────────────────────────────────────┘ ──> window, read_until, is_finished
+    planned(keys)  ────>  ┌────────────────────────────────────────────┐ ──> Send(worker, ticket)
+    returned, ready ───>  │ unsent -> in flight -> parked -> delivered │ ──> Deliver(outcome)
+    exhausted, died ───>  │                                            │ ──> Replace(worker), Dismiss(worker), Fail
+    joined, leaving, lost └────────────────────────────────────────────┘ ──> window, read_until, is_finished
 
 A batch is in exactly one of four places: *unsent* (read from the sampler, no worker has it), *in flight* (a worker
 has its ticket), *parked* (its outcome is here, but an earlier batch is missing), or gone: *delivered* or *void* (an
 iterable dataset ended before it, or its error was handed over at once).
 
-Workers come and go, for map-style datasets: `joined` takes one in, `left` lets one finish what it has in hand, `lost`
-has others do the tickets of a worker that is gone through no fault of its batches. A batch costs the same here with two
-workers and with thousands (:mod:`asyncloader.engine.roster`).
+Workers come and go, for map-style datasets: `joined` takes one in, `leaving` lets one finish what it has in hand, and
+`lost` has others do the tickets of a worker that is gone through no fault of its batches. A batch costs the same here
+with two workers and with thousands (:mod:`asyncloader.engine.roster`).
 
 The session reports events by method calls, and carries out the lists of actions that are returned. Only the scheduler
 knows order, window and retries. All calls come from one loop thread; in the tests Hypothesis makes them.
@@ -175,16 +175,16 @@ class Scheduler:
         if self.slices is not None:
             self.window = self._count_window()
         if not self._in_order:
-            return self._leave(outcome, [])
+            return self._hand_over(outcome, [])
         if seq != self.gone_count:
             self._parked[seq] = (outcome, nbytes)
             self._parked_bytes += nbytes
             self._maybe_run_ahead()
             return []
-        actions = self._leave(outcome, [])
+        actions = self._hand_over(outcome, [])
         while (parked := self._parked.pop(self.gone_count, None)) is not None:
             self._parked_bytes -= parked[1]
-            self._leave(parked[0], actions)
+            self._hand_over(parked[0], actions)
         return actions
 
     def slice_came(self, ticket: Ticket, item: Any) -> Divided | None:
@@ -257,7 +257,7 @@ class Scheduler:
         self._resize(1)
         return self._assign()
 
-    def left(self, worker: int) -> list[Action]:
+    def leaving(self, worker: int) -> list[Action]:
         """The worker is to go: it finishes what it has in hand, gets nothing more, and is dismissed after that."""
         if not self.roster.takes(worker):
             return []
@@ -486,7 +486,7 @@ class Scheduler:
                 actions += self.ready(ticket.seq, VOID)
         return actions + self._assign()
 
-    def _leave(self, outcome: Any, actions: list[Action]) -> list[Action]:
+    def _hand_over(self, outcome: Any, actions: list[Action]) -> list[Action]:
         self.gone_count += 1
         if outcome is VOID:
             self.void_count += 1  # which frees a place in the window

@@ -435,7 +435,7 @@ class Session:
 
     def on_left(self, worker: int) -> None:
         """The worker wants to go."""
-        self.supervisor.left(worker)
+        self.supervisor.wants_to_go(worker)
 
     def on_lost(self, worker: int) -> None:
         """The worker has gone, and nothing that it was at is to blame."""

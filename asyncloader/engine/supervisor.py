@@ -183,7 +183,7 @@ class Supervisor:
         self._pool.dismiss(worker, 0.0)
         self._have_others_do(worker)
 
-    def left(self, worker: int) -> None:
+    def wants_to_go(self, worker: int) -> None:
         """A worker wants to go."""
         session, scheduler = self.session, self.session.run.scheduler
         if not self._stays:
@@ -346,7 +346,7 @@ class Supervisor:
     def _leave(self, worker: int) -> None:
         """Have a worker leave; one that was not started yet leaves what it was to get."""
         if worker in self._pool.processes:
-            self.session.apply(self.session.run.scheduler.left(worker))
+            self.session.apply(self.session.run.scheduler.leaving(worker))
         else:
             self._have_others_do(worker)
 
@@ -383,7 +383,7 @@ class Supervisor:
     def _postpone(self, action: Postpone) -> None:
         """Go on without a worker that there is no room for now."""
         worker = action.worker
-        self.workforce.keep(worker)
+        self.workforce.cancel_renewal(worker)
         self._have_others_do(worker)
         if worker in self.workforce.members:
             self.workforce.comes_later(worker)
@@ -395,7 +395,7 @@ class Supervisor:
         rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
         run.lost(worker)
         unsent = self.outbox.drop(worker)  # it was to be renewed, or is not there yet
-        self.workforce.keep(worker)
+        self.workforce.cancel_renewal(worker)
         if rests:
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
         facts: dict[str, Any] = {"rests": rests, "unsent": unsent}

@@ -131,7 +131,7 @@ class Workforce:
 
     def lose(self, worker: int) -> None:
         """A worker is not to be had any more: it could not be started, left by itself, or was lost."""
-        self.keep(worker)
+        self.cancel_renewal(worker)
         for those in (self._coming, self.wanted, self.guests):
             those.discard(worker)
 
@@ -144,7 +144,7 @@ class Workforce:
         return worker in self._coming
 
     def _let_go(self, worker: int, roster: Roster) -> list[Action]:
-        self.keep(worker)
+        self.cancel_renewal(worker)
         if roster.takes(worker):
             return [Leave(worker)]
         return [] if worker in roster.active else [Dismiss(worker)]
@@ -153,10 +153,10 @@ class Workforce:
 
     def reset(self, worker: int) -> None:
         """The worker has a process that has made nothing yet, or none."""
-        self.keep(worker)
+        self.cancel_renewal(worker)
         self._lives.pop(worker, None)
 
-    def keep(self, worker: int) -> None:
+    def cancel_renewal(self, worker: int) -> None:
         """Do not renew the worker before it has made another batch."""
         self._due.pop(worker, None)
         if worker == self.renewing:
@@ -205,7 +205,8 @@ class Workforce:
 
     def not_renewed(self, now: float) -> None:
         """No process could be had for the worker that is to be renewed: it goes on, and is due again later."""
-        self.renewing, self.is_finishing = None, False
+        if self.renewing is not None:
+            self.cancel_renewal(self.renewing)
         self._retry_at = now + _PAUSE_S
 
     def has_made(self, worker: int) -> str:

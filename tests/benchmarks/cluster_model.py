@@ -298,7 +298,7 @@ class Play:
     def _go(self, node: _Node) -> None:
         if self._chance.random() < self.cluster.noticed:
             for worker in node.workers:
-                self._do(self.scheduler.left(worker))
+                self._do(self.scheduler.leaving(worker))
             return
         self._count_there(-node.here)
         for worker in node.workers:

@@ -303,7 +303,7 @@ class Model(RuleBasedStateMachine):
             self.leaving.add(worker)
             self.has_changed = True
             self._succeed(worker)
-            self._apply(self.scheduler.left(worker))
+            self._apply(self.scheduler.leaving(worker))
             assert self.at_work[worker] or worker not in self.leaving, "nothing in hand, and not dismissed"
 
     @precondition(lambda self: not self.is_iterable)
@@ -601,7 +601,7 @@ def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
     scheduler.returned(0, 0)
     scheduler.ready(0, 0, BATCH_BYTES)
     assert windows(scheduler, scheduler.joined, 3, 4, 5) == [5, 5, 6]
-    assert windows(scheduler, scheduler.left, 5, 4, 3, 2) == [5, 5, 5, 4]
+    assert windows(scheduler, scheduler.leaving, 5, 4, 3, 2) == [5, 5, 5, 4]
 
 
 def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late() -> None:
@@ -620,13 +620,13 @@ def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
     """It gets nothing more; the turns go on without it."""
     scheduler = make(num_workers=3)
     scheduler.planned(range(6))
-    assert (scheduler.left(1), scheduler.window) == ([], 4)
+    assert (scheduler.leaving(1), scheduler.window) == ([], 4)
     assert sent(scheduler.planned(range(3))) == [(0, 6), (2, 7), (0, 8)]
     assert scheduler.returned(1, 1) == []
     assert scheduler.returned(1, 4) == [Dismiss(1)]
     assert 1 not in scheduler.in_flight
-    assert scheduler.left(1) == []
-    assert (scheduler.left(2), scheduler.window) == ([], 2)
+    assert scheduler.leaving(1) == []
+    assert (scheduler.leaving(2), scheduler.window) == ([], 2)
     assert (scheduler.joined(2), scheduler.window) == ([], 4)  # it is wanted again, and has its tickets still
     assert sent(scheduler.planned("xy")) == [(0, 9), (2, 10)]
     scheduler.validate()
@@ -637,7 +637,7 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     scheduler = make(on_timeout="retry")
     scheduler.planned(range(4))
     assert sent(scheduler.died(1, rests=True, hung=True)) == []
-    actions = scheduler.left(1)
+    actions = scheduler.leaving(1)
     assert (actions[0], scheduler.window) == (Dismiss(1), 2)
     assert sent(actions) == [(0, 1), (0, 3)]
     assert scheduler.rested(1) == []
@@ -678,7 +678,7 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
     """Others do what it had, but perhaps what it was at; there is nobody to rest."""
     scheduler = make(on_crash=on_crash)
     scheduler.planned(range(4))
-    scheduler.left(1)
+    scheduler.leaving(1)
     actions = scheduler.died(1, rests=True)
     assert kinds(actions)[0] == "Dismiss"
     failed = [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets]
@@ -692,7 +692,7 @@ def test_what_overlapped_in_a_worker_that_was_leaving_is_done_alone_by_another()
     """Nothing is blamed before it was alone."""
     scheduler = make(prefetch_factor=3, overlapping=3, on_crash="skip")
     scheduler.planned(range(6))
-    scheduler.left(1)
+    scheduler.leaving(1)
     actions = scheduler.died(1)
     assert sent(actions) == []
     assert "Fail" not in kinds(actions)
@@ -881,7 +881,7 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
     assert sent(scheduler.planned(range(4))) == [(0, 0), (1, 1), (0, 2), (1, 3)]
     scheduler.returned(0, 0, 1.0)
     scheduler.ready(0, "a")
-    scheduler.left(1)
+    scheduler.leaving(1)
     assert [ticket.seq for ticket in scheduler.in_flight[0].values()] == [2]
     assert sent(scheduler.died(1, was_ready=False)) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
     assert scheduler.awaited() is scheduler.in_flight[0][1]

@@ -303,7 +303,7 @@ class Model(RuleBasedStateMachine):
             there.at_work.pop(worker)
             there.apply(there.scheduler.lost(worker))
         else:
-            there.apply(there.scheduler.left(worker))
+            there.apply(there.scheduler.leaving(worker))
 
     @invariant()
     def what_is_joined_is_with_no_worker(self) -> None:
