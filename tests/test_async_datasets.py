@@ -166,7 +166,7 @@ def test_samples_come_in_order(place: dict[str, Any], concurrency: int | None) -
 
 
 @places
-async def test_async_for(place: dict[str, Any]) -> None:
+async def test_async_for_gives_what_for_gives(place: dict[str, Any]) -> None:
     """The other face, with an async collate_fn."""
 
     async def collate(samples: list[int]) -> list[int]:
@@ -180,7 +180,7 @@ async def test_async_for(place: dict[str, Any]) -> None:
 
 @engines
 @pytest.mark.parametrize("kind", [Stream, StreamOfAwaitables])
-def test_iterable_datasets(place: dict[str, Any], kind: type[Stream]) -> None:
+def test_streams_are_read_by_async_for_in_each_worker(place: dict[str, Any], kind: type[Stream]) -> None:
     """Read with ``async for``, each worker its own part; short batches at the end of each; dropped if so asked."""
     loader: Any = DataLoader(kind(), batch_size=3, **place)  # type: ignore[arg-type]
     assert isinstance(loader.dataset, IterableDataset)
@@ -557,7 +557,7 @@ def test_a_hung_worker_of_this_process_is_abandoned(place: dict[str, Any], gate:
 
 
 @places
-def test_persistent_workers(place: dict[str, Any], tmp_path: Path) -> None:
+def test_persistent_workers_cancel_what_was_left(place: dict[str, Any], tmp_path: Path) -> None:
     """What is in flight of an epoch that was left is cancelled, and reaches nobody."""
     if not place.get("num_workers"):
         pytest.skip("torch allows persistent workers with workers only")

@@ -178,7 +178,7 @@ def test_an_iterator_of_a_number_that_was_set_keeps_that() -> None:
 
 
 @pytest.mark.parametrize("word", ["Auto", "AUTO", "auto ", "atuo"])
-def test_other_words(word: Any) -> None:
+def test_other_words_than_auto_are_refused(word: Any) -> None:
     """They say what to write, whatever else is asked for, and also where they are set later. Of others torch does."""
     meant = "Did you mean 'auto'?"
     with pytest.raises(TypeError, match="'<' not supported"):

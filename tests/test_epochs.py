@@ -111,7 +111,7 @@ def test_workers_that_are_not_forked(method: str) -> None:
         assert samples(loader) == in_epoch(epoch)
 
 
-async def test_by_async_for() -> None:
+async def test_copies_hear_of_it_in_async_for() -> None:
     """The same."""
     loader = DataLoader(Shown(), batch_size=2, num_workers=2, persistent_workers=True)
     for epoch in (3, 1):
@@ -128,7 +128,7 @@ def test_a_dataset_that_the_user_tells_himself() -> None:
         assert samples(loader) == in_epoch(epoch)
 
 
-def test_inside_of_wrappers() -> None:
+def test_datasets_inside_of_wrappers_hear_of_it() -> None:
     """torch's own do not pass it on."""
     first, second = Shown(3), Hidden(5)
     loader = DataLoader(

@@ -33,7 +33,7 @@ from asyncloader.errors import could_not_start, describe_death, describe_keys, d
         (WorkerDiedError, (WorkerError,)),
     ],
 )
-def test_the_tree(error: type[Exception], bases: tuple[type[Exception], ...]) -> None:
+def test_errors_are_torchs_and_ours(error: type[Exception], bases: tuple[type[Exception], ...]) -> None:
     """Whoever catches torch's errors catches ours; whoever wants ours alone has one base."""
     assert issubclass(error, bases)
     assert error in vars(asyncloader).values()

@@ -97,7 +97,7 @@ def test_those_that_join_know_of_how_many_there_are() -> None:
     assert told == {(0, 1), (1, 3), (2, 3)}
 
 
-def test_with_async_for() -> None:
+def test_the_number_changes_in_async_for() -> None:
     """The call does not wait, so a loop may make it."""
     torch.manual_seed(3)
     loader = DataLoader(Awaited(), 2, shuffle=True, num_workers=1)

@@ -99,7 +99,7 @@ def test_the_data_are_those_of_workers_that_stay(scheduling: Any, in_order: bool
     assert (stats.changes, stats.replacements, stats.retries, stats.errors) == ((), 0, 0, 0)
 
 
-def test_started_in_every_way(start_method: str) -> None:
+def test_workers_that_start_in_any_way_are_renewed(start_method: str) -> None:
     """Forked, by the fork server, spawned."""
     torch.manual_seed(3)
     options: Any = {"multiprocessing_context": start_method, "max_tasks_per_child": 18}  # so there is one renewal
@@ -123,7 +123,7 @@ def test_where_several_workers_make_a_batch_together() -> None:
     assert seen == [bits(batch) for batch in stays]
 
 
-def test_with_async_for() -> None:
+def test_workers_are_renewed_in_async_for() -> None:
     """And a loop in between."""
     torch.manual_seed(3)
     loader = DataLoader(Awaited(), 2, shuffle=True, num_workers=1, max_tasks_per_child=4)

@@ -433,7 +433,7 @@ def test_a_costly_state_is_taken_seldom(num_workers: int) -> None:
 
 @pytest.mark.parametrize("every", [0, None])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_never_is_never(every: int | None, num_workers: int) -> None:
+def test_a_state_that_is_never_to_be_taken_is_not(every: int | None, num_workers: int) -> None:
     """No state of the dataset is taken; the batches are resumed all the same."""
     options = {"num_workers": num_workers, "snapshot_every_n_steps": every}
     loader = DataLoader(CostlyDataset(), **options)

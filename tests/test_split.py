@@ -481,7 +481,7 @@ def test_out_of_order_batches_are_whole() -> None:
 
 
 @pytest.mark.processes
-async def test_async_for() -> None:
+async def test_async_for_gives_whole_batches() -> None:
     """The other face."""
     torch.manual_seed(0)
     found = [batch async for batch in DataLoader(Slow(24), 8, num_workers=2, **OPTIONS)]

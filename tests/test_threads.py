@@ -209,7 +209,7 @@ def test_worker_info_belongs_to_the_thread() -> None:
 
 
 @places
-def test_random_numbers(place: dict[str, Any]) -> None:
+def test_random_numbers_of_a_sample_are_its_own(place: dict[str, Any]) -> None:
     """Those of a sample are its own everywhere; the trainer's global generators are left alone."""
 
     class Noisy(Tensors):

@@ -194,7 +194,7 @@ SAMPLES = [
 ]
 
 
-def test_all_sorts_of_samples(where: str) -> None:
+def test_whatever_can_be_pickled_comes_back(where: str) -> None:
     """Whatever can be pickled."""
 
     class Sorts(Dataset[Any]):
@@ -237,7 +237,7 @@ def test_what_cannot_be_pickled_is_an_error(where: str) -> None:
         CachedDataset(Bad(), where, fingerprint="bad")[0]
 
 
-def test_other_keys(where: str) -> None:
+def test_keys_of_other_kinds_find_their_samples(where: str) -> None:
     """Texts and tuples are kept as well; what equals a key finds its sample; other keys pass through."""
     asked: list[Any] = []
 
@@ -366,7 +366,7 @@ def test_workers_share_it(where: str, log: Path, start_method: str) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_async_datasets(where: str, log: Path, num_workers: int) -> None:
+def test_of_an_async_dataset_only_what_is_missing_is_awaited(where: str, log: Path, num_workers: int) -> None:
     """Only what is missing is awaited; what the dataset opens is opened and closed."""
     dataset = Awaited(log)
     dataset.was_closed.clear()
@@ -450,7 +450,7 @@ def test_async_transforms_are_awaited(where: str) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_async_batches(where: str, num_workers: int) -> None:
+def test_a_dataset_that_awaits_batches_alone_is_cached(where: str, num_workers: int) -> None:
     """A dataset that awaits batches, and knows nothing else."""
     cached = CachedDataset(AwaitedBatches(), where, fingerprint="v1")
     loader = DataLoader(cached, batch_size=8, num_workers=num_workers, collate_fn=first)
@@ -472,7 +472,7 @@ async def test_datasets_that_turn_out_to_be_async(where: str, log: Path) -> None
     assert is_right(cached[3], 3)
 
 
-async def test_opening_that_fails(where: str, log: Path) -> None:
+async def test_where_opening_fails_what_was_opened_is_closed(where: str, log: Path) -> None:
     """What was opened before is closed."""
 
     class Failing(Awaited):
@@ -486,7 +486,7 @@ async def test_opening_that_fails(where: str, log: Path) -> None:
     assert not good.is_open
 
 
-async def test_real_files(where: str, tmp_path: Path) -> None:
+async def test_files_are_read_once(where: str, tmp_path: Path) -> None:
     """With a dataset of this package: files are read once."""
     folder = tmp_path / "files"
     folder.mkdir()
@@ -727,7 +727,7 @@ FULL = """
 """
 
 
-def test_a_full_disk(run: Callable[..., Program], tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once_and_costs_no_sample(run: Callable[..., Program], tmp_path: Path) -> None:
     """It is said once, by one of all workers and epochs; everything goes on without."""
     done = run(FULL, tmp_path / "cache")
     assert done.returncode == 0, done.explain("")

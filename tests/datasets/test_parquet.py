@@ -143,7 +143,7 @@ async def test_columns_and_decode(paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches(paths: list[Path], num_workers: int) -> None:
+def test_batches_have_each_row_once_also_after_a_resume(paths: list[Path], num_workers: int) -> None:
     """Collated as ever, each row once; shuffled by blocks; resumed in the middle."""
     dataset = ParquetDataset(paths, ["id", "embedding"])
 
@@ -176,7 +176,7 @@ def test_a_block_shuffle_reads_each_row_group_once(paths: list[Path], reads: lis
     assert len(reads) > 8
 
 
-async def test_it_travels(paths: list[Path]) -> None:
+async def test_it_travels_in_few_bytes(paths: list[Path]) -> None:
     """As few bytes, also while it is open."""
     dataset = ParquetDataset(paths, ["id"])
     async with dataset:
@@ -188,7 +188,7 @@ async def test_it_travels(paths: list[Path]) -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("stream_of_the_portal")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_over_http(server: FaultServer, num_workers: int) -> None:
+def test_over_http_only_ranges_are_read(server: FaultServer, num_workers: int) -> None:
     """By ranges, of the columns that are asked for; what breaks is asked for again."""
     urls = [server.url("0.parquet"), server.url("1.parquet", fault="cut", times=2)]
     dataset = ParquetDataset(urls, ["id"], retries=BRISK)
@@ -219,7 +219,7 @@ async def test_closing_ends_the_threads_that_wait(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.forked("fsspec's files in memory are those of a process and of its copies")
-def test_through_fsspec(paths: list[Path]) -> None:
+def test_what_only_fsspec_knows_is_read_through_it(paths: list[Path]) -> None:
     """What only fsspec knows: files in memory, for example."""
     import fsspec
 
@@ -334,7 +334,7 @@ async def test_columns_of_several_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("threads_of_obstore")
-def test_in_an_object_store(s3: str) -> None:
+def test_files_in_an_object_store_are_read(s3: str) -> None:
     """From S3, asked at construction by a process of its own."""
     for name, data in FILES.items():
         put(f"{s3}/pictures/parquet/{name}", data)

@@ -222,7 +222,7 @@ def test_tensors_inside_objects() -> None:
     assert found[-1].parts[0].tag == "a"
 
 
-def test_an_empty_list() -> None:
+def test_an_empty_list_is_no_error() -> None:
     """No rows are no error, until one is asked for."""
     shared: SharedList[int] = SharedList([])
     assert (len(shared), list(shared), list(shared[:]), list(pickle.loads(pickle.dumps(shared)))) == (0, [], [], [])
@@ -245,7 +245,7 @@ def test_slices_are_lists_over_the_same_memory(cut: slice) -> None:
     assert len(part) == len(ROWS[cut])
 
 
-def test_index_arrays() -> None:
+def test_index_arrays_choose_rows_as_in_numpy() -> None:
     """Arrays, tensors and lists of numbers, and truth values, as in numpy; of slices as well."""
     shared = SharedList(range(100))
     chosen = np.arange(100) % 9 == 0
@@ -272,7 +272,7 @@ def test_index_arrays() -> None:
         ([[1]], "one dimension"),
     ],
 )
-def test_bad_indices(index: Any, error: str) -> None:
+def test_bad_indices_are_errors_that_say_so(index: Any, error: str) -> None:
     """What is no index, or of no row, is an error that says so."""
     with pytest.raises((IndexError, TypeError), match=error):
         SharedList(range(100))[index]
@@ -387,7 +387,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
         SharedList.from_iterable(broken())
 
 
-def test_files(tmp_path: Path) -> None:
+def test_a_list_that_was_saved_is_opened_from_its_pages(tmp_path: Path) -> None:
     """A list that was saved is opened from its pages; its handle is its path; what is something else is refused."""
     path = tmp_path / "rows"
     SharedList(ROWS).save(path)
@@ -615,7 +615,7 @@ def test_any_items_come_back(items: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 50_000])
-def test_many_keys(count: int) -> None:
+def test_all_of_many_keys_are_found(count: int) -> None:
     """All are found, and nothing else."""
     shared = SharedDict((number, number + 1) for number in range(count))
     assert all(shared[number] == number + 1 for number in range(count))
@@ -652,7 +652,7 @@ def test_numbers_of_numpy_are_no_tuples() -> None:
         assert all(key in shared for key in there)
 
 
-def test_bad_dicts() -> None:
+def test_dicts_that_cannot_be_shared_are_refused() -> None:
     """Keys of other types, changes, what cannot be consumed."""
     with pytest.raises(ConfigurationError, match=r"but not .*frozenset"):
         SharedDict({frozenset(): 1})

@@ -213,7 +213,7 @@ def test_it_travels_by_its_paths(paths: list[Path], start_method: str) -> None:
 
 @pytest.mark.usefixtures("stream_of_the_portal")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranges_over_http(server: FaultServer, num_workers: int) -> None:
+def test_blocks_over_http_come_in_one_request(server: FaultServer, num_workers: int) -> None:
     """The blocks of a batch in one request; each comes once; what breaks is asked for again."""
     urls = [server.url(name) for name in FILES]
     dataset = TokenBlocks(urls, 4, retries=BRISK)
@@ -249,7 +249,7 @@ async def test_a_file_that_changes_on_its_server_is_an_error(server: FaultServer
 
 
 @pytest.mark.usefixtures("threads_of_obstore")
-def test_ranges_in_an_object_store(s3: str) -> None:
+def test_blocks_in_an_object_store_are_read(s3: str) -> None:
     """By documents, from S3; asked at construction by a process of its own, which this one need not be."""
     for name, data in CONTENT.items():
         put(f"{s3}/pictures/tokens/{name}", data)

@@ -77,7 +77,7 @@ def test_of_many_workers_the_largest_are_named() -> None:
     assert "worker 11 " not in told
 
 
-def test_this_machine() -> None:
+def test_this_machine_tells_what_it_has_left() -> None:
     """Whatever it has left."""
     assert isinstance(MemoryWatch().look({}), str)
 
@@ -85,7 +85,7 @@ def test_this_machine() -> None:
 @pytest.mark.parametrize(
     ("count", "shown"), [(0, "0 kB"), (1500, "2 kB"), (2_500_000, "2.5 MB"), (310 * 10**6, "310 MB"), (GB, "1.0 GB")]
 )
-def test_numbers_of_bytes(count: int, shown: str) -> None:
+def test_bytes_are_written_with_two_or_three_digits(count: int, shown: str) -> None:
     """Two or three digits."""
     assert show_bytes(count) == shown
 

@@ -97,7 +97,7 @@ def test_there_are_forty_cases() -> None:
 @pytest.mark.parametrize(("load", "workers", "concurrency", "advised"), [case[1:] for case in CASES], ids=[
     case[0] for case in CASES
 ])  # fmt: skip
-def test_a_case(load: Load, workers: int, concurrency: int, advised: set[str]) -> None:
+def test_what_is_advised_brings_what_is_promised(load: Load, workers: int, concurrency: int, advised: set[str]) -> None:
     """What is advised brings what is promised; what is not advised would bring nothing."""
     stats = run(load, workers, concurrency)
     verdict = stats.verdict
@@ -122,7 +122,9 @@ def test_a_case(load: Load, workers: int, concurrency: int, advised: set[str]) -
 @pytest.mark.parametrize(("load", "workers", "options", "advised"), [case[1:] for case in WITH_OPTIONS], ids=[
     case[0] for case in WITH_OPTIONS
 ])  # fmt: skip
-def test_a_case_with_options(load: Load, workers: int, options: dict[str, Any], advised: set[str]) -> None:
+def test_nothing_is_advised_that_an_option_makes_useless(
+    load: Load, workers: int, options: dict[str, Any], advised: set[str]
+) -> None:
     """Options that make some advice useless: a stream is read one sample after the other, "auto" needs no number."""
     stats = run(load, workers, options=options)
     verdict = replace(stats, options={**stats.options, **options}).verdict

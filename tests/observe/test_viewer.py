@@ -96,7 +96,7 @@ def seen(page_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return asyncio.run(look())
 
 
-def test_it_draws(seen: dict[str, Any], page_file: Path) -> None:
+def test_every_track_is_drawn(seen: dict[str, Any], page_file: Path) -> None:
     """Every track is there, the slices are drawn in their colours, nothing fails and nothing is asked of a network."""
     opened = seen["opened"]
     assert opened["tracks"] == ["consumer", "channel", "worker 0", "worker 1"]

@@ -181,7 +181,7 @@ def test_a_door_that_closes_says_nothing_and_listens_no_more(new_loop: Any, turn
     assert told == []
 
 
-async def test_with_tls(make_context: MakeContext) -> None:
+async def test_frames_cross_tls(make_context: MakeContext) -> None:
     """Frames cross."""
     heard = Heard()
     door = heard.door = Door(GuardedLoop(asyncio.get_running_loop()), heard.is_expected, heard.on_open)

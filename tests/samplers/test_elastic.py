@@ -102,7 +102,7 @@ def test_ranks_may_change_at_any_step(
         assert len(drawn) < length + max(ranks for ranks, _ in [*legs, (last, 0)])
 
 
-def test_ten_billion_indices() -> None:
+def test_ten_billion_indices_cost_no_memory() -> None:
     """Cost no memory, and no time to go on in the middle of."""
     sampler = ElasticSampler(10_000_000_000)
     tracemalloc.start()
@@ -124,7 +124,7 @@ def test_ten_billion_indices() -> None:
     assert min(times) < 1.0
 
 
-def test_with_torchs_loader() -> None:
+def test_torchs_loader_goes_on_after_what_it_has_yielded() -> None:
     """torch's loader reads ahead; `state_after` tells the state as of what it has yielded."""
     data = range(100)
     sampler = ElasticSampler(data, 2, 1)

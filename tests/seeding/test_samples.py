@@ -136,7 +136,7 @@ def test_batches_of_any_size(num_workers: int) -> None:
     assert samples(Drawing(), **options) == samples(Drawing(), shuffle=False, sampler=[3, 1, 4, 0, 9, 8, 7, 2, 5, 6])
 
 
-def test_without_batches() -> None:
+def test_without_batches_each_sample_has_its_place() -> None:
     """`batch_size=None`: each sample stands for itself."""
     found = [samples(Drawing(), batch_size=None, collate_fn=lambda x: [x], num_workers=n) for n in (0, 2)]
     assert found[0] == found[1] == samples(Drawing(), batch_size=3)
@@ -168,7 +168,7 @@ def test_the_trainer_has_its_generators_back(is_async: bool) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "others"), [(0, 1), (2, 0), (1, 2)])
-def test_states(num_workers: int, others: int) -> None:
+def test_a_run_goes_on_with_the_seeds_that_it_would_have_had(num_workers: int, others: int) -> None:
     """A run goes on with the seeds that it would have had, with any number of workers, and batches of any size."""
 
     class Uneven(BatchSampler):

@@ -154,7 +154,7 @@ def test_page_is_that_of_the_machine() -> None:
 
 
 @given(st.data())
-def test_extents(data: st.DataObject) -> None:
+def test_extents_never_overlap(data: st.DataObject) -> None:
     """Parts taken never overlap; when all are given back there is one extent again."""
     extents = Extents(100)
     taken: list[tuple[int, int]] = []

@@ -200,7 +200,7 @@ def test_a_worker_that_may_still_write_keeps_the_slabs(worker: Worker, pool: Sla
 @pytest.mark.usefixtures("in_worker")
 @settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(1, 9), data=st.data())
-def test_any_division(count: int, data: st.DataObject) -> None:
+def test_any_division_gives_the_whole_batch(count: int, data: st.DataObject) -> None:
     """Slices of any size, one batch after the other in the same slabs."""
     cuts = data.draw(st.sets(st.integers(1, max(1, count - 1)), max_size=count - 1)) if count > 1 else set()
     pool = make_pool()

@@ -241,7 +241,7 @@ TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
 @pytest.mark.parametrize("size", [16, LARGE])
 @pytest.mark.parametrize("kind", TENSORS)
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta|experimental|quantiz|deprecated).*:UserWarning")
-def test_tensors(there_and_back: RoundTrip, kind: str, size: int) -> None:
+def test_tensors_arrive_as_they_were(there_and_back: RoundTrip, kind: str, size: int) -> None:
     """Small and large, of every layout and dtype; dense ones can be written."""
     tensor = TENSORS[kind](size)
     new = there_and_back(tensor)
@@ -298,7 +298,7 @@ ARRAYS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("size", [16, LARGE])
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_arrays(there_and_back: RoundTrip, kind: str, size: int) -> None:
+def test_arrays_arrive_and_can_be_written(there_and_back: RoundTrip, kind: str, size: int) -> None:
     """Small and large, of every layout and dtype, and all of them can be written, as pickled by any older protocol."""
     array = ARRAYS[kind](size)
     new = there_and_back(array)
@@ -347,7 +347,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_things(there_and_back: RoundTrip, kind: str) -> None:
+def test_what_can_be_pickled_arrives_with_large_buffers(there_and_back: RoundTrip, kind: str) -> None:
     """Whatever can be pickled, with large buffers inside."""
     thing = OTHERS[kind]()
     assert_same(there_and_back(thing), thing)
@@ -358,7 +358,7 @@ def test_registered_reductions_are_respected(there_and_back: RoundTrip) -> None:
     assert there_and_back(Registered(3)) == Registered(4)
 
 
-def test_images(there_and_back: RoundTrip) -> None:
+def test_images_arrive_as_they_were(there_and_back: RoundTrip) -> None:
     """Images of PIL, small and large."""
     for size in (4, 500):
         image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (size, size, 3), np.uint8))
@@ -367,7 +367,7 @@ def test_images(there_and_back: RoundTrip) -> None:
         assert new[0].tobytes() == image.tobytes()
 
 
-def test_frames(there_and_back: RoundTrip) -> None:
+def test_frames_of_pandas_arrive_and_can_be_changed(there_and_back: RoundTrip) -> None:
     """Frames of pandas can be changed in place."""
     rows = LARGE // 4  # of 8 bytes each
     frame = pd.DataFrame({"a": np.arange(rows), "b": np.arange(rows) * 0.5, "c": ["x"] * rows, "d": 1})
@@ -617,7 +617,7 @@ BATCHES = st.recursive(
 
 @settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(batches=st.lists(BATCHES, min_size=1, max_size=3))
-def test_any_batch(there_and_back: RoundTrip, batches: list[Any]) -> None:
+def test_any_batch_arrives_as_it_was(there_and_back: RoundTrip, batches: list[Any]) -> None:
     """Whatever is in it, at any depth, and with views of the same tensors in it."""
     for batch in batches:
         assert_same(there_and_back(batch), batch)
@@ -625,7 +625,7 @@ def test_any_batch(there_and_back: RoundTrip, batches: list[Any]) -> None:
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(base=tensors(), data=st.data())
-def test_any_views(there_and_back: RoundTrip, base: torch.Tensor, data: st.DataObject) -> None:
+def test_any_views_have_their_values(there_and_back: RoundTrip, base: torch.Tensor, data: st.DataObject) -> None:
     """Views of one tensor have their values; those that overlap see each other's changes, unless it is mostly gaps."""
     views = [base]
     for _ in range(data.draw(st.integers(1, 4))):

@@ -204,7 +204,7 @@ NUMBERS = st.integers() | st.floats() | st.booleans() | st.integers(-10, 10).map
 
 @given(batch=st.lists(NUMBERS, min_size=1, max_size=6))
 @pytest.mark.filterwarnings("ignore")
-def test_any_list_of_numbers(batch: list[Any]) -> None:
+def test_any_list_of_numbers_is_collated_as_by_torch(batch: list[Any]) -> None:
     """Mixed as they come."""
     assert_same(outcome(collate.recycling_collate(default_collate), batch), outcome(default_collate, batch))
 
