@@ -1,35 +1,16 @@
-"""Tests whose subject is time, on machines that do other things as well; and what another thread is about to do."""
+"""How long tests wait for what is certain to happen, on machines that do other things as well."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import pytest
 
 from asyncloader import BatchTimeoutError
 
 TRIES = 3
 PATIENCE_S = 50.0  # less than pytest waits for a test
-
-
-def best_of_three(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test as a benchmark: it compares times, so it may have three tries, and says nothing about a commit."""
-
-    @pytest.mark.benchmark
-    @functools.wraps(test)
-    def tried(*args: Any, **kwargs: Any) -> None:
-        for _ in range(TRIES - 1):
-            try:
-                return test(*args, **kwargs)
-            except AssertionError:
-                continue
-        return test(*args, **kwargs)
-
-    return tried
 
 
 def wait_until(condition: Callable[[], Any]) -> None:

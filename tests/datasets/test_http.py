@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from asyncloader.datasets import ByteRange, FetchError, HTTPDataset, Retries
+from tests.patience import until
 from tests.services.fault_server import FaultServer
 
 BRISK = Retries(tries=4, first_wait_s=0.005, longest_wait_s=0.01, total_s=20)
@@ -195,7 +196,7 @@ async def test_a_server_that_was_killed_and_came_back_costs_nothing(objects: dic
             tasks = [asyncio.create_task(dataset[index]) for index in range(len(dataset))]
             await tasks[0]
             extra = [asyncio.create_task(dataset[index]) for index in range(len(dataset))]
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # less than an answer takes
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
             found = await asyncio.gather(*tasks, *extra)
@@ -213,9 +214,10 @@ async def test_a_server_that_stays_away_is_an_error_in_bounded_time(objects: dic
 
 async def test_cancelling_and_leaving_in_the_middle_leaves_nothing(fault_server: FaultServer) -> None:
     """A request that hangs is cancelled; the connection goes with it (the check after each test counts descriptors)."""
+    before = fault_server.seen()["requests"]
     async with dataset_of(fault_server.url("number/7", fault="stall"), read_timeout_s=60) as dataset:
         hanging = asyncio.create_task(dataset[0])
-        await asyncio.sleep(0.05)
+        await until(lambda: fault_server.seen()["requests"] > before)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
