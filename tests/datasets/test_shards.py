@@ -183,6 +183,13 @@ async def test_the_order_depends_on_seed_and_epoch(shards: list[Path]) -> None:
     assert await read_all(TarShards(shards, text)) == IDS
 
 
+async def test_a_buffer_for_all_samples_gives_them_in_any_order(shards: list[Path]) -> None:
+    """What is left in it at the end of the shards is drawn at random as well."""
+    found = await read_all(TarShards(shards, text, shuffle_buffer=len(IDS)))
+    assert sorted(found) == IDS
+    assert found != IDS
+
+
 async def test_reading_goes_on_where_it_was(shards: list[Path]) -> None:
     """A state that was saved after any number of samples gives the rest of its epoch, and then the epoch after."""
     original = TarShards(shards, text, shuffle_shards=True, shuffle_buffer=10, seed=1)

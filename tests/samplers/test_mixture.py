@@ -137,6 +137,14 @@ def test_a_curriculum_changes_shares_and_is_in_the_state(caplog: pytest.LogCaptu
         resumed.set_weights([1, 0], at=7000)
 
 
+def test_weights_that_are_set_again_at_one_place_replace_those_before() -> None:
+    """So states do not grow with each change of mind."""
+    sampler = MixtureSampler([10, 10], [1, 1])
+    sampler.set_weights([1, 3], at=2000)
+    sampler.set_weights([3, 1], at=2000)
+    assert sampler.weights == [(0, [1, 1]), (2000, [3, 1])]
+
+
 def test_weights_that_would_change_the_past_or_the_end_are_refused() -> None:
     """What was read has its weights, and what has an end keeps it."""
     sampler = MixtureSampler([10, 10], [1, 1])
