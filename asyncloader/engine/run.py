@@ -26,8 +26,7 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.taking import Item, Taking, failed
 from asyncloader.engine.tracks import Track, make_tracks
 from asyncloader.messages.failure import another
-from asyncloader.messages.messages import EpochSpec
-from asyncloader.messages.outcome import Failure
+from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.snapshot import Frozen, Start
 from asyncloader.observe.meter import Meter
 
@@ -147,7 +146,7 @@ class Run:
                 self._note_taker()
             if item.counts:
                 self._read(self._window_end())
-            if type(item.outcome) is Failure:
+            if item.outcome.kind == Kind.FAILURE:
                 meter.failed()
             elif item.times is not None:
                 used = self._planned - self.taken - self.scheduler.void_count

@@ -46,7 +46,8 @@ from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item, failed
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
 from asyncloader.messages.failure import another, with_notes
-from asyncloader.messages.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut, Outcome, Refused
+from asyncloader.messages.messages import Kind
+from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.meter import Made
 from asyncloader.transport.join import CannotJoin, columns_of
@@ -324,29 +325,29 @@ class Session:
         if not self.takes_outcomes:
             return
         self._heard_at = arrived_at
-        supervisor, record = self.supervisor, outcome.record
-        if type(outcome) is Exhausted:
+        supervisor, record, kind = self.supervisor, outcome.record, outcome.kind
+        if kind == Kind.EXHAUSTED:
             if isinstance(outcome.snapshot, Frozen):
                 self.run.ends[worker] = outcome.snapshot
             self.apply(self.run.scheduler.exhausted(worker))
             return
         supervisor.recovery.reset()
-        if type(outcome) is Refused:
+        if kind == Kind.REFUSED:
             self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
         else:
             self._made(worker, outcome, arrived_at)
         supervisor.answered(worker, record.private_bytes, arrived_at)
 
-    def _made(self, worker: int, outcome: Any, arrived_at: float) -> None:
+    def _made(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
         """A worker has come to what becomes of a ticket."""
         run, record, scheduler = self.run, outcome.record, self.run.scheduler
         ticket = scheduler.in_flight[worker][record.seq]
         times: Any = None
-        if type(outcome) is Batch:
+        if outcome.kind == Kind.BATCH:
             times = run.meter.made(worker, record, ticket.sent_at, arrived_at, max(outcome.nbytes, 0), ticket.seq)
             if ticket.bounds is None and not self._pins:
                 times = run.meter.came(ticket.seq, [times])
-        elif type(outcome) is Failure and not isinstance(outcome.error, BaseException):
+        elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
             keys = None if self._is_stream else ticket.keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys, ticket.bounds[0] if ticket.bounds else 0))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
@@ -361,8 +362,8 @@ class Session:
         if ticket.bounds is not None:
             batch = run.scheduler.slice_came(ticket, item)
             return [] if batch is None else self._conclude(ticket, batch)
-        if type(outcome) is not Batch:
-            if type(outcome) is LeftOut:
+        if outcome.kind != Kind.BATCH:
+            if outcome.kind == Kind.LEFT_OUT:
                 run.faults.left_out.append(ticket.keys)
             return run.scheduler.ready(item.seq, item)
         if not self._pins:
@@ -415,13 +416,12 @@ class Session:
         times = run.meter.came(item.seq, made)
         if self._pins:
             run.meter.pinned(times, seconds)
-        batch: Any = item.outcome
-        outcome = batch._replace(data=data)
+        outcome = item.outcome._replace(data=data)
         if error is not None:
-            outcome = Failure(batch.record, error, batch.bad, batch.snapshot)
+            outcome = outcome._replace(kind=Kind.FAILURE, error=error)
         elif run.scheduler.slices is not None and ticket.bounds is not None:
             run.scheduler.slices.slicer.joined(columns_of(data))
-        self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome, times=times), batch.nbytes))
+        self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome, times=times), outcome.nbytes))
 
     @property
     def takes_outcomes(self) -> bool:
@@ -532,7 +532,7 @@ class Session:
         item = failed(error, ticket.seq)
         if action.leave_out:
             log.warning("The batch with the indices %s is left out: %s", describe_keys(ticket.keys), error)
-            item = Item(LeftOut(NO_RECORD), ticket.seq)
+            item = Item(Outcome(Kind.LEFT_OUT), ticket.seq)
         self.apply(self._came(ticket, item))
 
     def _send(self, action: Send) -> None:

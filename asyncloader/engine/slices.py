@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeAlias
 from asyncloader.engine.actions import VOID, Ticket
 from asyncloader.engine.taking import Item
 from asyncloader.messages.failure import BadSample
-from asyncloader.messages.messages import Slice
-from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
+from asyncloader.messages.messages import Kind, Slice
+from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.meter import Made
 from asyncloader.options import OnError
 from asyncloader.seeding.sample_context import Placed
@@ -129,9 +129,9 @@ class Divided:
 
     def to_join(self, number: int) -> tuple[Item, list[Made], Callable[[], Any]]:
         """Return the batch of this number without its data, what is counted of its slices, and what joins these."""
-        items = [item for _, item in self.in_order() if type(item.outcome) is Batch]
+        items = [item for _, item in self.in_order() if item.outcome.kind == Kind.BATCH]
         sizes, parts = [item.outcome.nbytes for item in items], [item.outcome.data for item in items]
-        batch = Batch(NO_RECORD, None, min(sizes) if min(sizes) < 0 else sum(sizes), self.bad())
+        batch = Outcome(Kind.BATCH, bad=self.bad(), nbytes=min(sizes) if min(sizes) < 0 else sum(sizes))
         whole = None if self.slabs is None else self.slabs.whole
         return Item(batch, number), [item.times for item in items], partial(join, parts, whole)
 
@@ -139,18 +139,19 @@ class Divided:
         """Say what becomes of the batch: what raised in one place would, perhaps, not in a whole batch."""
         if VOID in self.items.values():
             return "void"
-        outcomes = [item.outcome for _, item in self.in_order()]
-        if any(type(outcome) is LeftOut and not outcome.bad for outcome in outcomes):  # with its worker
-            return LeftOut(NO_RECORD)
+        outcomes: list[Outcome] = [item.outcome for _, item in self.in_order()]
+        if any(outcome.kind == Kind.LEFT_OUT and not outcome.bad for outcome in outcomes):  # with its worker
+            return Outcome(Kind.LEFT_OUT)
         replaces, bad = on_error == "replace", self.bad()
         for count, outcome in enumerate(outcomes, 1):
             # Where it is collating that has raised, the words are about a part of the samples: not those of the batch.
-            if type(outcome) is Failure and not outcome.record.collate_s and not (replaces and outcome.bad):
+            if outcome.kind == Kind.FAILURE and not outcome.record.collate_s and not (replaces and outcome.bad):
                 return outcome._replace(bad=self.bad(count))
         num_samples = sum(outcome.record.samples + len(outcome.bad) for outcome in outcomes)
-        if num_samples != len(self.keys) or (replaces and bad) or Failure in map(type, outcomes):
+        has_failed = any(outcome.kind == Kind.FAILURE for outcome in outcomes)
+        if num_samples != len(self.keys) or (replaces and bad) or has_failed:
             return "again"
-        return LeftOut(outcomes[0].record, bad) if len(bad) == len(self.keys) else "join"
+        return Outcome(Kind.LEFT_OUT, outcomes[0].record, bad=bad) if len(bad) == len(self.keys) else "join"
 
 
 class Slices:

@@ -8,7 +8,8 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.handoff import Handoff
 from asyncloader.engine.progress import Call, Given, Progress
 from asyncloader.messages.failure import stand_in
-from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut, Outcome
+from asyncloader.messages.messages import Kind
+from asyncloader.messages.outcome import Outcome
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
@@ -37,15 +38,15 @@ class Item(NamedTuple):
 
     def open(self, *, in_async_for: bool = False) -> tuple[Any, BaseException | None]:
         """Return the batch, or what is to be raised in its place."""
-        outcome: Any = self.outcome
-        if type(outcome) is Batch:
+        outcome = self.outcome
+        if outcome.kind == Kind.BATCH:
             return outcome.data, None
         return None, stand_in(outcome.error, in_async_for=in_async_for)
 
 
 def failed(error: BaseException, seq: int = -1, *, counts: bool = True) -> Item:
     """Return what is raised in place of a batch that no worker has come to."""
-    return Item(Failure(NO_RECORD, error), seq, counts=counts)
+    return Item(Outcome(Kind.FAILURE, error=error), seq, counts=counts)
 
 
 class Taking:
@@ -115,7 +116,7 @@ class Taking:
                 if (error := self.limit.count(outcome.bad, bad_before)) is not None:
                     item = failed(error)
             given = _new(Given, (first.seq, first.worker, first.number, snapshot, first.keys, bad_count))
-            is_left_out = type(item.outcome) is LeftOut
+            is_left_out = item.outcome.kind == Kind.LEFT_OUT
             if is_left_out:
                 after = place.after(given, is_ahead=bool(calls) or not progress.in_order), calls
             else:

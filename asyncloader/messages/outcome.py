@@ -1,17 +1,16 @@
 """The outcome of a ticket, and the one frame in which it crosses the channel.
 
-    Batch      its data
-    Failure    what was raised in place of them
-    Refused    its keys did not come out of their pickle
-    LeftOut    none of its samples was good, and so there is no batch
-    Exhausted  the iterable dataset ended before it
+    BATCH      its data
+    FAILURE    what was raised in place of them
+    REFUSED    its keys did not come out of their pickle: nothing was made
+    LEFT_OUT   none of its samples was good, and so there is no batch; nothing is raised in its place
+    EXHAUSTED  the iterable dataset ended before it
 
     body of a frame:  record, length of the extras │ extras │ payload
                                                        │        └ of a batch, by the codec; a pickled error
                                                        └ pickled: bad samples, snapshot; mostly nothing
 
-Each has the `Record` of its ticket; the bad samples that a batch was made without; and the state of the dataset after
-it, where one was taken (a `Frozen`, or `Untold`: why it could not be taken).
+`pack` writes the frame in the worker, `unpack` reads it in the trainer.
 """
 
 from __future__ import annotations
@@ -32,67 +31,31 @@ NO_RECORD = Record(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Of an outcome that no worker has come to."""
 
 
-class Batch(NamedTuple):
-    """A batch. ``nbytes`` is less than 0 if its size is unknown."""
+class Outcome(NamedTuple):
+    """What has become of a ticket.
 
-    record: Record
-    data: Any
+    Attributes:
+        kind: One of the five, which is that of its frame too.
+        record: Times of the ticket.
+        data: Of a batch.
+        error: In place of a batch: on its way a `RemoteError` or a `LocalError`, then the exception itself.
+        bad: The samples that raised, and that the batch was made without.
+        snapshot: The state of the dataset after the ticket, where one was taken: a `Frozen`, or `Untold`, why it could
+            not be taken. At the end of the data the state that the next run begins with.
+        nbytes: The size of the data; less than 0 if that is unknown.
+    """
+
+    kind: int
+    record: Record = NO_RECORD
+    data: Any = None
+    error: Any = None
+    bad: Sequence[BadSample] = ()
+    snapshot: Any = None
     nbytes: int = 0
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
 
 
-class Failure(NamedTuple):
-    """The exception in place of a batch: on its way a `RemoteError` or a `LocalError`, then the exception itself."""
-
-    record: Record
-    error: Any
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
-
-
-class Refused(NamedTuple):
-    """The keys of the ticket did not unpickle, as a `RemoteError` says: nothing was made."""
-
-    record: Record
-    error: Any
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
-
-
-class LeftOut(NamedTuple):
-    """All samples of the batch were left out; nothing is raised in its place."""
-
-    record: Record
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
-
-
-class Exhausted(NamedTuple):
-    """The iterable dataset ended before this ticket. ``snapshot`` is the state that the next run begins with."""
-
-    record: Record
-    bad: Sequence[BadSample] = ()
-    snapshot: Any = None
-
-
-Outcome: TypeAlias = Batch | Failure | Refused | LeftOut | Exhausted
-
-_KINDS = {
-    Batch: Kind.BATCH,
-    Failure: Kind.FAILURE,
-    Refused: Kind.REFUSED,
-    LeftOut: Kind.LEFT_OUT,
-    Exhausted: Kind.EXHAUSTED,
-}
-
-
-OUTCOMES = frozenset(int(kind) for kind in _KINDS.values())
+OUTCOMES = frozenset({Kind.BATCH, Kind.FAILURE, Kind.REFUSED, Kind.LEFT_OUT, Kind.EXHAUSTED})
 """Kinds of frames that are outcomes."""
-
-_EMPTY: dict[int, type[LeftOut | Exhausted]] = {Kind.LEFT_OUT: LeftOut, Kind.EXHAUSTED: Exhausted}
-
-_BATCH = int(Kind.BATCH)  # to be compared with a million times: members of an enum take five times as long
 
 
 def pack(outcome: Outcome, payload: Sequence[Buffer] = ()) -> tuple[int, list[Buffer]]:
@@ -100,15 +63,15 @@ def pack(outcome: Outcome, payload: Sequence[Buffer] = ()) -> tuple[int, list[Bu
 
     Args:
         outcome: The outcome.
-        payload: The encoded data of a `Batch`.
+        payload: The encoded data of a batch.
     """
     extras = b""
     if outcome.bad or outcome.snapshot is not None:
         extras = _pickled(list(outcome.bad), outcome.snapshot)
     parts: list[Buffer] = [_HEAD.pack(*outcome.record, len(extras)), extras, *payload]
-    if type(outcome) is Failure or type(outcome) is Refused:
+    if outcome.error is not None:
         parts.append(pickle.dumps(outcome.error))
-    return _KINDS[type(outcome)], parts
+    return outcome.kind, parts
 
 
 def _pickled(bad: list[BadSample], snapshot: Any) -> bytes:
@@ -122,7 +85,7 @@ Decode: TypeAlias = Callable[[memoryview], tuple[Any, int]]
 
 
 def unpack(kind: int, body: memoryview, decode: Decode) -> Outcome:
-    """Read a frame. An exception that the user's classes raise as they are rebuilt makes a `Failure`.
+    """Read a frame. An exception that the user's classes raise as they are rebuilt makes a failure.
 
     Args:
         kind: The kind of the frame.
@@ -139,29 +102,20 @@ def unpack(kind: int, body: memoryview, decode: Decode) -> Outcome:
     begin = _HEAD.size + extras_bytes
     if begin > len(body):
         raise BadFrame(f"a frame of kind {kind} and {len(body)} bytes, {extras_bytes} of them extras")
-    bad: Sequence[BadSample] = ()
-    data, nbytes, snapshot, unreadable = None, 0, None, None
+    data, error, bad, snapshot, nbytes = None, None, (), None, 0
     try:
-        if kind == _BATCH:  # whatever the extras are: the slabs that it names have to be known
+        if kind == Kind.BATCH:  # whatever the extras are: the slabs that it names have to be known
             data, nbytes = decode(body[begin:])
         elif kind in (Kind.FAILURE, Kind.REFUSED):
-            data = pickle.loads(body[begin:])
-    except BaseException as error:
-        unreadable = _readable(error)
+            error = pickle.loads(body[begin:])
+    except BaseException as raised:
+        kind, error = Kind.FAILURE, _readable(raised)
     if extras_bytes:
         try:
             bad, snapshot = pickle.loads(body[_HEAD.size : begin])
-        except BaseException as error:
-            unreadable = _readable(error)
-    if unreadable is not None:
-        return Failure(record, unreadable, bad, snapshot)
-    if kind == _BATCH:
-        return Batch(record, data, nbytes, bad, snapshot)
-    if kind == Kind.FAILURE:
-        return Failure(record, data, bad, snapshot)
-    if kind == Kind.REFUSED:
-        return Refused(record, data)
-    return _EMPTY[kind](record, bad, snapshot)
+        except BaseException as raised:
+            kind, data, error, nbytes = Kind.FAILURE, None, _readable(raised), 0
+    return Outcome(kind, record, data, error, bad, snapshot, nbytes)
 
 
 def split(body: memoryview) -> tuple[memoryview, memoryview]:

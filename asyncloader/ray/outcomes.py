@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from asyncloader.messages.failure import RemoteError
-from asyncloader.messages.outcome import Failure, Outcome, unpack
+from asyncloader.messages.outcome import Outcome, unpack
 from asyncloader.ray.wire import Frame, decode
 from asyncloader.ray.worker import RemoteAgent
 
@@ -25,7 +25,7 @@ def outcome_of(frame: Frame, agent: RemoteAgent) -> Outcome:
     """Return what a frame tells: times on this machine's clock, and of an error the machine where it was raised."""
     outcome = unpack(frame.kind, frame.body, functools.partial(decode, frame.buffers))
     record = outcome.record._replace(began=outcome.record.began - agent.clock.ahead_s)
-    if type(outcome) is Failure and isinstance(error := outcome.error, RemoteError):
+    if isinstance(error := outcome.error, RemoteError):
         hint = _ELSEWHERE if error.type_name in _MISSING else ""
         return outcome._replace(record=record, error=replace(error, where=f"{error.where} on node {agent.node}{hint}"))
     return outcome._replace(record=record)

@@ -37,7 +37,7 @@ from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.taking import Item
 from asyncloader.errors import AsyncLoaderError, LoaderClosedError
 from asyncloader.messages.failure import another
-from asyncloader.messages.outcome import Batch
+from asyncloader.messages.messages import Kind
 from asyncloader.messages.snapshot import outlasting
 from asyncloader.options import EqualSteps
 from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
@@ -89,7 +89,7 @@ class _Held(NamedTuple):
 
     @property
     def is_batch(self) -> bool:
-        return type(self.item.outcome) is Batch
+        return self.item.outcome.kind == Kind.BATCH
 
 
 class _Place(NamedTuple):
@@ -401,7 +401,7 @@ def _size(chunk: int) -> int:
 def _kept(last: Item | None, item: Item) -> Item:
     """Return what a rank would repeat after this one: a batch that nobody else has, if there was any."""
     outcome = item.outcome
-    if type(outcome) is Batch:
+    if outcome.kind == Kind.BATCH:
         return item._replace(outcome=outcome._replace(data=copy.deepcopy(outcome.data)))
     return last or item
 

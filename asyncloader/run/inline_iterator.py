@@ -26,8 +26,7 @@ from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item, Taking
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.messages import EpochSpec
-from asyncloader.messages.outcome import Batch, Exhausted
+from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
@@ -177,10 +176,10 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         if item is None:
             if not run.is_over:
                 return None
-        elif type(outcome := item.outcome) is Batch:
+        elif (outcome := item.outcome).kind == Kind.BATCH:
             self._meter.took_here(asked_at, outcome.record, item.times, len(run.ready))
             return item
-        elif type(outcome) is not Exhausted:
+        elif outcome.kind != Kind.EXHAUSTED:
             self._meter.failed()
             return item
         elif isinstance(outcome.snapshot, Frozen):

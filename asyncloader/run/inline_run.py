@@ -24,9 +24,9 @@ from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.taking import Item, Taking
 from asyncloader.messages.failure import LocalError
-from asyncloader.messages.messages import WorkerSpec
+from asyncloader.messages.messages import Kind, WorkerSpec
 from asyncloader.messages.modes import Modes
-from asyncloader.messages.outcome import NO_RECORD, Batch, Exhausted, Failure, LeftOut, Outcome
+from asyncloader.messages.outcome import Outcome
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.worker import threads
@@ -197,7 +197,7 @@ class InlineRun:
             try:
                 item = self.item(seq, keys)
             except BaseException as error:  # the consumer is told: nobody else would hear of it
-                item = Item(Failure(NO_RECORD, error), seq, 0, None, -1 if self._is_stream else seq)
+                item = Item(Outcome(Kind.FAILURE, error=error), seq, 0, None, -1 if self._is_stream else seq)
             del self.to_do[0]
             self.ready.append(item)
             del item
@@ -215,9 +215,9 @@ class InlineRun:
         if self._knows_places:
             keys = self.taking.progress.placed(seq, keys)
         outcome = self._make(seq, keys) if self._aside is None else self._make_aside(seq, keys)
-        if self._pin is not None and type(outcome) is Batch:
+        if self._pin is not None and outcome.kind == Kind.BATCH:
             outcome = self._pinned(outcome)
-        if type(outcome) is not Batch:
+        if outcome.kind != Kind.BATCH:
             try:
                 return self._no_batch(outcome, seq, keys)
             finally:
@@ -230,22 +230,22 @@ class InlineRun:
         with self._aside():
             return self._make(seq, keys)
 
-    def _pinned(self, batch: Batch) -> Batch | Failure:
+    def _pinned(self, batch: Outcome) -> Outcome:
         """Return the batch in page-locked memory, or what that raises."""
         assert self._pin is not None
         try:
             return batch._replace(data=self._pin(batch.data))
         except Exception as error:
-            return Failure(batch.record, error, batch.bad, batch.snapshot)
+            return batch._replace(kind=Kind.FAILURE, data=None, error=error)
 
     def _no_batch(self, outcome: Outcome, seq: int, keys: Any) -> Item:
         """Return what comes in place of a batch."""
-        if type(outcome) is Exhausted:
+        if outcome.kind == Kind.EXHAUSTED:
             return Item(outcome)
-        if type(outcome) is Failure and not isinstance(outcome.error, BaseException):
+        if outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
             plain = keys.keys if type(keys) is Placed else keys
             outcome = outcome._replace(error=outcome.error.rebuild(None if self._is_stream else plain))
-        if type(outcome) is LeftOut:
+        if outcome.kind == Kind.LEFT_OUT:
             bad = [sample.key for sample in outcome.bad]
             self.taking.limit.faults.left_out.append(bad if self._is_batched else bad[0])
         return Item(outcome, seq, 0) if self._is_stream else Item(outcome, seq, 0, None, seq, keys)

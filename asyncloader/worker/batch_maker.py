@@ -1,9 +1,9 @@
 """Make batches: keys in, one `Outcome` out. No process, thread, loop or channel is known here.
 
-    keys ── fetch ──> samples ── without bad ones, as `on_error` says ── collate ──> Batch
-              │                    └ none is good ──> LeftOut               │
-              ├ the end of the data ──> Exhausted                           │
-              └ raised ─────────────────────────────────────────────────────┴──> Failure
+    keys ── fetch ──> samples ── without bad ones, as `on_error` says ── collate ──> BATCH
+              │                    └ none is good ──> LEFT_OUT              │
+              ├ the end of the data ──> EXHAUSTED                           │
+              └ raised ─────────────────────────────────────────────────────┴──> FAILURE
 
 Whoever has the tickets drives it: one after the other (`make`), or with samples of many tickets in flight, which are
 gathered by whatever fetches them (`gathered`).
@@ -32,8 +32,8 @@ from asyncloader.messages.failure import (
     RemoteError,
     another,
 )
-from asyncloader.messages.messages import EpochSpec, Slice, WorkerSpec
-from asyncloader.messages.outcome import Batch, Exhausted, Failure, LeftOut, Outcome, Refused
+from asyncloader.messages.messages import EpochSpec, Kind, Slice, WorkerSpec
+from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Keeper, Start
 from asyncloader.observe.private import PrivateBytes
 from asyncloader.observe.record import Record
@@ -82,7 +82,7 @@ class Host(Protocol):
         """Whether the worker cannot go on after this exception; otherwise it stands for the batch."""
 
     def capture(self, error: BaseException) -> RemoteError | LocalError:
-        """Make of an exception what a `Failure` holds."""
+        """Make of an exception what the outcome of a failure holds."""
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
         """Make a batch of samples, or of a `Whole`, in memory that suits the host; in these rows, if they fit."""
@@ -388,7 +388,7 @@ class BatchMaker:
 
     def batch(self, job: Job, data: Any) -> Outcome:
         """Return the batch of a ticket."""
-        return _new(Batch, (self._record(job), data, 0, job.bad, job.snapshot))
+        return _new(Outcome, (Kind.BATCH, self._record(job), data, None, job.bad, job.snapshot, 0))
 
     def failed(self, job: Job, error: BaseException, blame: Blame | None = None) -> Outcome:
         """Return what becomes of a ticket for which this was raised, by the sample to blame where that is known."""
@@ -396,10 +396,11 @@ class BatchMaker:
             return self._exhausted(job)
         if isinstance(error, NoGoodSample):
             if self.spec.on_error == "skip":
-                return LeftOut(self._record(job), job.bad, job.snapshot)
+                return Outcome(Kind.LEFT_OUT, self._record(job), None, None, job.bad, job.snapshot)
             blame, error = _raised_at(error.position), error.first
         captured = self._host.capture(error)
-        return Failure(self._record(job), replace(captured, blame=blame) if blame else captured, job.bad, job.snapshot)
+        captured = replace(captured, blame=blame) if blame else captured
+        return Outcome(Kind.FAILURE, self._record(job), None, captured, job.bad, job.snapshot)
 
     def _odd(self, job: Job, samples: Any) -> Blame | None:
         """Return the sample that keeps these from being collated, if there is one that stands out."""
@@ -421,9 +422,9 @@ class BatchMaker:
     def refused(self, seq: int, keys: Any) -> Outcome:
         """Return what becomes of such a ticket."""
         if type(keys) is RemoteError:  # they did not come out of their pickle
-            return Refused(self._record(Job(seq)), keys)
+            return Outcome(Kind.REFUSED, self._record(Job(seq)), error=keys)
         assert self.failure is not None
-        return Failure(self._record(Job(seq)), self._host.capture(another(self.failure)))
+        return Outcome(Kind.FAILURE, self._record(Job(seq)), error=self._host.capture(another(self.failure)))
 
     def exhausted(self, seq: int) -> Outcome:
         """Return what becomes of a ticket after the end of the data."""
@@ -432,7 +433,7 @@ class BatchMaker:
     def _exhausted(self, job: Job) -> Outcome:
         # The state that the next run begins with, if the dataset is here then.
         snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
-        return Exhausted(self._record(job), (), snapshot)
+        return Outcome(Kind.EXHAUSTED, self._record(job), snapshot=snapshot)
 
     def _record(self, job: Job) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""

@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import Exhausted
 from asyncloader.worker.batch_maker import BatchMaker
 from asyncloader.worker.transport import WorkerTransport
 
@@ -149,7 +148,7 @@ class SerialLoop(TicketLoop):
 
     def _answer(self, seq: int, keys: Any) -> None:
         held = [self._maker.make(seq, keys, perf_counter() - self._idle_since)]
-        self._ended = type(held[0]) is Exhausted
+        self._ended = held[0].kind == Kind.EXHAUSTED
         if self._ended or self._maker.has_ended:
             self._tell_at_end(partial(self._transport.send_outcome, held))
         else:

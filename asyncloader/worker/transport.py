@@ -22,7 +22,7 @@ import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.messages.failure import RemoteError
 from asyncloader.messages.messages import Kind, WorkerSpec, unpack_tickets
-from asyncloader.messages.outcome import Batch, Failure, Outcome, pack
+from asyncloader.messages.outcome import Outcome, pack
 from asyncloader.observe.record import Record
 from asyncloader.seeding.generators import unlock_in_child
 from asyncloader.seeding.seeder import seed_worker
@@ -205,7 +205,7 @@ class ProcessTransport:
         """Send what has become of a ticket, a batch encoded."""
         outcome: Outcome = held.pop()
         payload: list[Any] = []
-        if type(outcome) is Batch:
+        if outcome.kind == Kind.BATCH:
             began = perf_counter()
             try:
                 self._warn_of_cuda()
@@ -213,10 +213,10 @@ class ProcessTransport:
             except BaseException as error:
                 if self.ends(error):
                     raise
-                outcome = Failure(outcome.record, self.capture(error), outcome.bad, outcome.snapshot)
+                outcome = outcome._replace(kind=Kind.FAILURE, data=None, error=self.capture(error))
             else:
                 record = Record(*outcome.record[:-1], perf_counter() - began)  # `_replace` takes 1 us more
-                outcome = Batch(record, None, 0, outcome.bad, outcome.snapshot)
+                outcome = Outcome(Kind.BATCH, record, None, None, outcome.bad, outcome.snapshot)
                 self._encoder.release()
         kind, parts = pack(outcome, payload)
         self._send(kind, *parts)

@@ -19,8 +19,8 @@ from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.taking import Item
 from asyncloader.messages.failure import BadSample, RemoteError
-from asyncloader.messages.messages import EpochSpec
-from asyncloader.messages.outcome import NO_RECORD, Batch, LeftOut, Outcome
+from asyncloader.messages.messages import EpochSpec, Kind
+from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from tests import inside
@@ -61,7 +61,7 @@ class Driver:
         """A worker has come to this outcome; to the keys by default."""
         ticket = self.sent.pop(seq)
         scheduler = self.run.scheduler
-        item = Item(outcome or Batch(NO_RECORD, ticket.keys), seq, ticket.worker)
+        item = Item(outcome or Outcome(Kind.BATCH, data=ticket.keys), seq, ticket.worker)
         self.apply(scheduler.returned(ticket.worker, seq) + scheduler.ready(seq, item))
 
     def take(self) -> Item | None:
@@ -150,7 +150,7 @@ def test_every_batch_comes_once_and_in_order(count: int, left_out: set[int], cho
                 break
         if choice >= 2 and driver.sent:
             seq = sorted(driver.sent)[choice % len(driver.sent)]
-            driver.answer(seq, LeftOut(NO_RECORD) if seq in left_out else None)
+            driver.answer(seq, Outcome(Kind.LEFT_OUT) if seq in left_out else None)
     assert seen == [seq for seq in range(count) if seq not in left_out]
     assert run.exhausted
     assert run.progress.now.position == count
@@ -233,7 +233,7 @@ def test_too_many_bad_samples_are_an_error_in_the_place_of_their_batch() -> None
     """It counts as one, and what follows comes."""
     driver = begun(range(10), max_errors=1)
     for seq in range(3):
-        driver.answer(seq, Batch(NO_RECORD, seq, 0, (bad(seq),) if seq < 2 else ()))
+        driver.answer(seq, Outcome(Kind.BATCH, data=seq, bad=(bad(seq),) if seq < 2 else ()))
     assert driver.get() == 0
     with pytest.raises(ValueError, match="1"):
         driver.get()

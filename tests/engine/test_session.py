@@ -8,7 +8,8 @@ from typing import Any
 from asyncloader.engine.actions import Deliver, Dismiss
 from asyncloader.engine.session import Session
 from asyncloader.engine.taking import Item
-from asyncloader.messages.outcome import NO_RECORD, Batch
+from asyncloader.messages.messages import Kind
+from asyncloader.messages.outcome import Outcome
 
 
 def test_a_run_is_not_over_before_its_last_batch_is_handed_over() -> None:
@@ -22,5 +23,5 @@ def test_a_run_is_not_over_before_its_last_batch_is_handed_over() -> None:
         handoff=SimpleNamespace(put=lambda item: seen.append("a batch is handed over")),
     )
     session.supervisor = SimpleNamespace(do=lambda action: session.apply([]))
-    session.apply([Dismiss(0), Deliver(Item(Batch(NO_RECORD, "data"), 0))])
+    session.apply([Dismiss(0), Deliver(Item(Outcome(Kind.BATCH, data="data"), 0))])
     assert seen == ["a batch is handed over", "the run may be over"]

@@ -27,8 +27,8 @@ from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.slices import Divided, Slicer, Slices
 from asyncloader.engine.taking import Item, failed
 from asyncloader.messages.failure import BadSample, RemoteError
-from asyncloader.messages.messages import Slice
-from asyncloader.messages.outcome import NO_RECORD, Batch, Failure, LeftOut
+from asyncloader.messages.messages import Kind, Slice
+from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.record import Record
 from tests.effort import examples
 
@@ -126,7 +126,7 @@ class Workplace:
     def came(self, ticket: Ticket, item: Any) -> None:
         """Do what the session does with what has become of a ticket."""
         if ticket.bounds is None:
-            if type(item.outcome) is LeftOut:
+            if item.outcome.kind == Kind.LEFT_OUT:
                 self.left_out.append(ticket.keys)
             self.apply(self.scheduler.ready(ticket.seq, item, 10_000))
         elif (batch := self.scheduler.slice_came(ticket, item)) is not None:
@@ -145,16 +145,18 @@ class Workplace:
         keys = ticket.own_keys
         record = Record(ticket.number, 1, len(keys), 0.0, 0.0, busy_s, 0.0, 0.0, 0.0)
         if fate == "error":
-            return Failure(record._replace(samples=0), ValueError(keys[0] if keys else 0))
+            return Outcome(Kind.FAILURE, record._replace(samples=0), error=ValueError(keys[0] if keys else 0))
         if fate == "collation":
-            return Failure(record._replace(collate_s=1.0), KeyError(len(keys)))
+            return Outcome(Kind.FAILURE, record._replace(collate_s=1.0), error=KeyError(len(keys)))
         bad = [BadSample(key, place, RemoteError("ValueError", "", None, "")) for place, key in enumerate(keys)]
         bad = bad[: {"bad": 1, "none good": len(bad)}.get(fate, 0)]
         if bad and len(bad) == len(keys):
             record = record._replace(samples=0)
-            return LeftOut(record, bad) if self.on_error == "skip" else Failure(record, ValueError(keys[0]), bad)
+            if self.on_error == "skip":
+                return Outcome(Kind.LEFT_OUT, record, bad=bad)
+            return Outcome(Kind.FAILURE, record, error=ValueError(keys[0]), bad=bad)
         record = record._replace(samples=len(keys) - len(bad) * (self.on_error == "skip") - (fate == "too few"))
-        return Batch(record, [key for key in keys if key not in {each.key for each in bad}], 0, bad)
+        return Outcome(Kind.BATCH, record, [key for key in keys if key not in {each.key for each in bad}], bad=bad)
 
     def join(self, fate: str = "joined") -> None:
         """Have the finisher join the slices of a batch, which was the first to be complete."""
@@ -197,7 +199,7 @@ class Workplace:
             self.named |= {ticket.seq for ticket in tickets}
             return
         (ticket,) = tickets
-        self.came(ticket, Item(LeftOut(NO_RECORD), ticket.seq) if leave_out else failed(OSError(), ticket.seq))
+        self.came(ticket, Item(Outcome(Kind.LEFT_OUT), ticket.seq) if leave_out else failed(OSError(), ticket.seq))
 
     def finish(self) -> None:
         """Come to the end: all that is planned is made and taken."""
@@ -222,10 +224,10 @@ class Workplace:
         for item in self.delivered:
             outcome, keys = item.outcome, self.batches[item.seq]
             assert all(keys[sample.position] == sample.key for sample in outcome.bad)
-            if type(outcome) is Batch:
+            if outcome.kind == Kind.BATCH:
                 bad = {sample.key for sample in outcome.bad}
                 assert outcome.data == [key for key in keys if key not in bad]
-            if type(outcome) is LeftOut:
+            if outcome.kind == Kind.LEFT_OUT:
                 assert any(left is keys for left in self.left_out)
         ahead = len(self.batches) - self.taken - self.scheduler.void_count
         assert not self.options.get("max_buffered_bytes") or ahead <= 40
@@ -327,7 +329,7 @@ class Model(RuleBasedStateMachine):
         found = Counter(item.seq for item in there.delivered)
         for number in range(len(there.batches)):
             assert found[number] == 1 or number in there.named, f"batch {number} is neither here nor named"
-        assert len(there.left_out) == sum(type(item.outcome) is LeftOut for item in there.delivered)
+        assert len(there.left_out) == sum(item.outcome.kind == Kind.LEFT_OUT for item in there.delivered)
         assert there.scheduler.void_count == len(there.batches) - len(there.delivered)
 
 
@@ -417,7 +419,7 @@ def test_a_batch_without_a_good_sample_is_left_out_once() -> None:
     while slices := all_slices(there):
         there.work(slices[0][0], "none good")
     (item,) = there.delivered
-    assert type(item.outcome) is LeftOut
+    assert item.outcome.kind == Kind.LEFT_OUT
     assert len(item.outcome.bad) == 6
     assert there.left_out == [[0, 1, 2, 3, 4, 5]]
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from asyncloader.messages.frames import BadFrame, FrameBuffer, frame
-from asyncloader.messages.messages import HEADER, MAX_FRAME_BYTES, Kind
+from asyncloader.messages.messages import HEADER, KINDS, MAX_FRAME_BYTES, Kind
 
 MOST_PIECES = 2000
 """About so many: a megabyte in pieces of a byte takes seconds."""
 FRAME = st.tuples(
-    st.sampled_from(list(Kind)),
+    st.sampled_from(sorted(KINDS)),
     st.binary(max_size=100)
     | st.integers(0, 600_000).map(lambda size: os.urandom(16)[:size].ljust(size, b"."))
     | st.integers(-40, 40).map(lambda more: b"x" * ((256 << 10) + more)),  # about as long as the buffer
@@ -82,7 +82,7 @@ def test_garbage_is_no_frame(garbage: bytes) -> None:
 HEADERS = st.builds(
     HEADER.pack,
     st.integers(0, 40) | st.integers(0, MAX_FRAME_BYTES) | st.integers(0, (1 << 64) - 1),
-    st.sampled_from(list(Kind)) | st.integers(0, 255),
+    st.sampled_from(sorted(KINDS)) | st.integers(0, 255),
 )
 
 

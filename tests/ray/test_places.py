@@ -17,7 +17,7 @@ import pytest
 
 from asyncloader.engine.portal import get_portal
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import NO_RECORD, Batch, LeftOut, pack
+from asyncloader.messages.outcome import NO_RECORD, Outcome, pack
 from asyncloader.ray import fleet as module
 from asyncloader.ray.facts import facts
 from asyncloader.ray.launcher import Access
@@ -97,7 +97,7 @@ class Line:
     def answer(self, life: int, seq: int, epoch: int = 0) -> None:
         """Have a ticket answered."""
         record = NO_RECORD._replace(seq=seq, epoch=epoch)
-        kind, parts = pack(LeftOut(record))
+        kind, parts = pack(Outcome(Kind.LEFT_OUT, record))
         self.say(kind, life, b"".join(map(bytes, parts)))
 
     def added(self) -> dict[int, int]:
@@ -581,7 +581,7 @@ async def test_times_are_put_on_the_trainers_clock(pool: RemotePool) -> None:
     seen: list[Any] = []
     pool.listener.on_outcome = lambda worker, outcome, at: seen.append(outcome)  # type: ignore[union-attr,method-assign]
     record = NO_RECORD._replace(began=507.0)
-    kind, parts = pack(Batch(record, None), [pickle.dumps([1, 2])])
+    kind, parts = pack(Outcome(Kind.BATCH, record), [pickle.dumps([1, 2])])
     line.say(kind, life, b"".join(map(bytes, parts)))
     assert seen[0].record.began == pytest.approx(7.0)
     assert seen[0].data == [1, 2]

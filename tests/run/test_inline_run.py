@@ -16,8 +16,7 @@ from asyncloader import DataLoader
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.taking import Taking
-from asyncloader.messages.messages import EpochSpec, WorkerSpec
-from asyncloader.messages.outcome import Batch, Failure
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.snapshot import Pace
 from asyncloader.observe.faults import Faults
 from asyncloader.run.inline_run import InlineHost, InlineRun
@@ -55,7 +54,7 @@ def make_run(pin: Any = None, *, is_stream: bool = False, plan: Any = ()) -> Inl
 def test_a_batch_has_its_number_its_keys_and_its_times() -> None:
     """What a state needs to make it again, and what the figures count."""
     item = make_run().item(5, [2, 3])
-    assert type(item.outcome) is Batch
+    assert item.outcome.kind == Kind.BATCH
     assert item.outcome.data == [4, 9]
     assert (item.seq, item.number, item.keys) == (5, 5, [2, 3])
     assert item.times is not None
@@ -71,7 +70,7 @@ def test_batches_of_a_stream_are_not_made_again_by_keys() -> None:
 def test_what_a_sample_raises_is_raised_as_it_is(error: Exception) -> None:
     """The same object, with the indices of the batch, and without words about workers."""
     item = make_run().item(0, [error])
-    assert type(item.outcome) is Failure
+    assert item.outcome.kind == Kind.FAILURE
     assert item.open() == (None, error)
     assert [note.partition(" [")[0] for note in error.__notes__] == ["The batch has the indices"]
     assert error.keys == [error]  # type: ignore[attr-defined]

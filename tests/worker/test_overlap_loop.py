@@ -12,7 +12,7 @@ from typing import Any, Self
 import pytest
 
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import Batch, Exhausted, Failure, Outcome
+from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
 from asyncloader.worker.serial_loop import SerialLoop
 from asyncloader.worker.transport import ParentGone
@@ -87,8 +87,8 @@ class Played:
     def send_outcome(self, held: list[Outcome]) -> None:
         """Note what has become of a ticket."""
         outcome = held.pop()
-        what = outcome.data if type(outcome) is Batch else outcome.error if type(outcome) is Failure else None
-        self.send(type(outcome), (outcome.record.seq, what))  # type: ignore[arg-type]
+        what = outcome.data if outcome.error is None else outcome.error
+        self.send(outcome.kind, (outcome.record.seq, what))  # type: ignore[arg-type]
 
     def mute(self) -> None:
         """Note nothing from now on."""
@@ -164,7 +164,7 @@ async def test_batches_go_out_as_they_come() -> None:
             await dataset.come(key)
         await until(lambda: len(transport.sent) == 3)
         assert dataset.is_open
-    assert transport.sent == [(Kind.READY, None), (Batch, (1, [3, 4])), (Batch, (0, [1, 2]))]
+    assert transport.sent == [(Kind.READY, None), (Kind.BATCH, (1, [3, 4])), (Kind.BATCH, (0, [1, 2]))]
     assert not dataset.is_open
 
 
@@ -177,7 +177,7 @@ async def test_what_raises_costs_its_own_batch() -> None:
         await dataset.come(1, ValueError("one"))
         await dataset.come(3)
         await until(lambda: len(transport.sent) == 3 and dataset.cancelled == [2])
-    assert [(kind, body[0]) for kind, body in transport.sent[1:]] == [(Failure, 0), (Batch, 1)]
+    assert [(kind, body[0]) for kind, body in transport.sent[1:]] == [(Kind.FAILURE, 0), (Kind.BATCH, 1)]
 
 
 async def test_another_run_forgets_the_tickets_of_the_last() -> None:
@@ -189,7 +189,7 @@ async def test_another_run_forgets_the_tickets_of_the_last() -> None:
         transport.give((Kind.EPOCH, EPOCHS[1]), tickets([5]))
         await dataset.come(5)
         await until(lambda: len(transport.sent) == 2)
-    assert transport.sent[1:] == [(Batch, (0, [5]))]
+    assert transport.sent[1:] == [(Kind.BATCH, (0, [5]))]
     assert sorted(dataset.cancelled) == [1, 2]
     assert 3 not in dataset.asked
 
@@ -205,7 +205,7 @@ async def test_a_run_that_begins_while_the_dataset_is_opened() -> None:
         dataset.opening.set()
         await dataset.come(2)
         await until(lambda: len(transport.sent) == 3)
-    assert transport.sent[1:] == [(Kind.READY, None), (Batch, (0, [2]))]
+    assert transport.sent[1:] == [(Kind.READY, None), (Kind.BATCH, (0, [2]))]
 
 
 async def test_being_told_to_end_cancels_the_opening() -> None:
@@ -316,14 +316,14 @@ async def test_the_end_of_a_stream_is_told_after_batches_that_are_collated() -> 
     async with serving(Lines(), is_iterable=True, collate_fn=collate) as (transport, _):
         transport.give(tickets([0, 0], [0, 0], [0, 0]))
         await until(lambda: len(transport.sent) == 3)
-        assert {kind for kind, _ in transport.sent[1:]} == {Batch, Kind.ENDING}
+        assert {kind for kind, _ in transport.sent[1:]} == {Kind.BATCH, Kind.ENDING}
         transport.give((Kind.CONFIRM, 0))
         for _ in range(5):  # turns of the loop
             await asyncio.sleep(0)
         assert len(transport.sent) == 3
         collating.set()
         await until(lambda: len(transport.sent) == 5)
-    assert transport.sent[3:] == [(Batch, (1, [2])), (Exhausted, (2, None))]
+    assert transport.sent[3:] == [(Kind.BATCH, (1, [2])), (Kind.EXHAUSTED, (2, None))]
 
 
 def test_which_loop_answers_is_said_by_the_spec() -> None:

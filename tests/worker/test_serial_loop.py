@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader.messages.failure import LocalError
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import Batch, Exhausted, Failure, Outcome
+from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.serial_loop import SerialLoop
 from asyncloader.worker.transport import ParentGone
 
@@ -66,8 +66,14 @@ class Played:
     def send_outcome(self, held: list[Outcome]) -> None:
         """Note what has become of a ticket."""
         outcome = held.pop()
-        what = outcome.data if type(outcome) is Batch else outcome.error.error if type(outcome) is Failure else None
-        self.sent.append((type(outcome), outcome.record.seq, what))
+        what = (
+            outcome.data
+            if outcome.kind == Kind.BATCH
+            else outcome.error.error
+            if outcome.kind == Kind.FAILURE
+            else None
+        )
+        self.sent.append((outcome.kind, outcome.record.seq, what))
 
     def mute(self) -> None:
         """Nobody dies."""
@@ -118,7 +124,7 @@ def test_tickets_are_answered_in_order_until_the_end() -> None:
     """After the word that the dataset is open; a batch that raises costs itself."""
     ready, *answers = play(tickets([1, 2], [-3], [4]), (Kind.CONFIRM, 0), (Kind.CONFIRM, 0), (Kind.CONFIRM, 0), END)
     assert ready == (Kind.READY, None)
-    assert [answer[:2] for answer in answers] == [(Batch, 0), (Failure, 1), (Batch, 2)]
+    assert [answer[:2] for answer in answers] == [(Kind.BATCH, 0), (Kind.FAILURE, 1), (Kind.BATCH, 2)]
     assert answers[0][2] == [1, 4]
 
 
@@ -130,7 +136,7 @@ def test_being_told_to_end_goes_before_tickets_that_wait() -> None:
 def test_another_run_forgets_the_tickets_of_the_last() -> None:
     """And begins anew."""
     sent = play(tickets([1], [2], [3]), (Kind.EPOCH, EPOCHS[1]), tickets([5], first=0), END)
-    assert sent[1:] == [(Batch, 0, [1]), (Batch, 0, [25])]
+    assert sent[1:] == [(Kind.BATCH, 0, [1]), (Kind.BATCH, 0, [25])]
 
 
 def test_what_raises_when_it_is_opened_stands_for_every_ticket() -> None:
@@ -140,18 +146,18 @@ def test_what_raises_when_it_is_opened_stands_for_every_ticket() -> None:
         raise OSError("no room")
 
     sent = play(tickets([1]), tickets([2], first=1), END, init=init)
-    assert [answer[:2] for answer in sent[1:]] == [(Failure, 0), (Failure, 1)]
+    assert [answer[:2] for answer in sent[1:]] == [(Kind.FAILURE, 0), (Kind.FAILURE, 1)]
     assert all("no room" in str(answer[2]) for answer in sent[1:])
 
 
 def test_the_end_of_the_data_is_told_when_the_parent_has_confirmed_that_it_lives() -> None:
     """What it makes of an end that may be its own death is for nobody; another run's confirmation is none."""
     ended = [tickets([0, 0], [0, 0]), tickets([0, 0], first=2)]
-    assert play(*ended, END, dataset=Stream())[1:] == [(Batch, 0, [0, 1]), (Kind.ENDING, 0)]
+    assert play(*ended, END, dataset=Stream())[1:] == [(Kind.BATCH, 0, [0, 1]), (Kind.ENDING, 0)]
     wrong = play(*ended, (Kind.CONFIRM, 7), END, dataset=Stream())
-    assert wrong[1:] == [(Batch, 0, [0, 1]), (Kind.ENDING, 0)]
+    assert wrong[1:] == [(Kind.BATCH, 0, [0, 1]), (Kind.ENDING, 0)]
     confirmed = play(*ended, (Kind.CONFIRM, 0), END, dataset=Stream())
-    assert confirmed[1:] == [(Batch, 0, [0, 1]), (Kind.ENDING, 0), (Batch, 1, [2]), (Exhausted, 2, None)]
+    assert confirmed[1:] == [(Kind.BATCH, 0, [0, 1]), (Kind.ENDING, 0), (Kind.BATCH, 1, [2]), (Kind.EXHAUSTED, 2, None)]
 
 
 def test_a_parent_that_is_gone_ends_it() -> None:

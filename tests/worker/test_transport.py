@@ -19,7 +19,7 @@ from asyncloader.backends.processes.channel import open_pair
 from asyncloader.engine.portal import get_portal
 from asyncloader.messages.frames import frame
 from asyncloader.messages.messages import Kind, pack_tickets
-from asyncloader.messages.outcome import NO_RECORD, Batch
+from asyncloader.messages.outcome import NO_RECORD, Outcome
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.channel import WorkerChannel
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -239,7 +239,7 @@ async def test_tickets_beside_the_answer_to_a_question_are_heard_of(is_behind: b
         transport.listen(GuardedLoop(asyncio.get_running_loop()), on_messages)
         await asyncio.sleep(0)  # what `listen` itself has the loop look at is over
         ours.sendall(b"".join([*answer, *tickets] if is_behind else [*tickets, *answer]))
-        transport.send_outcome([Batch(NO_RECORD, torch.zeros(1 << 18))])
+        transport.send_outcome([Outcome(Kind.BATCH, NO_RECORD, torch.zeros(1 << 18))])
         assert await asyncio.wait_for(heard.get(), 20) == (Kind.TICKETS, [(0, [1, 2])])
     finally:
         transport.unlisten()

@@ -27,7 +27,7 @@ import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.messages.failure import LocalError
 from asyncloader.messages.messages import Kind, WorkerSpec
-from asyncloader.messages.outcome import Batch, Outcome
+from asyncloader.messages.outcome import Outcome
 from asyncloader.transport.collate import recycling_collate
 from asyncloader.transport.loans import Rows
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -146,7 +146,7 @@ class LocalTransport:
     def send_outcome(self, held: list[Outcome]) -> None:
         """Hand over what has become of a ticket."""
         outcome = held.pop()
-        if type(outcome) is Batch:
+        if outcome.kind == Kind.BATCH:
             outcome = outcome._replace(nbytes=batch_bytes(outcome.data))
         if not self._is_muted:
             self._post_outcome(outcome)

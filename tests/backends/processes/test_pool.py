@@ -22,7 +22,7 @@ from asyncloader.backends.processes.pool import Pool, WorkerHandle
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, unpack_tickets
-from asyncloader.messages.outcome import NO_RECORD, Failure, LeftOut, Outcome, pack
+from asyncloader.messages.outcome import NO_RECORD, Outcome, pack
 from asyncloader.transport.slab import SlabPool
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.transport.wire import make_pool
@@ -121,7 +121,7 @@ class Heard:
         self.told.append(("ready", worker))
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        self.told.append((worker, outcome.record.seq, type(outcome)))
+        self.told.append((worker, outcome.record.seq, outcome.kind))
 
     def on_died(self, worker: int, process: Worker) -> None:
         self.told.append(("died", worker, process.pid))
@@ -185,9 +185,9 @@ def tickets_of(process: Played) -> list[tuple[list[int], list[Any]]]:
     return [([seq for seq, _ in tickets], [pickle.loads(keys) for _, keys in tickets]) for _, tickets in bodies]
 
 
-def left_out(seq: int) -> LeftOut:
+def left_out(seq: int) -> Outcome:
     """What has become of a ticket, at its shortest."""
-    return LeftOut(NO_RECORD._replace(seq=seq))
+    return Outcome(Kind.LEFT_OUT, NO_RECORD._replace(seq=seq))
 
 
 def test_each_is_told_of_as_it_is_started(make: Make) -> None:
@@ -268,7 +268,7 @@ def test_tickets_go_out_in_one_message_each_time(make: Make) -> None:
     for seq in (0, 1, 4):
         second.outcome(left_out(seq), 0)
     assert pool._outstanding == {0: 0, 1: 0}
-    assert heard.told[2:] == [(1, seq, LeftOut) for seq in (0, 1, 4)]
+    assert heard.told[2:] == [(1, seq, Kind.LEFT_OUT) for seq in (0, 1, 4)]
 
 
 def test_outcomes_of_a_run_that_is_over_are_dropped(make: Make) -> None:
@@ -281,8 +281,8 @@ def test_outcomes_of_a_run_that_is_over_are_dropped(make: Make) -> None:
     assert pickle.loads(first.channel.sent[1][1]) == EPOCHS[1]
     first.outcome(left_out(0), epoch=0)
     assert (heard.told[2:], pool._outstanding) == ([], {0: 1, 1: 0})
-    first.outcome(Failure(NO_RECORD, ValueError("of this run")), epoch=1)
-    assert (heard.told[2:], pool._outstanding) == ([(0, 0, Failure)], {0: 0, 1: 0})
+    first.outcome(Outcome(Kind.FAILURE, error=ValueError("of this run")), epoch=1)
+    assert (heard.told[2:], pool._outstanding) == ([(0, 0, Kind.FAILURE)], {0: 0, 1: 0})
 
 
 def test_a_worker_that_dies_is_told_with_its_place(make: Make) -> None:
@@ -433,7 +433,7 @@ def test_a_worker_is_renewed(make: Make) -> None:
     other.say(Kind.READY)
     other.outcome(left_out(2), 0)
     first.exit(expected=True)
-    assert heard.told[2:] == [("ready", 0), (0, 0, LeftOut), ("ready", 0), (0, 2, LeftOut)]
+    assert heard.told[2:] == [("ready", 0), (0, 0, Kind.LEFT_OUT), ("ready", 0), (0, 2, Kind.LEFT_OUT)]
     assert pool._loans.keys() == {second, other}
 
 

@@ -12,7 +12,7 @@ import pytest
 from asyncloader.backends.backend import Worker, WorkerState
 from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import Batch, Failure, Outcome
+from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.patience import until
 
@@ -61,7 +61,7 @@ class Heard:
         self.told.append(("ready", worker))
 
     def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        data = outcome.data if type(outcome) is Batch else type(outcome)
+        data = outcome.data if outcome.kind == Kind.BATCH else outcome.kind
         self.told.append((worker, outcome.record.seq, data))
 
     def on_died(self, worker: int, process: Worker) -> None:
@@ -127,7 +127,7 @@ async def test_tickets_go_to_the_worker_that_they_are_for(start: Start) -> None:
     pool.send(1, [(0, 5), (1, -1)])
     pool.send(0, [(2, 6)])
     await until(lambda: len(heard.outcomes()) == 3)
-    assert sorted(heard.outcomes(), key=lambda outcome: outcome[1]) == [(1, 0, 5), (1, 1, Failure), (0, 2, 6)]
+    assert sorted(heard.outcomes(), key=lambda outcome: outcome[1]) == [(1, 0, 5), (1, 1, Kind.FAILURE), (0, 2, 6)]
 
 
 async def test_outcomes_of_a_run_that_is_over_are_dropped(start: Start) -> None:
