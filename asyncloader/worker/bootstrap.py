@@ -186,7 +186,7 @@ def refuse_in_main() -> None:
     if _output >= 0:
         _give_up(_output, NO_GUARD)
     if multiprocessing.parent_process() is None:
-        raise SystemExit(f"The fork server ends. {NO_GUARD.splitlines()[0]}")
+        raise SystemExit(f"The fork server ends. {NO_GUARD}")
     raise WorkerStartError(NO_GUARD)
 
 
