@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -309,7 +310,8 @@ def _names(shards: list[str]) -> list[str]:
     """
     plain = [urlsplit(shard)._replace(query="", fragment="").geturl() if "://" in shard else shard for shard in shards]
     names = plain if len(set(plain)) == len(set(shards)) else shards
-    within = os.path.commonprefix(names).rfind("/") + 1  # noqa: RUF071 - in urls too, and names of files may be cut
+    folders = zip(*(name.split("/")[:-1] for name in names), strict=False)
+    within = sum(len(level[0]) + 1 for level in takewhile(lambda level: len(set(level)) == 1, folders))
     return [name[within:] for name in names]
 
 
