@@ -654,6 +654,10 @@ def test_checksums_are_of_values() -> None:
     assert identity.checksum([[1], [2, 3]]) != identity.checksum([[1, 2], [3]])
     assert identity.checksum(["a", "b"]) != identity.checksum(["a", "c"])
     assert identity.checksum([object()]) == {"count": 1}
+    long = np.zeros(1_000_000, np.int8)
+    before = identity.checksum(long)
+    long[-1] = 1
+    assert identity.checksum(long) != before
 
 
 def test_generators_of_loader_and_sampler_are_as_many() -> None:

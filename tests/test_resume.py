@@ -386,3 +386,26 @@ def test_the_helper_finds_what_is_not_resumable() -> None:
 
     with pytest.raises(AssertionError, match=r"The state before the first epoch: the rest of the epoch: batch 1 is"):
         assert_resumable(lambda: DataLoader(range(1000), batch_size=7, sampler=Fickle()))  # type: ignore[arg-type]
+
+
+def test_the_helper_goes_on_to_the_epoch_after() -> None:
+    """A dataset that is right up to the end of the epoch of its state, and not in the next one."""
+
+    class WrongLater(Dataset[Any]):
+        given, was_loaded = 0, False
+
+        def __len__(self) -> int:
+            return LENGTH
+
+        def __getitem__(self, index: int) -> tuple[int, bool]:
+            self.given += 1
+            return index, self.was_loaded and self.given > LENGTH
+
+        def state_dict(self) -> dict[str, int]:
+            return {"given": self.given}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.given, self.was_loaded = state["given"], True
+
+    with pytest.raises(AssertionError, match="The state before the first epoch: the epoch after: batch 1 is"):
+        assert_resumable(lambda: DataLoader(WrongLater(), batch_size=7))
