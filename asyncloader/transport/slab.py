@@ -51,12 +51,12 @@ class _Fork:
     Attributes:
         worker: The record of the worker that it starts, a user of these slabs; None where the fork itself is one.
         regions: The slabs.
-        ended: Leases that had ended before, by id.
+        ended: Leases that had ended before, by id: as long as they are here no other gets the id of one.
         reading: The pipe, of which this process has the end for reading; -1 for none.
         writing: The other end.
     """
 
-    def __init__(self, worker: object | None, regions: list[Region], ended: set[int]) -> None:
+    def __init__(self, worker: object | None, regions: list[Region], ended: dict[int, LeaseRef]) -> None:
         self.worker = worker
         self.regions = regions
         self.ended = ended
@@ -300,7 +300,7 @@ class SlabPool:
         """Called in the thread that forks."""
         thread = threading.get_ident()
         worker, watched = self._starting.get(thread, (None, []))
-        fork = _Fork(worker, watched, {id(ref) for ref in list(self._leases.values()) if ref() is None})
+        fork = _Fork(worker, watched, {id(ref): ref for ref in list(self._leases.values()) if ref() is None})
         if worker is None and self._regions and self._loop is not None:
             with suppress(OSError):
                 fork.reading, fork.writing = os.pipe()

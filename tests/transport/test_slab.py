@@ -557,6 +557,34 @@ def test_a_fork_with_nothing_on_lease_costs_nothing(process_pool: SlabPool) -> N
     assert pool.statistics().reserved == 0
 
 
+def test_a_batch_that_comes_right_before_a_fork_is_unchanged_in_the_child(
+    process_pool: SlabPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has the slab, and what stands guard over it the address, of one that had ended."""
+    pool, make_pipe = process_pool, os.pipe
+    assert pool.handle() is not None
+    pool.live_on(Mock())
+    batches = [pool.receive(MIB)]
+    hung_up: list[int] = []
+
+    def pipe() -> tuple[int, int]:
+        batches.append(pool.receive(MIB))  # the loop has a turn
+        ends = make_pipe()
+        hung_up.append(ends[0])
+        return ends
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    batches.clear()
+    pool.before_fork()
+    monkeypatch.undo()
+    pool.after_fork()
+    batches.clear()
+    pool.turn()
+    assert pool.statistics().free == 0  # the child has it
+    for fd in hung_up:
+        os.close(fd)
+
+
 def test_a_worker_forked_while_batches_are_on_lease(process_pool: SlabPool) -> None:
     """They are not used again before that worker has ended; then they are."""
     pool = process_pool
