@@ -111,17 +111,22 @@ class OverlapLoop(TicketLoop):
     def _begin(self) -> None:
         super()._begin()
         if self._is_open:
+            self._leave_last_run()
             self._maker.begin(self._epoch, self._open_overlap)
+
+    def _leave_last_run(self) -> None:
+        """Have nothing of it finished from now on, also if this run cannot begin: it would be told as of this one."""
+        if self._overlap is not None:
+            self._overlap.leave()
+        for task in self._collating:
+            task.cancel()
 
     def _open_overlap(self, dataset: Any) -> None:
         spec, keeper = self._maker.spec, self._maker.keeper
         closing: asyncio.Task[None] | None = None
         if self._overlap is not None:
-            self._overlap.leave()  # nothing of it may be finished from now on
             runs_on = keeper is None or not keeper.is_put_back
             closing = self._loop.create_task(self._overlap.aclose(runs_on=runs_on), name="leave the last epoch")
-        for task in self._collating:
-            task.cancel()
         run = OverlapRun(spec, self._maker.seeder, self._on_finished, self._transport.ends, self._stop)
         if spec.is_iterable:
             self._overlap = Stream(dataset, run, self._on_exhausted, closing, keeper)

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 
+from asyncloader.epochs import Told
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop
@@ -192,6 +193,45 @@ async def test_another_run_forgets_the_tickets_of_the_last() -> None:
     assert transport.sent[1:] == [(Kind.BATCH, (0, [5]))]
     assert sorted(dataset.cancelled) == [1, 2]
     assert 3 not in dataset.asked
+
+
+class ForbidsAnEpoch(Awaited):
+    """Of which one epoch cannot begin."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hear of an epoch."""
+        if epoch == 1:
+            raise ValueError("one")
+
+
+async def test_a_run_that_cannot_begin_forgets_the_tickets_of_the_last() -> None:
+    """Samples and batches in work are cancelled: they would be told as of this run. The next one begins."""
+    dataset, collating = ForbidsAnEpoch(), asyncio.Event()
+
+    async def collate(samples: list[int]) -> list[int]:
+        if samples == [1]:
+            collating.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return samples
+
+    one, two = (epoch._replace(epochs=(Told(number, number),)) for number, epoch in enumerate(EPOCHS[1:], 1))
+    async with serving(dataset, collate_fn=collate) as (transport, _):
+        transport.give(tickets([1], [2]))
+        await dataset.come(1)
+        await collating.wait()
+        in_flight = dataset.asked[2]
+        transport.give((Kind.EPOCH, one), tickets([3], [4]))
+        if not in_flight.done():
+            in_flight.set_result(2)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        transport.give((Kind.EPOCH, two), tickets([5]))
+        await dataset.come(5)
+        await until(lambda: transport.sent[-1] == (Kind.BATCH, (0, [5])))
+    told = [(kind, body[0]) for kind, body in transport.sent[1:]]
+    assert told == [(Kind.FAILURE, 0), (Kind.FAILURE, 1), (Kind.BATCH, 0)]
+    assert sorted(dataset.asked) == [2]
 
 
 async def test_a_run_that_begins_while_the_dataset_is_opened() -> None:
