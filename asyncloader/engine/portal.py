@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -66,6 +66,7 @@ class Portal:
         self.is_closing = False  # written by the loop thread
         self.is_closed = False
         self.has_ended = False  # by `shutdown`; written by the loop thread
+        self._unanswered: set[Future[Any]] = set()  # calls whose answers somebody may wait for
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
         # a Ctrl-C in here must not leave a half-made portal to be closed.
@@ -79,6 +80,9 @@ class Portal:
             run_forever(self.loop)  # what was posted at the last moment: whoever waits for it is answered
         finally:
             self.loop.close()
+            for future in exits.copied(self._unanswered):  # posted after the last turn, and before that
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(self._over())
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Run the function on the loop soon. Takes no lock, so finalizers may call it.
@@ -89,14 +93,20 @@ class Portal:
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
-            raise (exiting() if self.is_closing else LoaderClosedError("asyncloader.shutdown() was called")) from error
+            raise self._over() from error
+
+    def _over(self) -> LoaderClosedError:
+        return exiting() if self.is_closing else LoaderClosedError("asyncloader.shutdown() was called")
 
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Run the function on the loop and give its result. Not for finalizers."""
         future: Future[T] = Future()
+        self._unanswered.add(future)
+        future.add_done_callback(self._unanswered.discard)
         try:
             self.post(_fulfil, future, function, args)
         except LoaderClosedError:
+            self._unanswered.discard(future)
             self.stop_daemon()
             raise
         return future

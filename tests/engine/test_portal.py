@@ -7,13 +7,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import uvloop
 
 from asyncloader.engine.portal import Portal, get_portal
+from asyncloader.errors import LoaderClosedError
 from asyncloader.worker import loops
 from tests.nursery import Program
 
@@ -88,6 +89,23 @@ def test_nothing_that_is_raised_ends_a_loop_that_others_use(kind: Any, error: ty
         running = runner.get_loop()
         assert loops.run(runner, main()) == "done"
     assert reported == ["callback"]
+
+
+def test_a_call_after_the_last_turn_of_the_loop_is_told_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop takes it until it is closed, and whoever waits for the answer would wait for ever."""
+    late: list[Future[int]] = []
+
+    def run_forever(loop: asyncio.AbstractEventLoop) -> None:
+        loops.run_forever(loop)
+        late.append(portal.call(os.getpid))
+
+    monkeypatch.setattr("asyncloader.engine.portal.run_forever", run_forever)
+    portal = Portal()
+    assert not portal.end_if_idle()
+    in_time, too_late = late
+    assert in_time.result(5) == os.getpid()
+    with pytest.raises(LoaderClosedError, match="shutdown"):
+        too_late.result(5)
 
 
 def test_closing_ends_the_thread_and_the_loop() -> None:
