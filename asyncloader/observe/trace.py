@@ -258,6 +258,14 @@ _by_loader: weakref.WeakKeyDictionary[Any, Trace] = weakref.WeakKeyDictionary()
 _sharing = threading.Lock()
 
 
+def _renew() -> None:
+    global _sharing  # a thread that makes a file in the parent is not in the child
+    _sharing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
 def shared_trace(path: str | os.PathLike[str], loader: Any) -> Trace:
     """Return the timeline that loaders of this process write into a file: one, as long as any of them is there.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,10 +18,11 @@ import pytest
 
 from asyncloader import DataLoader, tracing
 from asyncloader.engine.finisher import Finisher
-from asyncloader.observe.trace import Trace, batch, taken, to_html
+from asyncloader.observe.trace import Trace, batch, shared_trace, taken, to_html
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests import inside
+from tests.forks import forked
 from tests.loads import Load
 from tests.nursery import Program
 
@@ -226,6 +230,33 @@ def test_the_page_has_nothing_of_html_in_it_that_a_timeline_brings(tmp_path: Pat
     held = page.partition('type="application/json">')[2].partition("</script>")[0]
     assert [event["name"] for event in json.loads(held)] == names
     assert "<" not in held
+
+
+def test_a_fork_while_another_thread_makes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child makes its own, and does not wait for a thread that it does not have."""
+    began, may_go_on = threading.Event(), threading.Event()
+    write_bytes, main = Path.write_bytes, os.getpid()
+
+    def slow(path: Path, data: bytes) -> int:
+        if os.getpid() == main:
+            began.set()
+            may_go_on.wait()
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", slow)
+
+    def child() -> None:
+        signal.alarm(10)
+        shared_trace(tmp_path / "child.json", Load(1))
+
+    thread = threading.Thread(target=shared_trace, args=(tmp_path / "run.json", Load(1)))
+    thread.start()
+    try:
+        assert began.wait(10)
+        assert forked(child).wait() == 0
+    finally:
+        may_go_on.set()
+        thread.join()
 
 
 def test_only_pages_of_timelines_are_replaced(tmp_path: Path) -> None:
