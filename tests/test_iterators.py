@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from asyncloader import DataLoader, LoaderClosedError
 from asyncloader.engine.portal import get_portal
-from asyncloader.run import base_iterator
+from asyncloader.run import base_iterator, worker_iterator
 from tests import inside
 from tests.patience import until, wait_until
 
@@ -448,6 +448,25 @@ class Held(Numbers):
             if self._raised is not None:
                 raise self._raised()
         return key
+
+
+def test_two_threads_find_out_that_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one does when this one has seen that they were not."""
+    loader = DataLoader(range(8), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+    iterator: Any = iter(loader)
+    iterator.load_state_dict(loader.state_dict())
+    check_owner, found = worker_iterator.check_owner, []
+
+    def check(pid: int) -> None:
+        monkeypatch.undo()
+        with ThreadPoolExecutor(1) as threads:
+            found.append(threads.submit(next, iterator).result(SOON_S))
+        check_owner(pid)
+
+    monkeypatch.setattr(worker_iterator, "check_owner", check)
+    found.append(next(iterator))
+    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3]]
+    iterator.close()
 
 
 async def test_a_task_asks_while_a_thread_makes_a_batch() -> None:

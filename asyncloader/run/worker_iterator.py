@@ -264,9 +264,10 @@ class WorkerIterator(BaseIterator[T_co]):
         asked_at = time.perf_counter()
         refuse_to_block_the_loop()
         home_loop.refuse_to_block(self._home)
-        if self._started is not None:
+        if (started := self._started) is not None:  # another thread may find out first that they are
             check_owner(self._session.pid)
-            self._wait_started(self._started)
+            self._wait_started(started)
+            del started
         self._check_usable()
         deadline = self._deadline()
         while (item := self._take_or_ask(call, asked_at, has_waited=True)) is None:
