@@ -54,24 +54,9 @@ class CopiedDataset:
                     vars(listener).update(before)
         return heard
 
-
-class ForkedSpec:
-    """The spec of a forked worker, which is a copy of the trainer's.
-
-    Args:
-        spec: As it was when the iterator was made.
-        copied: The dataset in it.
-        epoch: The run that the worker begins with.
-    """
-
-    def __init__(self, spec: WorkerSpec, copied: CopiedDataset, epoch: EpochSpec) -> None:
-        self._spec = spec
-        self._copied = copied
-        self._epoch = epoch
-
-    def open(self) -> WorkerSpec:
-        """Return it, in the worker."""
-        return replace(self._spec, epochs=self._copied.heard_by_a_copy(self._epoch.epochs))
+    def spec_of_a_copy(self, spec: WorkerSpec, epoch: EpochSpec) -> WorkerSpec:
+        """Return what a worker works with that was forked for this run. To be called in the worker."""
+        return replace(spec, epochs=self.heard_by_a_copy(epoch.epochs))
 
 
 def _attributes(listener: Any, told: Told) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Pieces of bytes in one file in memory, for all workers of a machine: a pickle, and the buffers that it refers to.
 
-    write_pickle ──> pickle │ buffer │ buffer ...  ──> MappedPickle, in a worker: maps the file privately, unpickles
+    write_pickle ──> pickle │ buffer │ buffer ...  ──> open_mapped, in a worker: maps the file privately, unpickles
 
 Imports little: a process that only writes or passes on such a file has no need of torch.
 """
@@ -16,29 +16,21 @@ from typing import Any
 _ALIGNMENT = 64
 
 
-class MappedPickle:
-    """A pickle in a file, as a worker gets it.
+def open_mapped(fd: Any, sizes: list[int]) -> Any:
+    """Unpickle what `write_pickle` has written, in a worker. The mapping stays as long as something in it is used.
 
     Args:
         fd: A descriptor on its way: its `detach` gives it.
         sizes: The sizes of the pieces in the file.
     """
-
-    def __init__(self, fd: Any, sizes: list[int]) -> None:
-        self._fd = fd
-        self._sizes = sizes
-
-    def open(self) -> Any:
-        """Unpickle. The mapping stays as long as something in it is used."""
-        fd = self._fd.detach()
-        total = sum(map(_aligned, self._sizes))
-        mapping = memoryview(mmap.mmap(fd, total, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-        os.close(fd)
-        parts, offset = [], 0
-        for size in self._sizes:
-            parts.append(mapping[offset : offset + size])
-            offset += _aligned(size)
-        return pickle.loads(parts[0], buffers=parts[1:])
+    fd = fd.detach()
+    mapping = mmap.mmap(fd, sum(map(_aligned, sizes)), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    os.close(fd)
+    parts, offset = [], 0
+    for size in sizes:
+        parts.append(memoryview(mapping)[offset : offset + size])
+        offset += _aligned(size)
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 def write_pickle(parts: list[Any]) -> tuple[int, list[int]]:

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError
-from asyncloader.messages.mapped_pickle import MappedPickle, write_pickle
+from asyncloader.messages.mapped_pickle import open_mapped, write_pickle
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ _AT_LAUNCH = "this is shared between processes through inheritance only"
 
 
 class PickledSpec(Generic[T]):
-    """An object that is pickled once into a memory file. Made and closed by the parent, opened by workers.
+    """An object that is pickled once into a memory file. Made and closed by the parent; workers get what unpickles it.
 
     An object that can only be pickled while a process is launched (it holds a lock, queue or shared value of
     :mod:`multiprocessing`, or what the user has registered a reducer with ForkingPickler for) is kept and pickled then,
@@ -76,20 +76,13 @@ class PickledSpec(Generic[T]):
     def __reduce__(self) -> Any:
         if self._late is not None:
             data, buffers = _pickle(self._late, _registered())
-            return _Late, (data, [bytes(buffer.raw()) for buffer in buffers])
-        return MappedPickle, (DupFd(self._fd), self._sizes)
+            return functools.partial, (_open_late, data, [bytes(buffer.raw()) for buffer in buffers])
+        return functools.partial, (open_mapped, DupFd(self._fd), self._sizes)
 
 
-class _Late:
-    """Carry what was pickled at launch."""
-
-    def __init__(self, data: bytes, buffers: list[bytes]) -> None:
-        self._data = data
-        self._buffers = buffers
-
-    def open(self) -> Any:
-        """Unpickle."""
-        return pickle.loads(self._data, buffers=[bytearray(buffer) for buffer in self._buffers])
+def _open_late(data: bytes, buffers: list[bytes]) -> Any:
+    """Unpickle what was pickled at launch."""
+    return pickle.loads(data, buffers=[bytearray(buffer) for buffer in buffers])
 
 
 def _works_at_launch(error: Exception) -> bool:

@@ -35,7 +35,7 @@ from asyncloader.backends.backend import Listener
 from asyncloader.backends.processes.pool import Pool
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.messages.frames import BadFrame, Buffer
-from asyncloader.messages.mapped_pickle import MappedPickle
+from asyncloader.messages.mapped_pickle import open_mapped
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, with_loans
 from asyncloader.messages.outcome import OUTCOMES, split
 from asyncloader.messages.snapshot import Start
@@ -313,9 +313,9 @@ def _leave_alone(fd: int) -> None:
     os.close(null)
 
 
-def open_for_each(fd: int, sizes: list[int]) -> MappedPickle:
+def open_for_each(fd: int, sizes: list[int]) -> Callable[[], WorkerSpec]:
     """Return what every worker that is forked opens its dataset with: each has a descriptor of its own."""
-    return MappedPickle(SimpleNamespace(detach=functools.partial(os.dup, fd)), sizes)
+    return functools.partial(open_mapped, SimpleNamespace(detach=functools.partial(os.dup, fd)), sizes)
 
 
 def main() -> None:

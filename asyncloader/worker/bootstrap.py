@@ -115,8 +115,8 @@ def start(
     Args:
         worker_id: From 0.
         ends: Connections to the parent.
-        work: A WorkerSpec under fork, else a PickledSpec of one; handle of the shared memory, or None; the run over the
-            data that the first tickets belong to.
+        work: A WorkerSpec, or what returns it when called; handle of the shared memory, or None; the run over the data
+            that the first tickets belong to.
         start_method: How the process was started.
         thread: The thread that iterates.
         main: The main module, if it is to be imported here, as multiprocessing names it.

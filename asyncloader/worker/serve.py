@@ -57,7 +57,8 @@ _BELOW_GUARD = (
 def _opened(source: Any) -> WorkerSpec | Exception:
     """Return what to work with, or why there is nothing."""
     try:
-        return source if isinstance(source, WorkerSpec) else source.open()
+        spec: WorkerSpec = source() if callable(source) else source
+        return spec
     except Exception as error:
         notes = ["The worker was unpickling the dataset and the functions that it needs."]
         is_of_main = isinstance(error, AttributeError) and "__mp_main__" in str(error)

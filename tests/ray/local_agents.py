@@ -10,7 +10,7 @@ from functools import partial
 from multiprocessing.reduction import DupFd
 from typing import Any, Literal
 
-from asyncloader.messages.mapped_pickle import MappedPickle, write_pickle
+from asyncloader.messages.mapped_pickle import write_pickle
 from asyncloader.ray import RayWorkers
 from asyncloader.ray.agent import open_for_each, run
 from asyncloader.ray.host import AgentHost
@@ -150,7 +150,7 @@ class LocalLauncher:
         self._tell(order.number, host.run(order))
 
     def _run_process(self, order: Order) -> None:
-        args = (order, MappedPickle(DupFdLater(self._fd), self._sizes), DupFdLater(self._liveness))
+        args = (order, DupFdLater(self._fd), self._sizes, DupFdLater(self._liveness))
         process = multiprocessing.get_context("forkserver").Process(target=_be_agent, args=args)
         process.start()
         self._processes[order.number], self.pids[order.number] = process, process.pid or 0
@@ -207,9 +207,9 @@ def _identity(fd: Any) -> Any:
     return fd
 
 
-def _be_agent(order: Order, opener: Any, liveness: Any) -> None:
+def _be_agent(order: Order, fd: Any, sizes: list[int], liveness: Any) -> None:
     os.setpgid(0, 0)
     die_with_parent(liveness.detach())
-    failure = run(order, open_for_each(opener._fd.detach(), opener._sizes))
+    failure = run(order, open_for_each(fd.detach(), sizes))
     if failure:
         os.write(2, f"{failure}\n".encode())

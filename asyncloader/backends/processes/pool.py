@@ -25,7 +25,7 @@ from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.errors import could_not_start
-from asyncloader.messages.copied_dataset import CopiedDataset, ForkedSpec
+from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.failure import with_notes
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import (
@@ -56,6 +56,8 @@ class Pool:
         copied: The dataset in that, if it may change while workers are made of it.
     """
 
+    has_processes = True
+
     def __init__(
         self,
         loop: GuardedLoop,
@@ -67,6 +69,7 @@ class Pool:
         self.listener: Listener | None = None
         self._loop = loop
         self._context = context
+        self.takes_long = context.get_start_method() != "fork"  # in whichever thread
         self._spec = spec
         self._copied = copied
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
@@ -112,16 +115,6 @@ class Pool:
             raise
         if (news := say_large(self._spec, self._source.copied_bytes)) is not None:
             warn(news)
-
-    @property
-    def has_processes(self) -> bool:
-        """Whether launching its workers takes a while, and forked ones are copies of the thread that does it."""
-        return True
-
-    @property
-    def takes_long(self) -> bool:
-        """Whether launching one may take seconds, in whichever thread: it is not forked."""
-        return self._context.get_start_method() != "fork"
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one process after the other; `started` is called after each. On failure those that did start are ended.
@@ -173,10 +166,10 @@ class Pool:
         return process
 
     def _source_of(self, epoch: EpochSpec) -> Any:
-        """Return what a worker that is started now works with."""
+        """Return what a worker that is started now works with, or calls for it."""
         if self._copied is None or self._context.get_start_method() != "fork":
             return self._source
-        return ForkedSpec(self._spec, self._copied, epoch)
+        return partial(self._copied.spec_of_a_copy, self._spec, epoch)
 
     def discard(self, worker: int) -> None:
         """Kill the process of this worker id, whose end then is nobody's concern: another will take its place."""

@@ -40,6 +40,8 @@ class LocalPool:
             copied here, in the consumer's thread: copies that are made later, of this one, have not heard of others.
     """
 
+    has_processes = takes_long = False  # threads start at once
+
     def __init__(
         self,
         loop: GuardedLoop,
@@ -63,16 +65,6 @@ class LocalPool:
 
     def __repr__(self) -> str:
         return f"<LocalPool {list(self.processes.values())!r}>"
-
-    @property
-    def has_processes(self) -> bool:
-        """Whether launching its workers takes a while; these are launched at once."""
-        return False
-
-    @property
-    def takes_long(self) -> bool:
-        """Whether launching one may take seconds."""
-        return False
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
         """Start one worker after the other; `started` is called after each. There is nothing to launch."""
