@@ -458,6 +458,8 @@ class _Group:
                 del question
         finally:
             self._is_served.release()
+        if self._questions.qsize():  # whoever asked since the end was said has found this thread still there
+            self._serve()
 
     def _answer(self, question: Question) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.messages.snapshot import Frozen, outlasting
-from asyncloader.run.equal_steps import Agreement
+from asyncloader.run.equal_steps import Agreement, Question, _Group
 from tests.nursery import Nursery
 from tests.ranks import fork_ranks
 
@@ -195,3 +196,28 @@ def test_what_outlasts_a_run_that_is_left_in_the_middle(name: str) -> None:
     assert outlasting(snapshot, Own()).thaw() == {"dataset": {"at": 3}, "iterator": None, "ended": False}
     if name == "iterator":
         assert outlasting(snapshot, Stream()).thaw()["dataset"] is None
+
+
+class Alone(_Group):
+    """A group of one rank, which answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.may_answer = threading.Event()
+
+    def _gather(self, said: list[int]) -> list[list[int]]:
+        assert self.may_answer.wait(10)
+        return [said]
+
+
+def test_a_question_behind_the_end_is_answered() -> None:
+    """At the end of a program it is said that there is no more, and then a thread begins anew."""
+    group = Alone()
+    first, late = Question([1]), Question([2])
+    group.ask(first)
+    group.stop()
+    group.ask(late)
+    group.may_answer.set()
+    assert first.answers.result(10) == [[1]]
+    assert late.answers.result(10) == [[2]]
+    group.stop()
