@@ -14,6 +14,7 @@ interrupted     handlers of signals raise, at any bytecode and any time         
 mismatched      a state of one configuration is loaded by another               the promised rest, or StateMismatchError
 broken          a callback of the engine raises                                 an error or all batches; no hang; the
                                                                                 next epoch works
+delayed         whoever sends or reads a message is held up now and then        all batches come, as torch orders them
 
 Nothing hangs in any of them, and no child, thread, descriptor, memfd, mapping or segment of shared memory is left.
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncloader import DataLoader
-from tests.faults.chaos import broken, disturbed, interrupted, mismatched, resumed
+from tests.faults.chaos import broken, delayed, disturbed, interrupted, mismatched, resumed
 
 HANG_S = 120.0  # a worker that is stopped while it opens the dataset is given 60 s
 
@@ -42,6 +42,7 @@ PROPERTIES: dict[str, type[Any]] = {
     "interrupted": interrupted.Plan,
     "mismatched": mismatched.Plan,
     "broken": broken.Plan,
+    "delayed": delayed.Plan,
 }
 
 
