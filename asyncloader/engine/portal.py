@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -66,7 +66,7 @@ class Portal:
         self.is_closing = False  # written by the loop thread
         self.is_closed = False
         self.has_ended = False  # by `shutdown`; written by the loop thread
-        self._unanswered: set[Future[Any]] = set()  # calls whose answers somebody may wait for
+        self._unanswered: dict[Future[Any], Coroutine[Any, Any, Any] | None] = {}  # that somebody may wait for
         self._thread = threads.start(self._run, "asyncloader")
         # A child of multiprocessing waits for its own children first, and only then runs threading's exit hooks. Last:
         # a Ctrl-C in here must not leave a half-made portal to be closed.
@@ -80,9 +80,14 @@ class Portal:
             run_forever(self.loop)  # what was posted at the last moment: whoever waits for it is answered
         finally:
             self.loop.close()
-            for future in exits.copied(self._unanswered):  # posted after the last turn, and before that
-                with contextlib.suppress(InvalidStateError):
-                    future.set_exception(self._over())
+            self._give_up()  # on what was posted after the last turn, and before that
+
+    def _give_up(self) -> None:
+        for future, coroutine in exits.copied(self._unanswered.items()):
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(self._over())
+            if coroutine is not None:
+                coroutine.close()
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Run the function on the loop soon. Takes no lock, so finalizers may call it.
@@ -101,14 +106,30 @@ class Portal:
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Run the function on the loop and give its result. Not for finalizers."""
         future: Future[T] = Future()
-        self._unanswered.add(future)
-        future.add_done_callback(self._unanswered.discard)
+        self._unanswered[future] = None
+        future.add_done_callback(self._answered)
         try:
             self.post(_fulfil, future, function, args)
         except LoaderClosedError:
-            self._unanswered.discard(future)
+            self._answered(future)
             self.stop_daemon()
             raise
+        return future
+
+    def _answered(self, future: Future[Any]) -> None:
+        self._unanswered.pop(future, None)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run the coroutine on the loop, and give its result; a loop that ends before gives an error."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError as error:
+            coroutine.close()
+            raise self._over() from error
+        self._unanswered[future] = coroutine
+        future.add_done_callback(self._answered)
+        if self.loop.is_closed():  # by now: perhaps nobody has seen that this one is unanswered
+            self._give_up()
         return future
 
     def launch_here(self, steps: Generator[Launch, None, None]) -> None:

@@ -49,7 +49,7 @@ def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
     except BaseException:
         coroutine.close()
         raise
-    future = asyncio.run_coroutine_threadsafe(coroutine, get_portal().loop)
+    future = get_portal().run(coroutine)
     try:
         return future.result()
     except SystemExit as error:
