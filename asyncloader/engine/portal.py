@@ -31,6 +31,7 @@ from asyncloader.backends.backend import Launch
 from asyncloader.backends.processes.launching import handlers_wait, try_descriptors
 from asyncloader.backends.processes.process import kill_all
 from asyncloader.engine import exits
+from asyncloader.engine.answer import Answer
 from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker import threads
@@ -105,7 +106,7 @@ class Portal:
 
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Run the function on the loop and give its result. Not for finalizers."""
-        future: Future[T] = Future()
+        future = Answer[T]()
         self._unanswered[future] = None
         future.add_done_callback(self._answered)
         try:
@@ -121,15 +122,15 @@ class Portal:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run the coroutine on the loop, and give its result; a loop that ends before gives an error."""
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        except RuntimeError as error:
-            coroutine.close()
-            raise self._over() from error
+        future = Answer[T]()
         self._unanswered[future] = coroutine
         future.add_done_callback(self._answered)
-        if self.loop.is_closed():  # by now: perhaps nobody has seen that this one is unanswered
-            self._give_up()
+        try:
+            self.post(_await, future, coroutine)
+        except LoaderClosedError:
+            self._answered(future)
+            coroutine.close()
+            raise
         return future
 
     def launch_here(self, steps: Generator[Launch, None, None]) -> None:
@@ -151,7 +152,7 @@ class Portal:
 
     def launch_apart(self, steps: Generator[Launch, None, None]) -> Future[None]:
         """Take the steps of a start, and launch what they launch in a thread of its own."""
-        future: Future[None] = Future()
+        future = Answer[None]()
         if self.is_closing:
             future.set_exception(exiting())
         else:
@@ -259,6 +260,21 @@ def _fulfil(future: Future[T], function: Callable[..., T], args: tuple[object, .
         future.set_exception(error)
     finally:
         del future  # it would be in a cycle with the error, whose traceback refers to this frame
+
+
+def _await(future: Future[T], coroutine: Coroutine[Any, Any, T]) -> None:
+    asyncio.ensure_future(coroutine).add_done_callback(partial(_tell, future))
+
+
+def _tell(future: Future[T], task: asyncio.Future[T]) -> None:
+    with contextlib.suppress(InvalidStateError):  # the loop has ended, and whoever waited was told
+        if task.cancelled():
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        elif (error := task.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

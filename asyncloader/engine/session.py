@@ -37,6 +37,7 @@ from asyncloader.engine.actions import (
     Send,
     Ticket,
 )
+from asyncloader.engine.answer import Answer
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import Portal
 from asyncloader.engine.recovery import Overdue
@@ -456,7 +457,7 @@ class Session:
         Returns:
             The error to raise, or None if the batch, or its error, will come after all.
         """
-        report: Future[BatchTimeoutError | None] = Future()
+        report = Answer[BatchTimeoutError | None]()
         self._reports.add(report)
         self.post(self._overdue, timeout_s, partial(self._answer, report))
         return report

@@ -25,7 +25,6 @@ import copy
 import logging
 import queue
 import threading
-from concurrent.futures import Future
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from asyncloader.engine import exits
+from asyncloader.engine.answer import Answer
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.taking import Item
 from asyncloader.errors import AsyncLoaderError, LoaderClosedError
@@ -77,7 +77,7 @@ class Question:
     def __init__(self, said: list[int]) -> None:
         self.said = said
         self.is_asked = False
-        self.answers: Future[list[list[int]]] = Future()
+        self.answers = Answer[list[list[int]]]()
         self.answers.set_running_or_notify_cancel()  # from now on nobody can cancel it
 
 

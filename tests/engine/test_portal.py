@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -125,6 +128,41 @@ def test_a_coroutine_that_a_loop_is_given_as_it_ends_is_told_that_it_is_over(mon
             each.result(5)
     with pytest.raises(LoaderClosedError, match="shutdown"):
         portal.run(asyncio.sleep(0))
+
+
+def _interrupted_where_a_lock_is_taken(call: Callable[[], object]) -> int:
+    """Raise KeyboardInterrupt where the function that takes a future's lock returns; return how often that was."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if frame.f_code is threading.Condition.__enter__.__code__ and event == "return":
+            count += 1
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt, TimeoutError):
+            call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_an_interrupt_leaves_no_lock_held_that_the_loop_takes() -> None:
+    """The loop stood still for all loaders of the process: a future's lock is taken by a function of Python."""
+    gate = threading.Event()
+    plain: Future[None] = Future()
+    assert _interrupted_where_a_lock_is_taken(lambda: plain.result(0)) == 1  # what would happen
+    portal = get_portal()
+    answer = portal.call(gate.wait)
+    assert _interrupted_where_a_lock_is_taken(lambda: answer.result(0.01)) == 0
+    assert _interrupted_where_a_lock_is_taken(lambda: portal.call(os.getpid)) == 0
+    gate.set()
+    assert answer.result(5)
+    assert portal.call(os.getpid).result(5) == os.getpid()
 
 
 def test_closing_ends_the_thread_and_the_loop() -> None:
