@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,8 +109,19 @@ def pickle_tickets(
         try:
             pickled.append((seq, dumps(_travelling(keys) if type(keys) in _PACKED else keys)))
         except Exception as error:
-            refused.append((seq, error))
+            refused.append((seq, _without_frames(error)))
     return pickled, refused
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an exception that is to be raised elsewhere, with the frames of the user's classes as a note.
+
+    Frames lead to their callers, and these refer to the exception: whoever it is raised in would stay in a cycle.
+    """
+    frames = traceback.format_tb(error.__traceback__)[1:]
+    if frames:
+        error.add_note(f"It was raised in:\n{''.join(frames)}".rstrip())
+    return error.with_traceback(None)
 
 
 def pack_tickets(tickets: list[PickledTicket], loans: Iterable[Any] = ()) -> bytes:

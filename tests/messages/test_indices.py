@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -62,3 +64,25 @@ def test_what_users_see(num_workers: int, shuffle: bool) -> None:
     wrong: DataLoader[Any] = DataLoader(Subset(data, [3, 100]), 2, num_workers=num_workers)
     with pytest.raises(IndexError):
         list(wrong)
+
+
+def test_why_keys_cannot_be_pickled_is_in_no_cycle() -> None:
+    """The consumer that it is raised in, and so the workers, would stay until a collection."""
+
+    class Refusal(Exception):
+        """Can be referred to weakly."""
+
+    class Key:
+        def __reduce__(self) -> Any:
+            raise Refusal
+
+    gc.disable()
+    try:
+        _, refused = pickle_tickets([(0, Key())])
+        ((_, error),) = refused
+        kept = weakref.ref(error)
+        assert "in __reduce__" in error.__notes__[0]
+        del refused, error, _
+        assert kept() is None
+    finally:
+        gc.enable()
