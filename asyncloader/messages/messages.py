@@ -114,7 +114,7 @@ def pickle_tickets(
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return an exception that is to be raised elsewhere, with the frames of the user's classes as a note.
+    """Return an exception that is raised later, with the frames of the user's classes as a note.
 
     Frames lead to their callers, and these refer to the exception: whoever it is raised in would stay in a cycle.
     """
