@@ -677,16 +677,16 @@ class Named(Squares):
 
 @places
 def test_tasks_threads_and_processes_have_names(place: dict[str, Any]) -> None:
-    """Tools that show what a program waits for show batch, sample and worker: asyncio pstree, py-spy, top."""
+    """Tools that show what a program waits for tell dataset, batch, sample and worker: asyncio pstree, py-spy, top."""
     here = process_name()
     names = {sample for batch in DataLoader(Named(), 5, collate_fn=list, **place) for sample in batch}  # type: ignore[arg-type]
     assert {task for task, _, _ in names} == {
-        f"batch {batch}, sample {sample}" for batch in range(4) for sample in range(5)
+        f"Named: batch {batch}, sample {sample}" for batch in range(4) for sample in range(5)
     }
     workers = {(thread, process) for _, thread, process in names}
     if not place["num_workers"]:
         assert workers == {("asyncloader", here)}
     elif place.get("worker_backend") == "thread":
-        assert workers == {("asyncloader worker 0", here), ("asyncloader worker 1", here)}
+        assert workers == {(f"asyncloader worker {worker} of Named", here) for worker in range(2)}
     else:
         assert workers == {("MainThread", "asyncloader 0"), ("MainThread", "asyncloader 1")}

@@ -65,6 +65,7 @@ class Overlap:
 
     def __init__(self, run: OverlapRun) -> None:
         self._run = run
+        self._name = type(run.spec.dataset).__name__
         self._auto_collation = run.spec.auto_collation
         self._free = run.spec.samples_at_once
         self._loop = GuardedLoop(asyncio.get_running_loop(), run.stop)
@@ -131,7 +132,7 @@ class Overlap:
         raise NotImplementedError
 
     def _spawn(self, job: Job, position: int, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(coroutine, name=f"batch {job.seq}, sample {position}")
+        task = self._loop.create_task(coroutine, name=f"{self._name}: batch {job.seq}, sample {position}")
         job.pending[position] = task
         return task
 

@@ -210,7 +210,8 @@ class OverlapLoop(TicketLoop):
                 return
             held = [self._maker.gathered(job)]
             if hasattr(type(held[0]), "__await__"):
-                task = self._loop.create_task(self._await_batch(job, held), name=f"batch {job.seq}, collate")
+                name = f"{type(self._maker.spec.dataset).__name__}: batch {job.seq}, collate"
+                task = self._loop.create_task(self._await_batch(job, held), name=name)
                 self._collating.add(task)
                 task.add_done_callback(partial(self._on_collated, held))
             else:

@@ -137,7 +137,7 @@ class LocalWorker:
 
     def start(self, spec: WorkerSpec, epoch: EpochSpec) -> None:
         """Start the thread, or the task."""
-        name = f"asyncloader worker {self.worker_id}"
+        name = f"asyncloader worker {self.worker_id} of {type(spec.dataset).__name__}"
         if self._on_thread:
             try:
                 self._thread = threads.start(partial(self._run, spec, epoch), name)
