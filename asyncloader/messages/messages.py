@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from asyncloader.epochs import Told
+from asyncloader.messages.failure import with_notes
 from asyncloader.messages.indices import Indices
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.modes import Modes
@@ -119,9 +120,8 @@ def _without_frames(error: Exception) -> Exception:
     Frames lead to their callers, and these refer to the exception: whoever it is raised in would stay in a cycle.
     """
     frames = traceback.format_tb(error.__traceback__)[1:]
-    if frames:
-        error.add_note(f"It was raised in:\n{''.join(frames)}".rstrip())
-    return error.with_traceback(None)
+    notes = [f"It was raised in:\n{''.join(frames)}".rstrip()] if frames else []
+    return with_notes(error.with_traceback(None), notes)
 
 
 def pack_tickets(tickets: list[PickledTicket], loans: Iterable[Any] = ()) -> bytes:

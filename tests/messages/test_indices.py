@@ -70,7 +70,10 @@ def test_why_keys_cannot_be_pickled_is_in_no_cycle() -> None:
     """The consumer that it is raised in, and so the workers, would stay until a collection."""
 
     class Refusal(Exception):
-        """Can be referred to weakly."""
+        """Can be referred to weakly, and lets nobody set anything, as a frozen dataclass."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
 
     class Key:
         def __reduce__(self) -> Any:
