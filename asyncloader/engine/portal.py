@@ -106,32 +106,31 @@ class Portal:
 
     def call(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Run the function on the loop and give its result. Not for finalizers."""
-        future = Answer[T]()
-        self._unanswered[future] = None
+        return self._promise(_fulfil, function, args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run the coroutine on the loop, and give its result; a loop that ends before gives an error."""
+        return self._promise(_await, coroutine, coroutine=coroutine)
+
+    def _promise(
+        self, begin: Callable[..., None], *args: object, coroutine: Coroutine[Any, Any, Any] | None = None
+    ) -> Future[Any]:
+        """Have this begun on the loop with a future, which is answered whatever becomes of the loop."""
+        future = Answer[Any]()
+        self._unanswered[future] = coroutine
         future.add_done_callback(self._answered)
         try:
-            self.post(_fulfil, future, function, args)
+            self.post(begin, future, *args)
         except LoaderClosedError:
             self._answered(future)
+            if coroutine is not None:
+                coroutine.close()
             self.stop_daemon()
             raise
         return future
 
     def _answered(self, future: Future[Any]) -> None:
         self._unanswered.pop(future, None)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run the coroutine on the loop, and give its result; a loop that ends before gives an error."""
-        future = Answer[T]()
-        self._unanswered[future] = coroutine
-        future.add_done_callback(self._answered)
-        try:
-            self.post(_await, future, coroutine)
-        except LoaderClosedError:
-            self._answered(future)
-            coroutine.close()
-            raise
-        return future
 
     def launch_here(self, steps: Generator[Launch, None, None]) -> None:
         """Take the steps of a start on the loop, and launch what they launch in the calling thread."""

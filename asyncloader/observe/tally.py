@@ -5,9 +5,8 @@
 
 A row is a list of numbers: durations in seconds, or times and counts that durations are worked out of when rows are
 folded. It is kept as it is and folded together with others by numpy: 0.5 us a row, where counting eight columns one by
-one in Python took 4 us. Buckets are an eighth of an octave wide, so a quantile
-is right to within 5 %. Rows in hand lie in an array: as tuples they took six times the memory, and pushed from the
-processor's cache what the next batch needed.
+one in Python took 4 us. Buckets are an eighth of an octave wide, so a quantile is right to within 5 %. Rows in hand lie
+in an array: as tuples they took six times the memory, and pushed from the processor's cache what the next batch needed.
 
 One thread, or several that take turns under a lock, may add; any may take a snapshot, without a lock: what is folded
 and what is in hand change together, in one assignment.
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 Columns: TypeAlias = Callable[[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]
-"""Makes the columns of a tally of the columns of rows."""
+"""Makes the columns of a tally of those of rows, as many."""
 
 _FOLD_AT = 256
 _PER_OCTAVE: Final = 8
@@ -40,12 +39,12 @@ class Folded(NamedTuple):
     longest: npt.NDArray[np.float64]
     buckets: npt.NDArray[np.int64]  # (columns, _BUCKETS)
 
-    def with_rows(self, rows: array[float], width: int, columns: Columns, late: int) -> Folded:
+    def with_rows(self, rows: array[float], columns: Columns, late: int) -> Folded:
         """Return the sum of these and those; the last ``late`` columns of the very first row do not count."""
         if not rows:
             return self
-        values = np.maximum(columns(np.array(rows).reshape(-1, width).T), 0.0).T
-        count = values.shape[1]
+        count = len(self.sums)
+        values = np.maximum(columns(np.array(rows).reshape(-1, count).T), 0.0).T
         begins = count if self.rows else count - late
         values[0, begins:] = 0.0
         places = np.log2(np.maximum(values * 1e6, 0.5)) * _PER_OCTAVE + 1
@@ -71,13 +70,12 @@ class Tally:
     Args:
         count: How many columns there are.
         late: How many of them, the last ones, count from the second row on.
-        width: How many numbers a row has; one for each column, if ``columns`` is not given.
-        columns: Makes the columns of those of rows.
+        columns: Makes them of the numbers of rows; those themselves by default.
     """
 
-    def __init__(self, count: int, late: int = 0, width: int | None = None, columns: Columns = list) -> None:
-        self._how = width or count, columns, late
-        self._full = (width or count) * _FOLD_AT
+    def __init__(self, count: int, late: int = 0, columns: Columns = list) -> None:
+        self._how = columns, late
+        self._full = count * _FOLD_AT
         self._state: tuple[Folded, array[float]] = (_empty(count), array("d"))
         self._rows = self._state[1]
 
