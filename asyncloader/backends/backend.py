@@ -130,12 +130,12 @@ class Backend(Protocol):
         """Whether launching one may take seconds, in whichever thread."""
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
-        """Start one worker after the other; `started` is called after each: it can be given tickets before the next.
+        """Start the workers, some at a time; `started` is called each time: these can be given tickets before the next.
 
         On failure those that did start are ended.
 
         Yields:
-            What launches the next one, to be called, in any thread, before the next step.
+            What launches the next ones, to be called, in any thread, before the next step.
         """
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:

@@ -205,7 +205,7 @@ class Session:
             self.portal.sessions.add(self)  # until the pool tells of its end
             self._loop.on_error = self._on_error
             self._move(State.OPEN)
-            self._read_inbox()  # each worker finds its tickets waiting, and works while the next one is started
+            self._read_inbox()  # workers find their tickets waiting, and work while the next ones are started
             yield from self.pool.start(self.run.epoch, self.flush)
         except BaseException as error:
             if not isinstance(error, GeneratorExit):  # whoever launched them was interrupted, and has no iterator

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import Any
 
 from asyncloader.messages.failure import with_notes
@@ -27,8 +26,8 @@ def serve(
 ) -> None:
     """Stay until told to end; see :func:`asyncloader.worker.bootstrap.start`, which calls it."""
     channel = WorkerChannel(channel_end)
-    with contextlib.suppress(OSError):  # as `top`, `pstree` and `py-spy` show it; Linux only, 15 characters
-        Path("/proc/self/comm").write_text(f"asyncloader {worker_id}")
+    with contextlib.suppress(OSError), open("/proc/self/comm", "wb", 0) as file:  # Linux only, 15 characters
+        file.write(b"asyncloader %d" % worker_id)  # as `top`, `pstree` and `py-spy` show it
     try:
         loop = make_loop(worker_id, ProcessTransport(worker_id, channel, arena), epoch, _opened(source))
         del source

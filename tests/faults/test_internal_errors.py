@@ -241,10 +241,11 @@ TRUSTED = {
     "WorkerProcess._move",  # sets an attribute, when the process is gone
     "start",
     "LocalWorker.start",
-    "WorkerProcess.start",
+    "WorkerProcess.launch",
+    "launch_all",
     "LocalPool._start_one",
     "carry_out",
-    "Pool._start_one",
+    "Pool._start_some",
     "Pool._start_other",
     "WorkerProcess._connect",
     "open_pair",

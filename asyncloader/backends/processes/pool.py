@@ -23,7 +23,7 @@ from typing import Any
 from asyncloader.backends.backend import END_GRACE_S, Launch, Listener
 from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
-from asyncloader.backends.processes.process import WorkerProcess
+from asyncloader.backends.processes.process import WorkerProcess, launch_all
 from asyncloader.errors import could_not_start
 from asyncloader.messages.copied_dataset import CopiedDataset
 from asyncloader.messages.failure import with_notes
@@ -44,6 +44,9 @@ from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
+
+_AT_ONCE = 8
+"""So many workers are launched before the first of them are given tickets: each of these steps costs the next fork."""
 
 
 class Pool:
@@ -117,25 +120,27 @@ class Pool:
             warn(news)
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
-        """Start one process after the other; `started` is called after each. On failure those that did start are ended.
+        """Start the processes, some at a time; `started` is called each time. On failure all of them are ended.
 
         Yields:
-            What launches the next process, or deals with all of them, to be called before the next step.
+            What launches the next ones, or deals with all of them, to be called before the next step.
 
         Raises:
             WorkerStartError: if the system has no room.
         """
         self._epoch = epoch
         self._is_starting = True
+        workers = range(self._spec.num_workers)
         try:
-            for worker in range(self._spec.num_workers):
-                if self._closing:  # while one was being launched
+            for first in workers[::_AT_ONCE]:
+                if self._closing:  # while others were being launched
                     break
-                self._outstanding[worker] = 0
                 begun = self._epoch
-                self.processes[worker] = yield from self._start_one(worker, begun)
-                if self._epoch is not begun:  # while it was being launched
-                    self.processes[worker].channel.send(Kind.EPOCH, pickle.dumps(self._epoch))
+                for process in (yield from self._start_some(workers[first : first + _AT_ONCE], begun)):
+                    self._outstanding[process.worker_id] = 0
+                    self.processes[process.worker_id] = process
+                    if self._epoch is not begun:  # while it was being launched
+                        process.channel.send(Kind.EPOCH, pickle.dumps(self._epoch))
                 started()
             if not self._closing:
                 yield partial(self._adopt, self.processes.values())
@@ -147,23 +152,31 @@ class Pool:
             if self._closing:
                 self.end(0.0)
 
-    def _start_one(self, worker: int, epoch: EpochSpec) -> Generator[Launch, None, WorkerProcess]:
-        process = WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps)
-        loans = WorkerLoans(self._slabs)
+    def _start_some(self, workers: Iterable[int], epoch: EpochSpec) -> Generator[Launch, None, list[WorkerProcess]]:
+        """Start processes, all or none; what is yielded launches them.
+
+        Raises:
+            WorkerStartError: if the system has no room for one of them.
+        """
+        started = {
+            WorkerProcess(worker, self._loop, self, overlaps=self._spec.overlaps): WorkerLoans(self._slabs)
+            for worker in workers
+        }
+        of_all = self._source_of(epoch), self._slabs.handle(), epoch, self._spec.thread
+        launches = [partial(each.launch, self._context, loans.starting, *of_all) for each, loans in started.items()]
         try:
-            yield from process.start(
-                self._context,
-                loans.starting,
-                self._source_of(epoch),
-                self._slabs.handle(),
-                epoch,
-                self._spec.thread,
-            )
-        except BaseException:
-            loans.reclaim()
+            yield partial(launch_all, self._context, launches)
+            for process in started:
+                process.watch(is_forked=not self.takes_long)
+        except BaseException as error:
+            for process, loans in started.items():
+                process.close()
+                loans.reclaim()
+            if isinstance(error, OSError):
+                raise could_not_start(error) from error
             raise
-        self._loans[process] = loans
-        return process
+        self._loans |= started
+        return list(started)
 
     def _source_of(self, epoch: EpochSpec) -> Any:
         """Return what a worker that is started now works with, or calls for it."""
@@ -207,7 +220,7 @@ class Pool:
 
     def _start_other(self, worker: int, num_workers: int) -> WorkerProcess:
         epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
-        process = carry_out(self._start_one(worker, epoch._replace(num_workers=num_workers)))
+        (process,) = carry_out(self._start_some([worker], epoch._replace(num_workers=num_workers)))
         try:
             self._adopt([process])
         except BaseException:

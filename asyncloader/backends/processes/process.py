@@ -22,8 +22,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -35,7 +34,6 @@ from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.channel import Channel, open_pair
 from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import Forking, handlers_wait, masked, start_process, try_descriptors
-from asyncloader.errors import could_not_start
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import EpochSpec, Kind
@@ -63,6 +61,22 @@ class Owner(Protocol):
 
     def on_exit(self, worker: WorkerProcess, expected: bool) -> None:
         """The process is gone; what it had sent before has been given to `on_frame`."""
+
+
+def launch_all(context: BaseContext, launches: Iterable[Launch]) -> None:
+    """Launch processes, one right after the other: between two forks each page that is written to is copied.
+
+    No signal ends a worker before it has settled, and no handler leaves a process that nobody knows.
+    """
+    method = context.get_start_method()
+    if method != "fork":
+        with masked(signal.SIG_UNBLOCK, ()):  # it leaves signals unblocked that were not
+            resource_tracker.ensure_running()
+    if method == "forkserver":
+        fresh.start_server()
+    with handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
+        for launch in launches:
+            launch()
 
 
 class WorkerProcess:
@@ -109,7 +123,7 @@ class WorkerProcess:
 
     # -------------------------------------------------------------------------------------------------- start
 
-    def start(
+    def launch(
         self,
         context: BaseContext,
         forking: Forking,
@@ -117,33 +131,30 @@ class WorkerProcess:
         arena: Any,
         epoch: EpochSpec,
         thread: IteratingThread | None,
-    ) -> Iterator[Launch]:
-        """Start the process. In the middle what launches it is yielded, to be called in any thread.
+    ) -> None:
+        """Launch the process. By `launch_all`, in any thread; the loop's may call `watch` afterwards, or `close`.
 
         Raises:
-            WorkerStartError: if the system has no room for it.
+            OSError: if the system has no room for it.
         """
         method = context.get_start_method()
+        try_descriptors(_DESCRIPTORS)
+        ends = self._connect()
         try:
-            try_descriptors(_DESCRIPTORS)
-            ends = self._connect()
-            try:
-                main = fresh.main_module() if fresh.imports_main(context) else {}
-                initargs = (self.worker_id, ends, Later((source, arena, epoch)), method, thread, main)
-                yield partial(self._launch, context, forking, initargs)
-            finally:
-                ends.close()
-            self._watch()
-            self._move(WorkerState.RUNNING)
-            self.started_at = time.monotonic()
-            if method == "fork":
-                self._up_timer = self._loop.call_later(_UP_S, self._on_late)
-        except OSError as error:
-            self._close()
-            raise could_not_start(error) from error
-        except BaseException:
-            self._close()
-            raise
+            main = fresh.main_module() if fresh.imports_main(context) else {}
+            args = (self.worker_id, ends, Later((source, arena, epoch)), method, thread, main)
+            process = fresh.make_process(context, bootstrap.start, args)
+            with forking():
+                if method == "fork":
+                    wait_drawn()
+                start_process(process)
+                self._process = process
+                self.pid = process.pid or -1
+                with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
+                    self._descriptors["pid"] = os.pidfd_open(self.pid)
+        finally:
+            ends.close()
+        self.started_at = time.monotonic()
 
     def _connect(self) -> Ends:
         ours, theirs = open_pair()
@@ -159,36 +170,26 @@ class WorkerProcess:
             raise
         return ends
 
-    def _launch(self, context: BaseContext, forking: Forking, args: tuple[Any, ...]) -> None:
-        if context.get_start_method() != "fork":
-            with masked(signal.SIG_UNBLOCK, ()):  # it leaves signals unblocked that were not
-                resource_tracker.ensure_running()
-        if context.get_start_method() == "forkserver":
-            fresh.start_server()
-        process = fresh.make_process(context, bootstrap.start, args)
-        # No signal may end the worker before it has settled, and no handler leave a process that nobody knows.
-        with forking(), handlers_wait(), masked(signal.SIG_BLOCK, signal.valid_signals()):
-            if context.get_start_method() == "fork":
-                wait_drawn()
-            start_process(process)
-            self._process = process
-            self.pid = process.pid or -1
-            with contextlib.suppress(ProcessLookupError):  # the fork server may have reaped it
-                self._descriptors["pid"] = os.pidfd_open(self.pid)
-
     def running(self) -> Running | None:
         """Return the process for an executor, or None if it is gone. In any thread."""
         with self._closing:
             pidfd = self._descriptors.get("pid")
             return None if pidfd is None else Running(self.pid, pidfd)
 
-    def _watch(self) -> None:
-        """Hear of the process. Not before it is known: it may be up, or gone, before its launcher has its next turn."""
+    def watch(self, *, is_forked: bool) -> None:
+        """Hear of the process. It may be up, or gone, before the loop has its next turn.
+
+        Raises:
+            OSError: if the system has no room for that.
+        """
         self.channel = Channel(self._loop, self._sock, self._on_frame, self._on_channel_closed)
         self.channel.open()
         self._watch_exit()
         os.set_blocking(self._descriptors["output"], False)
         self._loop.add_reader(self._descriptors["output"], self._on_output)
+        self._move(WorkerState.RUNNING)
+        if is_forked:
+            self._up_timer = self._loop.call_later(_UP_S, self._on_late)
 
     def _watch_exit(self) -> None:
         if "pid" in self._descriptors:
@@ -276,7 +277,7 @@ class WorkerProcess:
         try:
             self.channel.drain()
         finally:
-            self._close()
+            self.close()
         owner = self._owner
         del self._owner, self._process  # no cycle may keep descriptors open
         owner.on_exit(self, expected)
@@ -336,7 +337,7 @@ class WorkerProcess:
         with self._closing, contextlib.suppress(KeyError, ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self._descriptors["pid"], number)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as steps:  # from the last one up
             steps.callback(self._dead.set)

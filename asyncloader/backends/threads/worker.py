@@ -117,7 +117,7 @@ class LocalWorker:
         self._task: asyncio.Task[None] | None = None
         self._dataset: Any = None
         self._on_thread = on_thread
-        self._home = home or loop.loop
+        self._home = loop if home is None else GuardedLoop(home, partial(loop.call_soon_threadsafe, loop.fail))
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._first_seq: int | None = None
@@ -146,7 +146,7 @@ class LocalWorker:
         else:
             self._dataset = spec.dataset
             self._at_home(self._start_at_home, spec, epoch, name)
-            if self._home is self._loop.loop:
+            if self._home is self._loop:
                 self._silence = self._loop.call_later(_SILENT_S, self._tell_of_silence)
         self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()

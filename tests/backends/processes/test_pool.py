@@ -63,13 +63,20 @@ class Played:
         self.heard: list[Any] = []
         self.made.append(self)
 
-    def start(self, context: Any, forking: Any, source: Any, arena: Any, epoch: EpochSpec, thread: Any) -> Any:
+    def launch(self, context: Any, forking: Any, source: Any, arena: Any, epoch: EpochSpec, thread: Any) -> None:
         """Be launched."""
         self.source, self.epoch = source, epoch
-        yield lambda: self.heard.append("launched")
         if self.worker_id == self.refused:
             raise OSError("no room")
+        self.heard.append("launched")
+
+    def watch(self, *, is_forked: bool) -> None:
+        """Be there."""
         self.is_alive = True
+
+    def close(self) -> None:
+        """Note it."""
+        self.heard.append("closed")
 
     def running(self) -> Any:
         """Return what an executor is given."""
@@ -145,6 +152,8 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlabPool]:
     made = make_pool()
     monkeypatch.setattr(module, "slab_pool", lambda: made)
     monkeypatch.setattr(module, "WorkerProcess", Played)
+    monkeypatch.setattr(module, "launch_all", lambda context, launches: [launch() for launch in launches])
+    monkeypatch.setattr(module, "_AT_ONCE", 1)
     monkeypatch.setattr(Played, "made", [], raising=False)
     yield made
     made.close()
@@ -191,7 +200,7 @@ def left_out(seq: int) -> Outcome:
 
 
 def test_each_is_told_of_as_it_is_started(make: Make) -> None:
-    """It can be given tickets before the next one is launched."""
+    """It can be given tickets before the next one is launched, where they are launched one by one."""
     pool, heard, (first, second) = make()
     assert heard.told == [("started", 1), ("started", 2)]
     assert pool.processes == {0: first, 1: second}
@@ -204,13 +213,15 @@ def test_each_is_told_of_as_it_is_started(make: Make) -> None:
 
 
 def test_where_one_cannot_be_started_the_others_are_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and it has no loans."""
-    monkeypatch.setattr(Played, "refused", 1)
-    with pytest.raises(OSError, match="no room"):
-        make(3)
-    first, second = Played.made
-    assert first.heard == ["launched", ("end", 0.0)]
-    assert second.owner._loans.keys() == {first}
+    """At once, those that were launched with it and those before; neither it nor they have loans."""
+    monkeypatch.setattr(Played, "refused", 2)
+    monkeypatch.setattr(module, "_AT_ONCE", 2)
+    with pytest.raises(WorkerStartError, match="no room"):
+        make(5)
+    first, second, third, fourth = Played.made
+    assert first.heard == second.heard == ["launched", ("end", 0.0)]
+    assert third.heard == fourth.heard == ["closed"]
+    assert first.owner._loans.keys() == {first, second}
 
 
 def test_what_is_pickled_once_is_given_to_every_worker(make: Make) -> None:
@@ -238,7 +249,7 @@ def test_a_fork_server_that_cannot_be_begun_with_is_for_the_launch_to_tell(
 
 
 def test_closed_between_two_launches(make: Make) -> None:
-    """No other one is launched; those that were are ended, and only then it is closed."""
+    """No others are launched; those that were are ended, and only then it is closed."""
     pool, heard, processes = make(0)
     pool._spec = replace(pool._spec, num_workers=3)
     pool.listener = heard
@@ -441,11 +452,11 @@ def test_a_worker_stays_where_no_other_can_be_started(make: Make, monkeypatch: p
     """It is as it was; the place of one that has died is free."""
     pool, heard, (first, second) = make()
     monkeypatch.setattr(Played, "refused", 0)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(WorkerStartError, match="no room"):
         pool.add(0, 2)
     assert (pool.processes, first.heard, heard.told[2:]) == ({0: first, 1: second}, ["launched"], [])
     first.exit()
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(WorkerStartError, match="no room"):
         pool.add(0, 2)
     assert pool.processes == {1: second}
 

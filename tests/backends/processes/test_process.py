@@ -217,15 +217,15 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
-        launch = process.WorkerProcess._launch
+        launch_all = process.launch_all
 
-        def launch_late(worker: process.WorkerProcess, context: Any, *args: Any) -> None:
+        def launch_late(context: Any, launches: Any) -> None:
             if context.get_start_method() != "fork":
                 self.reached.set()
                 assert self.open.wait(60)
-            launch(worker, context, *args)
+            launch_all(context, launches)
 
-        monkeypatch.setattr(process.WorkerProcess, "_launch", launch_late)
+        monkeypatch.setattr(pool, "launch_all", launch_late)
 
 
 async def test_a_start_that_takes_long_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,8 @@ async def test_other_numbers_of_workers_while_it_starts(monkeypatch: pytest.Monk
 
 
 async def test_closed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker that is being launched is ended, no other one is begun with, and only then it is closed."""
+    """Those that are being launched are ended, no others are begun with, and only then it is closed."""
+    monkeypatch.setattr(pool, "_AT_ONCE", 1)
     gate = Gate(monkeypatch)
     iterator = aiter(DataLoader(Squares(), num_workers=2, multiprocessing_context="forkserver"))
     await asyncio.to_thread(gate.reached.wait, 60)
@@ -360,8 +361,9 @@ def test_representations(tmp_path: Path) -> None:
     assert isinstance(session.pool, pool.Pool)
 
 
-def test_a_worker_begins_before_the_next_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first tickets are in its socket by then."""
+def test_workers_begin_before_the_next_ones_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first tickets are in their sockets by then."""
+    monkeypatch.setattr(pool, "_AT_ONCE", 1)
     has_begun = multiprocessing.get_context("fork").Event()
 
     class Telling(Squares):
@@ -369,13 +371,13 @@ def test_a_worker_begins_before_the_next_one_is_started(monkeypatch: pytest.Monk
             has_begun.set()
             return index
 
-    start = process.WorkerProcess.start
+    launch = process.WorkerProcess.launch
 
-    def start_late(worker: process.WorkerProcess, *args: Any) -> Any:
+    def launch_late(worker: process.WorkerProcess, *args: Any) -> None:
         assert worker.worker_id == 0 or has_begun.wait(20)
-        return start(worker, *args)
+        launch(worker, *args)
 
-    monkeypatch.setattr(process.WorkerProcess, "start", start_late)
+    monkeypatch.setattr(process.WorkerProcess, "launch", launch_late)
     assert squares_of(DataLoader(Telling(), num_workers=2, multiprocessing_context="fork")) == list(range(8))
 
 
@@ -391,13 +393,12 @@ def test_a_worker_is_up_before_its_trainer_has_its_turn(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it says while the thread that forked it waits for a turn is heard: nobody takes it for one that hangs."""
-    launch = process.WorkerProcess._launch
 
     def launch_and_wait(*args: Any) -> None:
-        launch(*args)
+        process.launch_all(*args)
         time.sleep(0.3)  # in the thread of the consumer: the loop turns
 
-    monkeypatch.setattr(process.WorkerProcess, "_launch", launch_and_wait)
+    monkeypatch.setattr(pool, "launch_all", launch_and_wait)
     monkeypatch.setattr(process, "_UP_S", 0.2)
     loader = DataLoader(Patient(), num_workers=2, multiprocessing_context="fork")
     assert squares_of(loader) == list(range(8))
