@@ -279,7 +279,7 @@ class WorkerProcess:
         finally:
             self.close()
         owner = self._owner
-        del self._owner, self._process  # no cycle may keep descriptors open
+        del self._owner  # otherwise a cycle
         owner.on_exit(self, expected)
 
     def _on_output_rest(self) -> None:
@@ -340,6 +340,7 @@ class WorkerProcess:
     def close(self) -> None:
         """Let go of everything, whatever of it fails."""
         with contextlib.ExitStack() as steps:  # from the last one up
+            steps.callback(vars(self).pop, "_process", None)  # it has pipes, and an error may hold this object
             steps.callback(self._dead.set)
             steps.callback(self._move, WorkerState.DEAD)
             steps.callback(self._tell_stack)
