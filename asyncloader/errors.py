@@ -272,12 +272,12 @@ def timed_out(
 ) -> BatchTimeoutError:
     """Build the error for a batch that did not come in time.
 
-    ``why`` says why there is no stack; after so many ``tries`` the batch is given up; ``may_retry`` says that another
-    worker could try it, if the loader was told to.
+    ``why`` says why there is no stack, or why no worker has the batch; after so many ``tries`` the batch is given up;
+    ``may_retry`` says that another worker could try it, if the loader was told to.
     """
     words = f"DataLoader timed out after {timeout_s} seconds."
     if worker is None:
-        words += " No worker has the awaited batch: it waits for one, or it is being joined or pinned."
+        words += f" No worker has the awaited batch: {why or 'it waits for one, or it is being joined or pinned'}."
         return BatchTimeoutError(words, timeout_s=timeout_s)
     which = "is of an iterable dataset" if _is_of_a_stream(keys) else f"has the indices {describe_keys(keys)}"
     words += f" The awaited batch {which}; worker {worker} (pid {pid}) has it. "

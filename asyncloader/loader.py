@@ -35,7 +35,14 @@ from asyncloader.options import (
     first_workers,
     implied_by,
 )
-from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, WorkerProvider, accept_iterable
+from asyncloader.protocols import (
+    AsyncBatchDataset,
+    AsyncDataset,
+    AsyncIterableDataset,
+    SuppliesKeys,
+    WorkerProvider,
+    accept_iterable,
+)
 from asyncloader.run.checkpoint import check
 from asyncloader.run.in_step import enrol, in_step
 from asyncloader.run.plan import samplers_within
@@ -182,6 +189,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         _import_iterators()
         accept_iterable(dataset)
+        if isinstance(dataset, SuppliesKeys) and sampler is None and batch_sampler is None:
+            if shuffle:
+                raise ConfigurationError(f"{type(dataset).__name__} brings its own order: shuffle=True has no meaning")
+            sampler = dataset.make_sampler()
         # Torch does not know of workers that a provider brings. It refuses these two options where it sees no workers.
         seen = num_workers != 0 or isinstance(_backend(worker_backend), str)
         with one_walks(dataset):

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, Sampler, StackDataset, Subset
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -222,6 +222,31 @@ def _is_async_itself(dataset: Any) -> bool:
         or inspect.iscoroutinefunction(probe(dataset, "__getitems__"))
         or is_resource(dataset)
     )
+
+
+class SuppliesKeys(Dataset[T_co]):
+    """A map-style dataset that brings its own sampler, because it alone knows which keys there are, or will be.
+
+    The loader uses that sampler where it is given none. If the sampler's class says ``keys_arrive = True``, its
+    iterator, an `ArrivingKeys`, is not asked for keys that are not there yet.
+    """
+
+    def make_sampler(self) -> Sampler[Any]:
+        """Return a sampler of its keys, one sample each."""
+        raise NotImplementedError
+
+
+class ArrivingKeys(Protocol):
+    """An iterator over keys that become known as time goes by. Its `next` waits for the next key, or for the end."""
+
+    def __next__(self) -> Any:
+        """Return the next key."""
+
+    def arrived(self, count: int, tell: Callable[[], object]) -> bool:
+        """Return whether so many keys, or what comes in their place at the end, can be had without waiting.
+
+        If not, ``tell`` is called once, in any thread, as soon as they can.
+        """
 
 
 def makes_processes(context: BaseContext | None) -> bool:

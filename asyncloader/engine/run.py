@@ -5,7 +5,8 @@
 
 Consumers and the loop thread share it; each side has methods of its own, and each attribute one side that writes it.
 The sampler is read when torch would read it: as far as the window, then one batch of keys for each batch taken. A
-consumer that would wait anyway also reads on for run-ahead. Nothing waits in here.
+consumer that would wait anyway also reads on for run-ahead. Where the keys themselves are waited for (`arrives` of a
+plan), whoever brings them reads on as well. Nothing waits in here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from asyncloader.engine import exits
@@ -25,6 +27,7 @@ from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.taking import Item, Taking, failed
 from asyncloader.engine.tracks import Track, make_tracks
+from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.snapshot import Frozen, Start
@@ -48,6 +51,7 @@ class Run:
         taking: The consumers' end of the hand-off.
         inbox: Keys that were read, for the loop thread.
         plan_ended: The sampler has no more keys behind these.
+        awaits_keys: The next ones are still to arrive; whoever brings them calls `keys_came`.
         handoff: Items that consumers can take.
         exhausted: Everything was taken, and a consumer knows it: what `close` drops was not taken.
         ended: Everything that was planned has been handed over. Written by the loop thread, as all that follows.
@@ -88,7 +92,9 @@ class Run:
         self.inbox: deque[Any] = deque()
         self.plan_ended = False
         self._planned = self.taken
-        self._plan = plan
+        self._plan: Any = plan
+        self._arrives = getattr(plan, "arrives", False)
+        self.awaits_keys = False
         self._plan_error: Exception | None = None
         # What consumers were woken for, and figures were told.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
@@ -176,6 +182,15 @@ class Run:
             self.exhausted = True
             raise StopIteration
 
+    def keys_came(self) -> None:
+        """Read on as far as the window: keys have come that were to be read. In the thread that brings them."""
+        with self._lock:
+            self.awaits_keys = False
+            if not (self.closed or self.error is not None):
+                with contextlib.suppress(LoaderClosedError):  # nobody makes batches any more
+                    self._read(self._window_end())
+        self.handoff.wake()
+
     def check(self) -> None:
         """Raise what has ended the run, after all that is ready: to each consumer once, a thread or a task.
 
@@ -201,7 +216,7 @@ class Run:
             return True
         if self._plan_error is not None:
             return self._is_plan_error_due()
-        return not self.plan_ended and self._may_read() > self._planned
+        return not (self.plan_ended or self.awaits_keys) and self._may_read() > self._planned
 
     def _read(self, until: int) -> None:
         """Read the sampler on, until so many batches of keys were read in all. With the lock held.
@@ -212,6 +227,9 @@ class Run:
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:
             try:
+                if self._arrives and (self.awaits_keys or self._plan.awaits(partial(_keys_came, weakref.ref(self)))):
+                    self.awaits_keys = True
+                    break
                 # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
                 for keys in self._plan:
                     self._planned += 1
@@ -330,3 +348,8 @@ class Run:
         if may_be_over and scheduler.is_finished and not self.ended and self.error is None:
             self.ended = True
             self.handoff.wake_all()
+
+
+def _keys_came(run: weakref.ref[Run]) -> None:
+    if (alive := run()) is not None:
+        alive.keys_came()

@@ -479,7 +479,8 @@ class Session:
             waits_on = bool(self.run.scheduler.resting) or self.supervisor.recovery.waits_on(
                 timeout_s, silent_s, is_anybody_there=is_anybody_there
             )
-            tell(None if waits_on else timed_out(timeout_s))
+            why = "its keys have not arrived" if self.run.awaits_keys else ""
+            tell(None if waits_on else timed_out(timeout_s, why=why))
             return
         process.ask_stack(ticket.number, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
 

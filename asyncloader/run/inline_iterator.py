@@ -157,7 +157,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         run = self._run
         with run.taking.progress.lock:
             if (item := self._take(run, call, asked_at)) is None and run.lacks(run.handoff.waiting + 1):
-                run.read()
+                run.read_what_is_there()
         if run.to_do:
             run.kick()
         elif run.is_over:

@@ -105,7 +105,9 @@ class InlineRun:
         self.to_do: deque[tuple[int, Any]] = deque()
         self.making = threading.Lock()
         self.plan_ended = self.is_torn = self.closed = False
-        self._plan = plan
+        self._plan: Any = plan
+        self._arrives = getattr(plan, "arrives", False)
+        self._awaits_keys = False  # whoever brings them calls `keys_came`
         self._make = maker.make
         self._pin = pin
         self._aside = aside
@@ -129,7 +131,20 @@ class InlineRun:
 
     def lacks(self, tasks: int) -> bool:
         """Whether nobody is to make a batch for some of so many tasks, and there are more of them."""
-        return not self.plan_ended and len(self.to_do) < tasks
+        return not (self.plan_ended or self._awaits_keys) and len(self.to_do) < tasks
+
+    def read_what_is_there(self) -> None:
+        """Read the keys of another batch, unless they are still to arrive. For tasks, which may not wait for them."""
+        with self.taking.progress.lock:
+            self._awaits_keys = self._arrives and self._plan.awaits(partial(_keys_came, weakref.ref(self)))
+            if not self._awaits_keys:
+                self.read()
+
+    def keys_came(self) -> None:
+        """Have tasks look again: keys have come that were to be read. In the thread that brings them."""
+        with self.taking.progress.lock:
+            self._awaits_keys = False
+        self.handoff.wake()
 
     def read(self) -> bool:
         """Read the keys of another batch of the sampler, unless this has come to its end."""
@@ -249,6 +264,11 @@ class InlineRun:
             bad = [sample.key for sample in outcome.bad]
             self.taking.limit.faults.left_out.append(bad if self._is_batched else bad[0])
         return Item(outcome, seq, 0) if self._is_stream else Item(outcome, seq, 0, None, seq, keys)
+
+
+def _keys_came(run: weakref.ref[InlineRun]) -> None:
+    if (alive := run()) is not None:
+        alive.keys_came()
 
 
 _runs: weakref.WeakSet[InlineRun] = weakref.WeakSet()

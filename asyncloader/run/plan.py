@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from types import GeneratorType
 from typing import Any, NamedTuple
@@ -53,7 +53,8 @@ _torch_iter = BatchSampler.__iter__
 class Plan:
     """Iterator over the batches of keys of one epoch; VOID in place of those that were yielded before the run.
 
-    Read with the lock of the progress held: states are made under it, and say how often the sampler was asked.
+    Read with the lock of the progress held: states are made under it, and say how often the sampler was asked. One
+    whose keys arrive as time goes by is asked when they are there (`awaits`).
 
     torch's own BatchSampler is taken apart, so that the state of the iterator over the sampler within can be had, and
     what is skipped is not put into batches first. Not if somebody has drawn from its iterator: that is read on.
@@ -100,7 +101,9 @@ class Plan:
         iterated = index_sampler.sampler if self._takes_apart else index_sampler
         self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
         self._is_elastic = self._is_exact and is_elastic(iterated)
-        self._keeps_out = True  # blocks of samples, while the sampler is read: it may draw from global generators
+        self.arrives = probe(iterated, "keys_arrive") is True  # its iterator knows whether it has keys: `ArrivingKeys`
+        # Blocks of samples, while the sampler is read: it may draw from global generators.
+        self._keeps_out = not self.arrives
         self._is_stateful: bool | None = None  # known when the iterator within is there
         self._has_state = False
         self._pace = pace
@@ -135,6 +138,16 @@ class Plan:
         progress.read_batch(count)
         self._held = _NOTHING
         return keys
+
+    def awaits(self, tell: Callable[[], object]) -> bool:
+        """Whether the next keys are still to arrive: then ``tell`` is called once, in any thread, when they have."""
+        if self._held is not _NOTHING or self._ended_by:
+            return False
+        if self._inner is None:
+            self._inner = iter(self._index_sampler.sampler)
+        arrived = getattr(self._inner, "arrived", None)  # None: it is at its end, and another stands in its place
+        count = self._index_sampler.batch_size - len(self._begun) if self._takes_apart else 1
+        return arrived is not None and not arrived(count, tell)
 
     def _ask(self) -> None:
         """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""
@@ -194,11 +207,13 @@ class Plan:
     def read_ahead(self, asked: int) -> None:
         """Ask the sampler now until it was asked so often in all; the answers are given out in their turn.
 
-        Not one whose order is a function of positions, which draws from no generator; and other ranks and batch sizes
-        ask it differently.
+        Not one whose order is a function of positions, nor one whose keys arrive, which draw from no generator; and
+        other ranks and batch sizes ask the former differently.
         """
         answers: list[Any] = []
-        while not self._is_elastic and self._progress.replied < asked and not (answers and answers[-1] is _END):
+        if self._is_elastic or self.arrives:
+            return
+        while self._progress.replied < asked and not (answers and answers[-1] is _END):
             try:
                 self._ask()
             except Exception as error:
