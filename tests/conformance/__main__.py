@@ -19,9 +19,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 HEAD = """# What was compared with torch
 
 Each line is a test that runs on torch's DataLoader and on ours and checks that the results are equal. "Compared on"
-says with which settings of ours: with torch's random streams ("ours"), with `async for`, or with our defaults.
-`python -m tests.conformance --write` in a checkout generates this page from the tests; `pytest --start-method spawn
-tests/conformance` runs them with that start method.
+says with which settings of our loader: with torch's random streams ("ours"), with `async for`, or with our defaults.
+In a checkout, `python -m tests.conformance --write` generates this page from the tests, and `pytest --start-method
+spawn tests/conformance` runs the tests with spawned workers.
 """
 
 

@@ -1,58 +1,59 @@
-"""What of others' test suites, run with our class in the place of theirs, fails: for the page in the docs."""
+"""The results of others' test suites with our class in the place of theirs, for the page in the docs."""
 
 from __future__ import annotations
 
-HEAD = """The suites themselves are not part of this project. They were run with our class in the place of theirs, in
-processes that they start too, with torch 2.13 without a GPU, on a busy machine of two cores. Both were taken from
-torchdata (`test/stateful_dataloader/` at e640e6f), which has a copy of torch's."""
+HEAD = """The suites themselves are not part of this project. They were run with our class in the place of theirs, also
+in the processes that they start, with torch 2.13, without a GPU, on a busy machine of two cores. Both suites were taken
+from torchdata (`test/stateful_dataloader/` at e640e6f), which has a copy of torch's."""
 
 TORCH = """### torch: `test_dataloader.py`
 
-With ours 161 tests pass, 5 fail and 16 are skipped: no GPU, or slow. `test_segfault`, `test_shuffler_iterdatapipe` and
-those of `in_order=False` pass.
+With our class 161 tests pass, 5 fail, and 16 are skipped because they are slow or need a GPU. `test_segfault`,
+`test_shuffler_iterdatapipe` and the tests of `in_order=False` pass.
 
 The slow test, `test_proper_exit`, passes without persistent workers: 24 cases, each of which has to end within 60 s.
-With persistent workers the machine was too busy to come to its end in 20 minutes. The cases of streams with workers, in
+With persistent workers it did not finish within 20 minutes on the busy machine. The cases of streams with workers, in
 which a worker or the consumer raises, were run again by themselves and passed, also with persistent workers where the
 iterator is held."""
 
 DATA = """### torchdata: `test_state_dict.py`, `test_sampler.py`, `test_incremental_state.py`
 
-94 tests pass, 16 fail. All else passes with states of ours."""
+With our class and our states 94 tests pass, and 16 fail."""
 
 FRAMEWORKS = """### Frameworks
 
-The suites of Accelerate and Lightning were not run. Our own tests train with both (`tests/frameworks`); what to
-know about each is on the page about [frameworks](frameworks.md)."""
+The suites of Accelerate and Lightning were not run. Our own tests (`tests/frameworks`) train with both: see
+[Frameworks](frameworks.md)."""
 
 TORCH_FAILURES = {
-    "`test_get_worker_info` (twice)": "It sets what torch 2.13 has frozen; it fails with torch's class too.",
-    "`test_worker_init_fn` (twice)": "It reads a seed that `worker_init_fn` has set with each sample; each batch is "
-    'seeded anew, `seeding="worker"` leaves it.',
-    "`test_large_sampler_indices`, with persistent workers": "The test allows 60 s, and on that machine importing "
-    "torch and the suite took longer in the process that it starts. What it runs took 7 s after that, and raised what "
-    "it should.",
+    "`test_get_worker_info` (twice)": "The test sets an attribute that torch 2.13 has frozen, and fails with torch's "
+    "class too.",
+    "`test_worker_init_fn` (twice)": "With each sample, the test reads a seed that `worker_init_fn` has set. Each "
+    'batch is seeded anew; `seeding="worker"` leaves the seed alone.',
+    "`test_large_sampler_indices`, with persistent workers": "The test allows 60 s for a process that it starts. On "
+    "that machine the process took longer to import torch and the suite. After the import it took 7 s, and raised the "
+    "expected error.",
 }
 
 DATA_FAILURES = {
     "`TestInitialState.test_initial_state`, `.test_load_state_after_initial_state_dict`, `TestSingleIterCalled` (4), "
     "`TestDynamicStateIterableDataset.test`, `TestDatasetIteratorStateDuplication.test`, "
     "`TestOutOfOrderWithCheckpointing.test_out_of_order_iterable_ds_one_completed_worker`, "
-    "`.test_out_of_order_iterable_ds_no_completed_workers`": "They read torchdata's own layout of a state "
+    "`.test_out_of_order_iterable_ds_no_completed_workers`": "The tests read torchdata's own layout of a state "
     "(`_snapshot`, `fetcher_state`).",
     "`TestFastStateDictRequestRoundRobin.test_fast_state_dict_request`, "
-    "`.test_fast_state_dict_request_skip_steps`": "The data are the same. At its end "
-    "it compares a state after a resume with one before, and these say the same place in two ways: a state of the "
-    "dataset and the batches since, counted from another batch.",
-    "`TestDataLoader.test_sampler_next_yielded`": "It reads an attribute of torchdata's sampler that torchdata 0.11, "
-    "which was installed, has not got.",
-    "`TestNumWorkersMismatch.test_num_workers_mismatch`": "It is refused with `StateMismatchError`, not with "
+    "`.test_fast_state_dict_request_skip_steps`": "The data are the same. At the end the test compares a state after a "
+    "resume with one before. Both name the same place: a state of the dataset and the number of batches since, but "
+    "counted from different batches.",
+    "`TestDataLoader.test_sampler_next_yielded`": "The test reads an attribute of torchdata's sampler that does not "
+    "exist in torchdata 0.11, which was installed.",
+    "`TestNumWorkersMismatch.test_num_workers_mismatch`": "The state is refused with `StateMismatchError`, not with "
     "AssertionError.",
-    "`TestInitialState.test_init_error`": "`iter` does not wait for `worker_init_fn`: its error is raised by the "
-    "first `next`, as with torch's DataLoader.",
+    "`TestInitialState.test_init_error`": "`iter` does not wait for `worker_init_fn`, so the first `next` raises the "
+    "error of that function, as with torch's DataLoader.",
     "`TestSnapshotEnd.test_iterable`": "With persistent workers, a stream that draws from a worker's global generator "
-    "draws other numbers in the epoch after a state that was taken between two epochs. The iterator's state has that "
-    "generator, and ends with its epoch here. A state of the dataset's own goes on.",
+    "draws other numbers in the epoch after a state that was taken between two epochs. That generator belongs to the "
+    "state of the iterator, which ends with its epoch here. A state of the dataset itself is carried over.",
 }
 
 

@@ -72,7 +72,7 @@ def test_samples_as_they_are(make: Subject, num_workers: int) -> object:
 @FEW_WORKERS
 @same_as_torch("collate")
 def test_what_cannot_be_collated_is_told_in_torchs_words(make: Subject, num_workers: int) -> object:
-    """The error is default_collate's own, and says which worker it came from."""
+    """The error is that of default_collate, and names the worker."""
     plan = [[(kind, index) for index in range(3)] for kind in UNCOLLATABLE]
     it = iter(make(OfKinds(), batch_sampler=plan, num_workers=num_workers))
     seen = {}
@@ -87,14 +87,14 @@ def test_what_cannot_be_collated_is_told_in_torchs_words(make: Subject, num_work
 @FEW_WORKERS
 @same_as_torch("collate")
 def test_own_collate_fn(make: Subject, num_workers: int) -> object:
-    """It gets the list of samples; what it returns is the batch."""
+    """A collate_fn gets the list of samples, and returns the batch."""
     return make.batches(make(Squares(7), batch_size=3, collate_fn=total, num_workers=num_workers))
 
 
 @FEW_WORKERS
 @same_as_torch("collate")
 def test_collate_fn_of_single_samples(make: Subject, num_workers: int) -> object:
-    """With batch_size=None it is called with one sample."""
+    """With batch_size=None, collate_fn is called with one sample."""
     return make.batches(make(Squares(4), batch_size=None, collate_fn=str, num_workers=num_workers))
 
 
@@ -127,7 +127,7 @@ def test_one_tensor_twice_in_a_batch_is_one_object(make: Subject, num_workers: i
 @FEW_WORKERS
 @same_as_torch("collate")
 def test_memory_format_is_kept(make: Subject, num_workers: int) -> object:
-    """A batch in channels_last order arrives in it."""
+    """A batch in channels_last order arrives in that order."""
     (batch,) = make.batches(make(Squares(2), batch_size=2, collate_fn=channels_last, num_workers=num_workers))
     return batch.stride(), batch.is_contiguous(memory_format=torch.channels_last)
 
@@ -136,14 +136,14 @@ def test_memory_format_is_kept(make: Subject, num_workers: int) -> object:
 @FEW_WORKERS
 @same_as_torch("collate")
 def test_sparse_tensors(make: Subject, num_workers: int) -> object:
-    """A sparse batch arrives as one."""
+    """A sparse batch arrives as a sparse batch."""
     return make.batches(make(Squares(2), collate_fn=sparse, num_workers=num_workers))
 
 
 @FEW_WORKERS
 @same_as_torch("collate")
 def test_requires_grad_is_kept(make: Subject, num_workers: int) -> object:
-    """A leaf that wants a gradient arrives as one."""
+    """A leaf that requires a gradient arrives as such a leaf."""
     (batch,) = make.batches(make(Squares(2), batch_size=2, collate_fn=needs_grad, num_workers=num_workers))
     batch.sum().backward()
     return batch, batch.is_leaf, batch.grad
@@ -154,7 +154,7 @@ def test_requires_grad_is_kept(make: Subject, num_workers: int) -> object:
 @pytest.mark.parametrize("kind", ["uint8 tensor", "large tensor", "int", "bool tensor"])
 @same_as_torch("batches stay what they were")
 def test_batches_can_be_changed_in_place(make: Subject, kind: str, num_workers: int) -> object:
-    """Training changes batches; it changes no other batch."""
+    """A batch that the training changes leaves all other batches alone."""
     batches = []
     for batch in make(Samples(kind, 8), batch_size=2, num_workers=num_workers):
         batches.append(batch.clone())
@@ -178,7 +178,7 @@ def test_arrays_in_batches_can_be_changed_in_place(make: Subject, num_workers: i
 @pytest.mark.parametrize("batch_size", [1, 5, None])
 @same_as_torch("batches stay what they were")
 def test_batches_that_are_kept_do_not_change(make: Subject, batch_size: int | None, num_workers: int) -> object:
-    """Whoever keeps all batches of two epochs, of small and of large samples, finds in them what was there."""
+    """All batches of two epochs are kept, of small and of large samples, and none of them changes."""
     loader = make(Samples("large tensor", 15), batch_size=batch_size, num_workers=num_workers)
     kept = [*make.batches(loader), *make.batches(loader)]
     sizes = [tuple(batch.shape) for batch in kept]
@@ -188,7 +188,7 @@ def test_batches_that_are_kept_do_not_change(make: Subject, batch_size: int | No
 @FEW_WORKERS
 @same_as_torch("batches stay what they were")
 def test_batches_outlive_loader_and_iterator(make: Subject, num_workers: int) -> object:
-    """A batch is there after the workers are gone; an epoch that follows does not write over it."""
+    """A batch stays valid after the workers are gone, and a later epoch does not overwrite it."""
     it = iter(make(Samples("large tensor", 8), batch_size=2, num_workers=num_workers))
     kept = [next(it), next(it)]
     del it
@@ -199,7 +199,7 @@ def test_batches_outlive_loader_and_iterator(make: Subject, num_workers: int) ->
 @FEW_WORKERS
 @same_as_torch("batches stay what they were")
 def test_part_of_a_batch_outlives_the_batch(make: Subject, num_workers: int) -> object:
-    """Views and arrays over a batch's memory keep it."""
+    """Views and arrays over a batch's memory keep that memory."""
     parts: list[Any] = []
     for batch in make(Samples("large tensor", 24), batch_size=2, num_workers=num_workers):
         parts += [batch[1, 5:9], batch[0].numpy()[-3:]]
@@ -217,7 +217,7 @@ def test_getitems_fetches_a_whole_batch(make: Subject, num_workers: int) -> obje
 @FEW_WORKERS
 @same_as_torch("fetch")
 def test_getitems_that_is_switched_off_is_not_called(make: Subject, num_workers: int) -> object:
-    """`__getitems__ = None` means one by one."""
+    """A dataset with `__getitems__ = None` is asked for samples one by one."""
     return make.batches(make(ManyRefused(7), batch_size=3, num_workers=num_workers))
 
 
@@ -232,7 +232,7 @@ def test_getitems_is_not_used_without_batching(make: Subject, num_workers: int) 
 @FEW_WORKERS
 @same_as_torch("fetch")
 def test_subset_that_overrides_one_of_the_two_is_refused(make: Subject, num_workers: int) -> object:
-    """Subset itself raises NotImplementedError, and that is what the loop gets."""
+    """Subset itself raises NotImplementedError, and the loop gets that error."""
     error = failure(lambda: list(make(OneByOneSubset(Squares(5), [1, 2]), batch_size=2, num_workers=num_workers)))
     return error[0] if error else "taken"  # by torch 2.6
 

@@ -137,7 +137,7 @@ def test_dataset_may_be_none(make: Subject) -> object:
 
 @same_as_torch("attributes")
 def test_unknown_attributes_can_be_set_and_deleted(make: Subject) -> object:
-    """Frameworks hang things of their own onto a loader, and reset `_iterator`."""
+    """Frameworks set attributes of their own on a loader, and reset `_iterator`."""
     loader = make(Squares(3))
     loader._something_of_a_framework = 5
     loader._iterator = None
@@ -154,13 +154,13 @@ def test_unknown_attributes_can_be_set_and_deleted(make: Subject) -> object:
 )
 @same_as_torch("guarded attributes")
 def test_guarded_attributes_cannot_be_set_afterwards(make: Subject, name: str) -> object:
-    """What a loader is made of is refused with a ValueError that names the class."""
+    """Setting one is refused with a ValueError that names the class."""
     return failure(lambda: setattr(make(Squares(4)), name, 1))
 
 
 @same_as_torch("guarded attributes")
 def test_guard_names_the_subclass(make: Subject) -> object:
-    """A subclass is named by its own name."""
+    """The error names a subclass by the subclass's own name."""
     subclass = type("MyLoader", (make.cls,), {})
     return failure(lambda: setattr(subclass(Squares(4)), "batch_size", 1))
 
@@ -235,7 +235,7 @@ def test_unknown_argument_is_a_type_error(make: Subject) -> object:
 
 @same_as_torch("errors at iter()")
 def test_timeout_without_workers_is_refused_at_iter(make: Subject) -> object:
-    """The constructor lets it through."""
+    """The constructor accepts the timeout, iter() refuses it."""
     loader = make(Squares(4), timeout=1)
     refused = failure(lambda: iter(loader))
     return refused[0] if refused else None
@@ -245,7 +245,7 @@ def test_timeout_without_workers_is_refused_at_iter(make: Subject) -> object:
 @pytest.mark.filterwarnings("ignore:.*_MultiProcessingDataLoaderIter.__del__:pytest.PytestUnraisableExceptionWarning")
 @same_as_torch("errors at iter()")
 def test_prefetch_factor_of_zero_is_refused_at_iter(make: Subject) -> object:
-    """The constructor lets it through, and no worker is left."""
+    """The constructor accepts the value, iter() refuses it, and no worker is left."""
     loader = make(Squares(4), num_workers=1, prefetch_factor=0)
     refused = failure(lambda: iter(loader))
     return refused[0] if refused else None
@@ -295,7 +295,7 @@ def test_more_workers_than_processors_warn_at_construction_and_at_iter(make: Sub
 
 @same_as_torch("warnings")
 def test_a_thousand_workers_warn_and_are_not_started(make: Subject) -> object:
-    """It costs nothing to find out."""
+    """The constructor warns of the number, and starts no worker."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader = make(Squares(2), num_workers=1000)
@@ -304,7 +304,7 @@ def test_a_thousand_workers_warn_and_are_not_started(make: Subject) -> object:
 
 @same_as_torch("warnings")
 def test_check_worker_number_rationality_can_be_overridden(make: Subject) -> object:
-    """It is a method, and the constructor calls it."""
+    """The constructor calls it as a method."""
     calls = []
     subclass = type("Quiet", (make.cls,), {"check_worker_number_rationality": lambda self: calls.append(1)})
     subclass(Squares(2), num_workers=1000)
@@ -328,7 +328,7 @@ def test_length_counts_batches(make: Subject, length: int) -> object:
 
 @same_as_torch("len")
 def test_length_follows_sampler_and_batch_sampler(make: Subject) -> object:
-    """Whatever gives the indices says how many there are; who does not know raises TypeError."""
+    """len() asks the sampler or batch sampler; one without a length raises TypeError."""
     unsized = failure(lambda: len(make(Squares(9), sampler=Unsized([1, 2]), batch_size=None)))
     return (
         len(make(Squares(9), sampler=[1, 2, 3], batch_size=2)),
@@ -342,7 +342,7 @@ def test_length_follows_sampler_and_batch_sampler(make: Subject) -> object:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @same_as_torch("len")
 def test_length_follows_a_growing_dataset(make: Subject, num_workers: int) -> object:
-    """What is appended belongs to the next epoch and to len() at once."""
+    """len() counts appended samples at once; they belong to the next epoch."""
     dataset = Growing()
     loader = make(dataset, batch_size=2, num_workers=num_workers)
     seen = [len(loader), make.batches(loader)]
@@ -353,7 +353,7 @@ def test_length_follows_a_growing_dataset(make: Subject, num_workers: int) -> ob
 @pytest.mark.parametrize("num_workers", [0, 1])
 @same_as_torch("len")
 def test_iterator_has_the_length_of_the_loader(make: Subject, num_workers: int) -> object:
-    """It stays the same while batches are taken."""
+    """The iterator's length stays the same while batches are taken."""
     it = iter(make(Squares(10), batch_size=4, num_workers=num_workers))
     return [len(it), next(it), len(it)]
 
@@ -379,7 +379,7 @@ def test_class_is_generic(make: Subject) -> object:
 
 @same_as_torch("generic class")
 def test_loader_is_a_torch_loader(make: Subject) -> object:
-    """isinstance and issubclass say so, which is what frameworks ask."""
+    """Frameworks ask isinstance and issubclass whether a loader is torch's; ours is."""
     return isinstance(make(Squares(2)), torch.utils.data.DataLoader), issubclass(make.cls, torch.utils.data.DataLoader)
 
 

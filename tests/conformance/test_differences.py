@@ -49,9 +49,9 @@ def epoch(loader: Any) -> list[Any]:
 
 @differs(
     "StopIteration raised by a dataset or `collate_fn`",
-    torch="ends the `for` loop: the epoch is short, and nobody knows",
-    ours="RuntimeError in the place of the batch, with it as the cause",
-    why="as PEP 479 has it for generators",
+    torch="ends the `for` loop: the epoch is short, without an error",
+    ours="RuntimeError in the place of the batch, with the StopIteration as the cause",
+    why="generators do the same (PEP 479)",
 )
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_stop_iteration_is_no_end(ours: Any, num_workers: int) -> None:
@@ -65,8 +65,8 @@ def test_stop_iteration_is_no_end(ours: Any, num_workers: int) -> None:
 
 @differs(
     "random numbers in workers",
-    torch="one stream for each worker: other num_workers, other augmentations",
-    ours="each batch is seeded from base seed, epoch, rank of the data and its number",
+    torch="one stream for each worker: another num_workers gives other augmentations",
+    ours="each batch is seeded from base seed, epoch, rank of the data and the batch's number",
     why="num_workers, timing, a crash and a resume change nothing",
     instead='`seeding="worker"`',
 )
@@ -103,7 +103,7 @@ def test_seed_of_a_worker_is_that_of_its_start(ours: Any) -> None:
 @differs(
     "errors in workers",
     torch="a new exception of that type whose only argument is a long text",
-    ours="the exception itself: its arguments and attributes; torch's text is in its notes",
+    ours="the exception itself, with its arguments and attributes, and torch's text in its notes",
     why="`except OSError as e: e.errno` works with workers as it does without",
 )
 def test_exception_keeps_its_arguments(ours: Any) -> None:
@@ -152,7 +152,7 @@ def test_exception_that_cannot_be_pickled_becomes_a_runtime_error(ours: Any) -> 
     "`worker_init_fn` that raises",
     torch="its error once for each worker, then UnboundLocalError for every batch",
     ours="its error for every batch",
-    why="the second message says what is wrong, too",
+    why="every message says what is wrong",
 )
 def test_error_of_worker_init_fn_is_told_for_every_batch(ours: Any) -> None:
     """torch's worker goes on without a fetcher."""
@@ -167,7 +167,7 @@ def test_error_of_worker_init_fn_is_told_for_every_batch(ours: Any) -> None:
     "timeouts",
     torch="RuntimeError",
     ours="an error that is TimeoutError and RuntimeError, with the indices, the worker's pid and its stack",
-    why="it says what was waited for",
+    why="the error says which batch was late",
 )
 @pytest.mark.usefixtures("patient_stacks")
 def test_timeout_says_what_was_waited_for(ours: Any) -> None:
@@ -193,8 +193,8 @@ def test_timeout_says_what_was_waited_for(ours: Any) -> None:
 
 @differs(
     "a worker that dies",
-    torch="RuntimeError, and that is the end of the epoch",
-    ours="it is replaced and its batches are made again; the error comes after `max_retries`",
+    torch="RuntimeError, and the epoch ends",
+    ours="the worker is replaced and its batches are made again; the error comes after `max_retries`",
     why="one crash in a thousand hours does not end a training",
     instead='`on_crash="raise"`',
 )
@@ -224,7 +224,7 @@ def test_workers_may_have_children(ours: Any) -> None:
     "lambdas and local classes with spawn and forkserver",
     torch="refused by pickle",
     ours="sent with cloudpickle",
-    why="notebooks",
+    why="notebooks have both",
 )
 def test_lambdas_reach_workers_that_were_not_forked(ours: Any) -> None:
     """collate_fn, worker_init_fn and a dataset of a local class."""
@@ -264,7 +264,7 @@ def test_dropping_an_iterator_does_not_wait_for_a_busy_worker(ours: Any) -> None
 @differs(
     "how far the sampler is read",
     torch="`prefetch_factor * num_workers` batches ahead",
-    ours="further, while workers would stand idle behind a slow batch",
+    ours="further, while workers would be idle behind a slow batch",
     why="one slow sample does not stop all workers",
     instead="`max_buffered_bytes=0`",
 )
@@ -304,7 +304,7 @@ def test_workers_run_ahead_of_a_slow_batch(ours: Any) -> None:
     "one iterator in several threads",
     torch="undefined",
     ours="each batch goes to exactly one of them",
-    why="trainers with several consumers",
+    why="trainers may have several consumers",
 )
 def test_threads_may_share_an_iterator(ours: Any) -> None:
     """Four threads take all batches, none twice."""
@@ -324,7 +324,7 @@ def test_threads_may_share_an_iterator(ours: Any) -> None:
     "`async for`",
     torch="none",
     ours="`async for batch in loader` never blocks the loop",
-    why="asynchronous trainers",
+    why="trainers may be asynchronous",
 )
 async def test_async_for_gives_what_for_gives(ours: Any) -> None:
     """The same order, as torch's."""

@@ -48,7 +48,7 @@ def story(it: Any, limit: int = 50) -> list[Any]:
 
 @same_as_torch("errors without workers")
 def test_error_without_workers_is_the_object_itself(make: Subject) -> object:
-    """Nothing is wrapped or changed; ours has notes with the indices besides."""
+    """The error is neither wrapped nor changed; ours adds notes with the indices."""
     it = iter(make(FailingByKind(), sampler=RAISED, batch_size=None))
     errors = {kind: caught(lambda: next(it)) for kind in RAISED}
     return {kind: (type(error), repr(error), getattr(error, "__cause__", None)) for kind, error in errors.items()}
@@ -79,7 +79,7 @@ def shown(error: Exception | None, text: str) -> object:
 @pytest.mark.processes
 @same_as_torch("errors in workers")
 def test_key_error_is_readable(make: Subject) -> object:
-    """Its text is not one long repr with escaped line ends."""
+    """The text of a KeyError is not one long repr with escaped line ends."""
     error = first_error(make(Failing(4, "KeyError"), num_workers=1))
     lines = told(error).splitlines()
     return isinstance(error, KeyError), len(lines) > 5, any(line.startswith("KeyError: 'missing") for line in lines)
@@ -155,7 +155,7 @@ def test_worker_survives_an_error(make: Subject) -> object:
 @FEW_WORKERS
 @same_as_torch("errors in workers")
 def test_error_of_collate_fn(make: Subject, num_workers: int) -> object:
-    """It is told and passed over as one of the dataset."""
+    """Such an error is raised and passed over like an error of the dataset."""
     return story(iter(make(Squares(6), sampler=range(6), collate_fn=failing_collate, num_workers=num_workers)))
 
 
@@ -170,7 +170,7 @@ def test_error_of_getitems(make: Subject, num_workers: int) -> object:
 @pytest.mark.parametrize("num_workers", [1, 2])
 @same_as_torch("errors of worker_init_fn")
 def test_error_of_worker_init_fn_is_the_result_of_the_first_batch(make: Subject, num_workers: int) -> object:
-    """Every worker tells it once, in place of its first batch."""
+    """Every worker raises the error once, in place of the worker's first batch."""
     it = iter(make(Squares(num_workers * 2), num_workers=num_workers, worker_init_fn=fail_to_start))
     told_by = []
     for worker in range(num_workers):
@@ -185,7 +185,7 @@ def test_error_of_worker_init_fn_is_the_result_of_the_first_batch(make: Subject,
 @pytest.mark.parametrize("num_workers", [1, 2])
 @same_as_torch("errors of worker_init_fn")
 def test_no_batch_comes_from_workers_that_did_not_start(make: Subject, num_workers: int) -> object:
-    """All batches are errors, as many as there are, and then it ends."""
+    """Every batch of the epoch is an error, then the epoch ends."""
     seen = story(iter(make(Squares(7), num_workers=num_workers, worker_init_fn=fail_to_start)))
     assert all(isinstance(error, str) for error in seen)
     return len(seen), seen[:num_workers]

@@ -51,14 +51,14 @@ def test_every_worker_iterates_over_its_own_copy(
 @pytest.mark.parametrize("drop_last", [False, True])
 @same_as_torch("iterable", defaults=False)
 def test_sharding_inside_iter(make: Subject, drop_last: bool, num_workers: int) -> object:
-    """By get_worker_info, as torch's documentation shows."""
+    """__iter__ asks get_worker_info(), as torch's documentation shows."""
     return make.batches(make(Shares(14), batch_size=3, drop_last=drop_last, num_workers=num_workers))
 
 
 @WORKERS
 @same_as_torch("iterable")
 def test_sharding_by_worker_init_fn(make: Subject, num_workers: int) -> object:
-    """By changing the worker's copy of the dataset, as torch's documentation shows."""
+    """worker_init_fn changes the worker's copy of the dataset, as torch's documentation shows."""
     return make.batches(make(Span(3, 12), batch_size=2, num_workers=num_workers, worker_init_fn=divide_span))
 
 
@@ -94,7 +94,7 @@ def test_iterator_is_not_asked_again_after_its_end(make: Subject, num_workers: i
 @FEW_WORKERS
 @same_as_torch("get_worker_info")
 def test_workers_know_who_they_are(make: Subject, num_workers: int) -> object:
-    """Id in __iter__, and the dataset is the one that is iterated."""
+    """__iter__ sees the worker's id, and the dataset there is the one that is iterated."""
     loader = make(Tuned(3), batch_size=2, collate_fn=as_list, num_workers=num_workers, worker_init_fn=remember_globally)
     return make.batches(loader)
 
@@ -130,7 +130,7 @@ def test_chain_of_datasets(make: Subject, num_workers: int) -> object:
 @pytest.mark.parametrize("batch_size", [2, None])
 @same_as_torch("errors of iterable datasets")
 def test_error_of_a_generator_ends_it(make: Subject, batch_size: int | None, num_workers: int) -> object:
-    """The error is told, then that worker's share is over."""
+    """The error is raised, then the share of that worker is over."""
     return story(iter(make(FailingStream(9, at=3), batch_size=batch_size, num_workers=num_workers)))
 
 
@@ -138,7 +138,7 @@ def test_error_of_a_generator_ends_it(make: Subject, batch_size: int | None, num
 @pytest.mark.parametrize("batch_size", [2, None])
 @same_as_torch("errors of iterable datasets")
 def test_error_of_an_iterator_that_goes_on(make: Subject, batch_size: int | None, num_workers: int) -> object:
-    """An iterator that can go on after its error does."""
+    """An iterator that can go on after an error goes on."""
     return story(iter(make(FailingOnce(9, at=3), batch_size=batch_size, num_workers=num_workers)))
 
 
@@ -153,7 +153,7 @@ def test_error_of_a_stream_has_torchs_words(make: Subject) -> object:
 
 @same_as_torch("errors of worker_init_fn")
 def test_error_of_worker_init_fn_with_a_stream(make: Subject) -> object:
-    """The first result of each worker."""
+    """The error is the first result of each worker."""
     it = iter(make(Count(3), num_workers=2, worker_init_fn=fail_to_start))
     return [type(caught(lambda: next(it))) for _ in range(2)]
 
@@ -162,7 +162,7 @@ def test_error_of_worker_init_fn_with_a_stream(make: Subject) -> object:
 @pytest.mark.parametrize("drop_last", [False, True])
 @same_as_torch("len")
 def test_length_is_taken_from_the_dataset(make: Subject, drop_last: bool, num_workers: int) -> object:
-    """Rounded; a TypeError where the dataset has none; the iterator has none."""
+    """The length is rounded; a dataset without one gives TypeError, and so does the iterator."""
     sized = make(Count(7, says=7), batch_size=2, drop_last=drop_last, num_workers=num_workers)
     unsized = make(Count(7), batch_size=2, num_workers=num_workers)
     return len(sized), type(caught(lambda: len(unsized))), type(caught(lambda: len(iter(sized))))
@@ -188,7 +188,7 @@ def test_more_than_the_length_warns(make: Subject, batch_size: int | None, asked
 @FEW_WORKERS
 @same_as_torch("attributes")
 def test_shuffle_false_is_accepted(make: Subject, num_workers: int) -> object:
-    """It was the default once."""
+    """An iterable dataset takes `shuffle=False`, which was once the default."""
     loader = make(Count(3), shuffle=False, num_workers=num_workers)
     return make.batches(loader), type(loader.sampler).__name__, type(loader.batch_sampler).__name__
 

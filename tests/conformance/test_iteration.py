@@ -26,7 +26,7 @@ FEW_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 @FEW_WORKERS
 @same_as_torch("iterator")
 def test_iterator_is_its_own_iterator(make: Subject, num_workers: int) -> object:
-    """iter(it) is it; a loop over it goes on where the last one stopped."""
+    """iter(iterator) is the iterator; a second loop goes on where the first one stopped."""
     it = iter(make(Squares(6), num_workers=num_workers))
     first = next(it)
     return iter(it) is it, first, [batch for _, batch in zip(range(2), it, strict=False)], list(it)
@@ -35,7 +35,7 @@ def test_iterator_is_its_own_iterator(make: Subject, num_workers: int) -> object
 @FEW_WORKERS
 @same_as_torch("iterator")
 def test_iterator_stays_exhausted(make: Subject, num_workers: int) -> object:
-    """After its end it raises StopIteration again and again."""
+    """After its end, an iterator raises StopIteration at each call."""
     it = iter(make(Squares(3), num_workers=num_workers))
     seen = list(it)
     return seen, [type(caught(lambda: next(it))) for _ in range(3)], list(it), len(it)
@@ -44,7 +44,7 @@ def test_iterator_stays_exhausted(make: Subject, num_workers: int) -> object:
 @FEW_WORKERS
 @same_as_torch("iterator")
 def test_each_iter_is_a_fresh_iterator(make: Subject, num_workers: int) -> object:
-    """Each begins at the beginning; `_iterator` stays None."""
+    """Each iterator begins at the beginning; `_iterator` stays None."""
     loader = make(Squares(4), num_workers=num_workers)
     a, b = iter(loader), iter(loader)
     return a is not b, [next(a), next(a), next(b)], loader._iterator
@@ -92,7 +92,7 @@ def test_first_batch_by_next_and_iter(make: Subject, num_workers: int) -> object
 @pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(1, 1), (1, 3), (2, 2), (3, 1)])
 @same_as_torch("eager prefetching", async_for=False, defaults=False)
 def test_batches_are_made_from_iter_on(make: Subject, num_workers: int, prefetch_factor: int) -> object:
-    """At iter(), not at the first next(): a window of prefetch_factor * num_workers batches, and no more."""
+    """iter() alone, without a next(), has prefetch_factor * num_workers batches made, and no more."""
     with Mailbox() as mailbox:
         it = iter(make(Watched(40, mailbox), num_workers=num_workers, prefetch_factor=prefetch_factor))
         window = sorted(mailbox.letter() for _ in range(num_workers * prefetch_factor))
@@ -161,7 +161,7 @@ class _StuckAndPlaced(Watched):
 @FEW_WORKERS
 @same_as_torch("order of delivery", async_for=False)
 def test_out_of_order_gives_all_batches(make: Subject, num_workers: int) -> object:
-    """Each exactly once, and errors among them."""
+    """Each batch comes exactly once, errors included."""
     it = iter(make(Failing(25, "ValueError", at=[3, 9]), batch_size=None, num_workers=num_workers, in_order=False))
     seen, errors = [], 0
     for _ in range(25):
@@ -173,7 +173,7 @@ def test_out_of_order_gives_all_batches(make: Subject, num_workers: int) -> obje
 @FEW_WORKERS
 @same_as_torch("profiler", async_for=False)
 def test_profiler_shows_a_range_for_each_step(make: Subject, num_workers: int) -> object:
-    """Named "enumerate(DataLoader)#<class>.__next__", one for each call of next()."""
+    """Each call of next() has a range "enumerate(DataLoader)#<class>.__next__"."""
     loader = make(Squares(6), batch_size=2, num_workers=num_workers)
     with torch.autograd.profiler.profile() as profile:
         list(loader)
@@ -194,7 +194,7 @@ def test_sampler_of_ten_million_does_not_delay_the_end(make: Subject, num_worker
 @FEW_WORKERS
 @same_as_torch("iterator")
 def test_enumerate_and_zip(make: Subject, num_workers: int) -> object:
-    """What loops do with loaders."""
+    """enumerate() and zip() over a loader."""
     loader = make(Squares(6), batch_size=2, num_workers=num_workers)
     pairs = list(zip(loader, range(10), strict=False))
     return [(step, batch) for step, batch in enumerate(loader, start=1)], pairs, [b.sum() for b in map(abs, loader)]

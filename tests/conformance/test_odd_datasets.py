@@ -108,14 +108,14 @@ def test_modes_of_the_thread_that_iterates(make: Subject, mode: str, num_workers
 @pytest.mark.parametrize("kind", [NeedsArguments, CannotTell, LooksUp])
 @same_as_torch("odd datasets")
 def test_datasets_that_do_not_answer_what_torch_does_not_ask(make: Subject, kind: Any, num_workers: int) -> object:
-    """`state_dict` with arguments, or that raises; a `__getattr__` that raises a KeyError."""
+    """Datasets have a `state_dict` that takes arguments or raises, or a `__getattr__` that raises KeyError."""
     return make.batches(make(kind(), batch_size=2, num_workers=num_workers))
 
 
 @WORKERS
 @same_as_torch("odd datasets")
 def test_samplers_that_do_not_answer_what_torch_does_not_ask(make: Subject, num_workers: int) -> object:
-    """A `__getattr__` that raises a KeyError."""
+    """Samplers have a `__getattr__` that raises KeyError."""
     return make.batches(make(range(5), batch_size=2, sampler=LookingUp(range(5)), num_workers=num_workers))
 
 
@@ -130,7 +130,7 @@ def test_layouts_and_dimensions_of_nothing(make: Subject, num_workers: int) -> o
 
 @same_as_torch("default device", async_for=False)
 def test_default_device_of_the_trainer(make: Subject) -> object:
-    """Numbers and arrays are collated there, without workers."""
+    """Without workers, numbers and arrays are collated on the trainer's default device."""
     samples = [(index, 1.5, np.float32(2), np.ones(1)) for index in range(4)]
     iterator = iter(make(samples, batch_size=2))
     with torch.device("meta"):

@@ -71,7 +71,7 @@ def test_shuffled_order_over_three_epochs(make: Subject, num_workers: int, seede
 @pytest.mark.parametrize("batch_size", [1, 4, 10, 11, None])
 @same_as_torch("batch sizes")
 def test_batch_sizes(make: Subject, num_workers: int, batch_size: int | None) -> object:
-    """From single samples to more than there are, with and without the last short batch."""
+    """From one sample to more than the dataset has, with and without the last short batch."""
     seen = []
     for drop_last in (False,) if batch_size is None else (False, True):
         loader = make(Squares(10), batch_size=batch_size, drop_last=drop_last, num_workers=num_workers)
@@ -189,7 +189,7 @@ DATASETS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", DATASETS)
 @same_as_torch("datasets", async_for=False)
 def test_datasets_of_torch_and_plain_sequences(make: Subject, kind: str, num_workers: int) -> object:
-    """Whatever has __getitem__ and __len__, shuffled, in batches."""
+    """Any object with __getitem__ and __len__ is a dataset; samples are shuffled, in batches."""
     return make.batches(make(DATASETS[kind](), batch_size=2, shuffle=True, num_workers=num_workers))
 
 
@@ -212,7 +212,7 @@ def test_sampler_may_have_no_end(make: Subject, num_workers: int) -> object:
 @FEW_WORKERS
 @same_as_torch("samplers")
 def test_batch_sampler_may_have_no_end(make: Subject, num_workers: int) -> object:
-    """The same for a batch sampler."""
+    """Taking some batches of an infinite batch sampler."""
     loader = make(Squares(8), batch_sampler=Counted(None, batch=3), num_workers=num_workers)
     return [[batch for _, batch in zip(range(5), loader, strict=False)] for _ in range(2)]
 
@@ -240,7 +240,7 @@ def test_sampler_is_read_as_far_as_torch_reads(
 @FEW_WORKERS
 @same_as_torch("how far the sampler is read")
 def test_sampler_is_read_in_the_thread_of_the_consumer(make: Subject, num_workers: int) -> object:
-    """It may use what belongs to that thread."""
+    """A sampler may use objects that belong to the consumer's thread."""
     sampler = Counted(20)
     list(make(Squares(20), sampler=sampler, num_workers=num_workers))
     return sampler.threads == {threading.get_ident()}
@@ -250,7 +250,7 @@ def test_sampler_is_read_in_the_thread_of_the_consumer(make: Subject, num_worker
 @pytest.mark.parametrize("fail_at", [0, 3, 12])
 @same_as_torch("failing samplers")
 def test_error_of_a_sampler_is_raised_as_it_is(make: Subject, fail_at: int, num_workers: int) -> object:
-    """In the main process, the same type and text; what came before it was in order."""
+    """The main process gets the same type and text, after the batches that were read before."""
     taken = []
 
     def take() -> None:
@@ -310,7 +310,7 @@ def test_own_generator_spares_the_global_one(make: Subject, num_workers: int) ->
 @FEW_WORKERS
 @same_as_torch("draws from the global generator", defaults=False)
 def test_generators_of_python_and_numpy_are_left_alone(make: Subject, num_workers: int) -> object:
-    """Loading a dataset that draws nothing changes neither."""
+    """If the dataset draws nothing, loading changes neither generator."""
     import random
 
     list(make(Squares(6), shuffle=True, num_workers=num_workers))

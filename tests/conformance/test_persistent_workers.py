@@ -49,7 +49,7 @@ def test_streams_go_on_over_epochs(make: Subject, shuffle: bool, seeded: bool, n
 @WORKERS
 @same_as_torch("persistent workers")
 def test_orders_of_several_epochs(make: Subject, num_workers: int) -> object:
-    """Shuffled by the same seeds, whatever our defaults."""
+    """The same seeds give the same orders, also with our defaults."""
     loader = persistent(make, Squares(11), batch_size=2, shuffle=True, num_workers=num_workers)
     return [make.batches(loader) for _ in range(3)]
 
@@ -79,7 +79,7 @@ def test_workers_stay_the_same_processes(make: Subject) -> object:
 @pytest.mark.processes
 @same_as_torch("copies of the dataset")
 def test_state_of_the_dataset_lives_on(make: Subject) -> object:
-    """What a worker's copy remembers, it remembers in the next epoch; worker_init_fn has run once."""
+    """A worker's copy keeps its attributes for the next epoch; worker_init_fn has run once."""
     dataset = Remembering(4)
     loader = persistent(make, dataset, batch_size=None, collate_fn=as_list, worker_init_fn=dataset.tell)
     return [make.batches(loader) for _ in range(3)], dataset.fetched
@@ -98,7 +98,7 @@ def test_changes_in_the_main_process_do_not_reach_the_workers(make: Subject) -> 
 
 @same_as_torch("persistent workers")
 def test_changes_to_the_sampler_count_from_the_next_epoch(make: Subject) -> object:
-    """It is read anew for each epoch."""
+    """The sampler is read anew for each epoch."""
     order = [1, 2, 3]
     loader = persistent(make, Squares(10), sampler=order)
     first = make.batches(loader)
@@ -128,7 +128,7 @@ def test_epoch_after_breaking_off_is_complete(make: Subject) -> object:
 
 @same_as_torch("persistent workers")
 def test_epochs_with_errors(make: Subject) -> object:
-    """Errors are told in each epoch, and the workers live on."""
+    """Errors are raised in each epoch, and the workers live on."""
     loader = persistent(make, Failing(7, "ValueError", at=[1, 6]))
     return [story(iter(loader)) for _ in range(3)]
 
@@ -136,7 +136,7 @@ def test_epochs_with_errors(make: Subject) -> object:
 @pytest.mark.parametrize("way", ["del loader", "_iterator = None", "del _iterator"])
 @same_as_torch("persistent workers", async_for=False)
 def test_workers_go_with_the_iterator(make: Subject, way: str) -> object:
-    """When the loader is dropped, or, as Lightning does it, its `_iterator`; the loader can start anew."""
+    """Dropping the loader, or its `_iterator` as Lightning does, ends the workers; the loader can start new ones."""
     loader = persistent(make, Squares(6))
     list(loader)
     workers = [worker.pid for worker in loader._iterator._workers]
@@ -185,7 +185,7 @@ def test_unequal_shares_in_each_epoch(make: Subject) -> object:
 @pytest.mark.processes
 @same_as_torch("streams")
 def test_streams_of_an_iterable_dataset_go_on(make: Subject) -> object:
-    """Not seeded anew."""
+    """Persistent workers do not seed a stream's generators again in later epochs."""
     loader = persistent(make, NoisyStream(4), batch_size=2)
     return [make.batches(loader) for _ in range(3)]
 

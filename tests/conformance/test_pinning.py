@@ -25,7 +25,7 @@ WITH = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUD
 def test_pinning_without_an_accelerator_warns_and_changes_nothing(
     make: Subject, device: str, num_workers: int
 ) -> object:
-    """torch's warnings at iter(), one about the device that is named if any; then plain batches."""
+    """iter() gives torch's warnings, one of them about a named device; batches are not pinned."""
     loader = make(Squares(5), batch_size=2, pin_memory=True, pin_memory_device=device, num_workers=num_workers)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -41,7 +41,7 @@ def test_pinning_without_an_accelerator_warns_and_changes_nothing(
 @FEW_WORKERS
 @same_as_torch("pinning", async_for=False)
 def test_custom_types_are_not_pinned_without_an_accelerator(make: Subject, num_workers: int) -> object:
-    """Their pin_memory() is not called."""
+    """The pin_memory() of custom types is not called."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = make(Squares(4), batch_size=2, collate_fn=pins_itself, pin_memory=True, num_workers=num_workers)
@@ -51,7 +51,7 @@ def test_custom_types_are_not_pinned_without_an_accelerator(make: Subject, num_w
 @WITHOUT
 @same_as_torch("warnings", async_for=False)
 def test_naming_a_device_without_pinning_is_not_told(make: Subject) -> object:
-    """pin_memory_device without pin_memory warns of nothing, but for torch 2.6."""
+    """pin_memory_device without pin_memory gives no warning, except with torch 2.6."""
     batches: list[Any] = []
     error = failure(lambda: batches.extend(make.batches(make(Squares(3), pin_memory_device="cuda"))))
     return error or batches
@@ -111,7 +111,7 @@ for batch in loader:
 
 @same_as_torch("scripts", async_for=False, defaults=False)
 def test_script_that_breaks_off_with_persistent_workers_and_pinning_exits_with_zero(make: Subject) -> object:
-    """Nothing is said at exit."""
+    """The script prints nothing at its exit."""
     module = "torch.utils.data" if make.is_torch else "asyncloader"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(module=module)], capture_output=True, text=True, timeout=60

@@ -50,7 +50,7 @@ def test_augmentations_are_bit_identical(make: Subject, shuffle: bool, seeded: b
 @pytest.mark.parametrize("worker_init_fn", [seed_numpy_alike, draw_some])
 @same_as_torch("streams", defaults=False)
 def test_worker_init_fn_seeds_and_draws(make: Subject, worker_init_fn: Any, num_workers: int) -> object:
-    """What it does to the generators is what the first batch starts from."""
+    """The first batch draws from the generators as worker_init_fn has left them."""
     loader = make(Augmented(8), batch_size=2, num_workers=num_workers, worker_init_fn=worker_init_fn)
     return make.batches(loader), make.batches(loader)
 
@@ -90,7 +90,7 @@ def test_numbers_drawn_by_the_training_loop(make: Subject, num_workers: int) -> 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @same_as_torch("get_worker_info", defaults=False)
 def test_worker_info_is_torchs(make: Subject, num_workers: int) -> object:
-    """Id, number, seed, dataset and whatever else torch tells a worker; one torch thread in it."""
+    """A worker has torch's id, number, seed, dataset and other attributes, and one torch thread."""
     return make.batches(make(Informed(4), collate_fn=as_list, num_workers=num_workers))
 
 
@@ -106,7 +106,7 @@ def test_worker_seeds_differ_by_one_and_change_with_the_epoch(make: Subject) -> 
 
 @same_as_torch("get_worker_info", async_for=False)
 def test_main_process_has_no_worker_info(make: Subject) -> object:
-    """None before, during and after, with and without workers."""
+    """get_worker_info() is None before, during and after an epoch, with and without workers."""
     seen = []
     for num_workers in (0, 2):
         seen.append(torch.utils.data.get_worker_info())
@@ -119,7 +119,7 @@ def test_main_process_has_no_worker_info(make: Subject) -> object:
 
 @same_as_torch("worker_init_fn")
 def test_worker_init_fn_runs_after_seeding_and_before_fetching(make: Subject) -> object:
-    """It gets the worker's id; get_worker_info and the seed are there already."""
+    """worker_init_fn gets the worker's id; get_worker_info() and the seed are there already."""
     return make.batches(make(StartedWith(4), collate_fn=as_list, num_workers=2, worker_init_fn=remember_globally))
 
 

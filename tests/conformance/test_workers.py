@@ -96,7 +96,7 @@ def test_workers_are_listed_as_processes(make: Subject) -> object:
 
 @same_as_torch("`_workers`", async_for=False)
 def test_workers_of_a_consumed_iterator_exit_with_code_zero(make: Subject) -> object:
-    """They can be joined, and are no longer alive."""
+    """The workers can be joined, and are no longer alive."""
     it = iter(make(Squares(6), num_workers=2))
     workers = list(it._workers)
     list(it)
@@ -107,7 +107,7 @@ def test_workers_of_a_consumed_iterator_exit_with_code_zero(make: Subject) -> ob
 
 @same_as_torch("`_workers`", async_for=False)
 def test_workers_of_an_abandoned_iterator_exit_with_code_zero(make: Subject) -> object:
-    """One batch taken, the rest left."""
+    """One batch is taken, then the iterator is dropped."""
     it = iter(make(Squares(100), num_workers=2))
     workers = list(it._workers)
     next(it)
@@ -119,7 +119,7 @@ def test_workers_of_an_abandoned_iterator_exit_with_code_zero(make: Subject) -> 
 
 @same_as_torch("`_workers`", async_for=False)
 def test_workers_go_by_reference_count_alone(make: Subject) -> object:
-    """`del it` ends them, though no garbage is collected."""
+    """`del iterator` ends the workers without a garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -134,7 +134,7 @@ def test_workers_go_by_reference_count_alone(make: Subject) -> object:
 
 @same_as_torch("`_workers`", async_for=False)
 def test_nothing_of_an_epoch_waits_for_the_garbage_collector(make: Subject) -> object:
-    """Processes, threads and descriptors go though no garbage is collected, as in trainers that switch that off."""
+    """Processes, threads and descriptors go even in trainers that switch the garbage collector off."""
     gc.collect()
     gc.disable()
     try:
@@ -149,7 +149,7 @@ def test_nothing_of_an_epoch_waits_for_the_garbage_collector(make: Subject) -> o
 @pytest.mark.parametrize("way", ["break", "return", "raise", "next only", "never begun"])
 @same_as_torch("breaking off", async_for=False)
 def test_workers_end_when_the_loop_is_left(make: Subject, way: str) -> object:
-    """However it is left."""
+    """By `break`, by `return`, by an exception, or before the first batch."""
     pids: list[int] = []
 
     def leave() -> None:
@@ -192,7 +192,7 @@ def test_terminated_worker_is_noticed(make: Subject) -> object:
 
 @same_as_torch("copies of the dataset")
 def test_bound_method_as_worker_init_fn_acts_on_the_copy_that_is_used(make: Subject) -> object:
-    """It tells the worker's dataset, not the main process's."""
+    """The method changes the worker's dataset, not that of the main process."""
     dataset = Remembering(4)
     loader = make(dataset, batch_size=None, collate_fn=as_list, num_workers=2, worker_init_fn=dataset.tell)
     return make.batches(loader), dataset.told, dataset.fetched
@@ -211,7 +211,7 @@ def test_changes_in_the_main_process_reach_the_next_epoch_only(make: Subject) ->
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @same_as_torch("copies of the dataset", async_for=False, defaults=False)
 def test_objects_of_multiprocessing_in_a_dataset_are_shared(make: Subject, method: str) -> object:
-    """A counter and a shared tensor that a dataset brings along are the main process's own."""
+    """A dataset's counter and shared tensor are those of the main process."""
     context = multiprocessing.get_context(method)
     counter, marks = context.Value("i", 0), torch.zeros(4).share_memory_()
     loader = make(Shared(4, counter, marks), num_workers=1, multiprocessing_context=context)
@@ -273,7 +273,7 @@ def test_what_cannot_be_pickled_warns_and_raises(make: Subject, method: str) -> 
 
 @same_as_torch("fork")
 def test_fork_after_torch_has_used_its_threads(make: Subject) -> object:
-    """A convolution on several threads in the main process does not lame forked workers that compute."""
+    """After a convolution on several threads in the main process, forked workers can compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
@@ -330,7 +330,7 @@ def test_timeout_is_told_in_torchs_words_and_loses_nothing(make: Subject, num_wo
 
 @same_as_torch("timeout")
 def test_timeout_that_is_not_reached_changes_nothing(make: Subject) -> object:
-    """Batches that come in time."""
+    """All batches come in time."""
     return make.batches(make(Squares(9), batch_size=2, num_workers=2, timeout=60))
 
 
@@ -364,7 +364,7 @@ def test_death_of_a_worker_is_told_in_torchs_words(make: Subject, how: str) -> o
 
 @same_as_torch("dead workers", async_for=False, defaults=False, torch_leaves=INTERRUPTED)
 def test_worker_killed_from_outside_is_noticed(make: Subject) -> object:
-    """While the consumer waits for its batch."""
+    """A worker is killed while the consumer waits for the worker's batch."""
     with Mailbox() as mailbox, Gate() as gate:
         it = iter(make(Watched(4, mailbox, gate, at=[0]), num_workers=1, **FORKED))
         assert mailbox.letter() == 0

@@ -88,6 +88,7 @@ async def steps(pool: RemotePool, lines: list[Line]) -> dict[str, int]:
         pool.discard(worker)
         pool.add(worker, 1)
 
+    await operations(replace)  # Python 3.12 counts nothing in the first call that it traces by instructions
     costs = {
         "a frame comes": await operations(lambda: lines[-1].answer(life, 5)),
         "a pong comes": await operations(lambda: lines[-1].say(Word.PONG, 0, bytes(16))),
