@@ -78,6 +78,7 @@ import asyncloader.datasets
 def test_public_names_of_the_samplers() -> None:
     """What `asyncloader.samplers` offers."""
     assert asyncloader.samplers.__all__ == [
+        "BalancedBatchSampler",
         "BlockShuffleSampler",
         "ElasticSampler",
         "LengthBatchSampler",

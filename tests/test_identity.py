@@ -40,6 +40,7 @@ from asyncloader import DataLoader, StateMismatchError, identity
 from asyncloader.datasets import TarShards
 from asyncloader.run.checkpoint import check, describe, initial_state
 from asyncloader.samplers import (
+    BalancedBatchSampler,
     BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
@@ -141,7 +142,25 @@ SAMPLERS: dict[type, tuple[Options, dict[str, Decision]]] = {
     ),
     PackingBatchSampler: (
         {"lengths": LENGTHS, "block_size": 10, "window": 16},
-        {**WINDOWED, "block_size": Same(10, 11), "batch_size": Free(1, 2), "too_long": Same("raise", "cut")},
+        {
+            **WINDOWED,
+            "block_size": Same(10, 11),
+            "batch_size": Free(1, 2),  # with a cost it has to match: tests/samplers/test_packing.py
+            "too_long": Same("raise", "cut"),
+            "cost": Same(None, np.square),
+        },
+    ),
+    BalancedBatchSampler: (
+        {"costs": LENGTHS, "batch_size": 3, "window": 18},
+        {
+            **{option: decision for option, decision in WINDOWED.items() if option != "lengths"},
+            "costs": Same(LENGTHS, OTHER_LENGTHS),
+            "cost": Same(None, np.square),
+            "batch_size": Same(3, 4),
+            "max_cost": Same(14, 15, base={"batch_size": None}),
+            "max_batch": Same(None, 3, base={"batch_size": None, "max_cost": 14}),
+            "window": Same(18, 12),
+        },
     ),
 }
 TAR: dict[str, Decision] = {
@@ -305,6 +324,7 @@ def through_json(state: Any) -> Any:
 def test_states_of_samplers(kind: Any, option: str, decision: Decision) -> None:
     """Each option of each kind, without a loader."""
     base, _ = SAMPLERS[kind]
+    base = {**base, **getattr(decision, "base", {})}
     if isinstance(decision, Rank):
         one, other = kind(**base, num_replicas=2, rank=1), kind(**base, num_replicas=3, rank=2)
         first = [list(itertools.islice(kind(**base, num_replicas=2, rank=rank), 3)) for rank in range(2)]

@@ -5,13 +5,15 @@
     MixtureSampler         sources by weight
     WeightedSampler        samples by weights of their own
     LengthBatchSampler     batches of like length, under a budget of tokens
+    BalancedBatchSampler   batches of equal cost: no rank waits for another one
     PackingBatchSampler    blocks of a fixed number of tokens; packed gives a loader what it needs for it
 
 The order of each is a function of seed and epoch that can be looked at anywhere: nothing of it is stored, and a state
-of any one rank, taken after the same number of steps on all, is resumed on any number of ranks. The last two can
-be given the order of another sampler.
+of any one rank, taken after the same number of steps on all, is resumed on any number of ranks. The last three
+can be given the order of another sampler.
 """
 
+from asyncloader.samplers.balanced_batches import BalancedBatchSampler
 from asyncloader.samplers.block_shuffle import BlockShuffleSampler
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.length_batches import LengthBatchSampler
@@ -22,6 +24,7 @@ from asyncloader.samplers.pieces import Piece, Pieces
 from asyncloader.samplers.weighted import WeightedSampler
 
 __all__ = [
+    "BalancedBatchSampler",
     "BlockShuffleSampler",
     "ElasticSampler",
     "LengthBatchSampler",

@@ -1,4 +1,4 @@
-"""The lengths of samples: an array in memory or mapped, or a function; looked at where they are needed."""
+"""The lengths or costs of samples: an array in memory or mapped, or a function; looked at where they are needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,47 +34,57 @@ class Lengths:
             their samples are planned.
     """
 
+    noun: ClassVar[str] = "length"
+    _numbers: ClassVar[str] = "integers"
+    _kinds: ClassVar[str] = "iu"
+    _dtype: ClassVar[type] = np.int64
+
     def __init__(self, lengths: LengthsLike, count: int | None = None) -> None:
         self._row: NDArray[Any] | None = None  # in memory or mapped
         if callable(lengths):
             if count is None:
-                raise ConfigurationError("of a function of lengths, num_samples should say how many samples there are")
+                raise ConfigurationError(
+                    f"of a function of {self.noun}s, num_samples should say how many samples there are"
+                )
             self._look_up, self.count = lengths, count
         else:
             row = np.load(lengths, mmap_mode="r") if isinstance(lengths, (str, PathLike)) else np.asarray(lengths)
-            if row.ndim != 1 or row.dtype.kind not in "iu":
-                raise ConfigurationError(f"lengths should be one row of integers, but are {row.dtype}{row.shape}")
+            if row.ndim != 1 or row.dtype.kind not in self._kinds:
+                raise ConfigurationError(
+                    f"{self.noun}s should be one row of {self._numbers}, but are {row.dtype}{row.shape}"
+                )
             if count not in (None, len(row)):
-                raise ConfigurationError(f"there are {len(row)} lengths, but num_samples is {count}")
+                raise ConfigurationError(f"there are {len(row)} {self.noun}s, but num_samples is {count}")
             self._row, self._look_up, self.count = row, row.__getitem__, len(row)
         if not self.count:
-            raise ConfigurationError("there are no lengths")
+            raise ConfigurationError(f"there are no {self.noun}s")
         if self._row is not None and not isinstance(self._row, np.memmap):
-            self(np.array([self._row.argmin()]))  # refuses the least one if it is negative
+            self(np.array([self._row.argmin(), self._row.argmax()]))  # refuses the least one if it is negative
         self._probed = checksum(self.sample(_PROBES))["checksum"]
 
-    def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def __call__(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         """Return the lengths of these samples."""
         lengths = np.asarray(self._look_up(indices))
-        if lengths.shape != indices.shape or lengths.dtype.kind not in "iu":
+        if lengths.shape != indices.shape or lengths.dtype.kind not in self._kinds:
             raise ConfigurationError(
-                f"lengths of {len(indices)} samples should be as many integers, but are {lengths.dtype}{lengths.shape}"
+                f"{self.noun}s of {len(indices)} samples should be as many {self._numbers}, but are "
+                f"{lengths.dtype}{lengths.shape}"
             )
-        if len(lengths) and lengths.min() < 0:
-            worst = int(lengths.argmin())
-            raise ConfigurationError(f"sample {indices[worst]} has a length of {lengths[worst]}")
-        return lengths.astype(np.int64)
+        bad = np.flatnonzero(~((lengths >= 0) & (lengths < np.inf)))
+        if bad.size:
+            raise ConfigurationError(f"sample {indices[bad[0]]} has a {self.noun} of {lengths[bad[0]]}")
+        return lengths.astype(self._dtype)
 
-    def sample(self, count: int) -> NDArray[np.int64]:
+    def sample(self, count: int) -> NDArray[Any]:
         """Return so many lengths at the most, of samples evenly spread over all."""
         return self(np.linspace(0, self.count - 1, min(count, self.count)).astype(np.int64))
 
-    def longest(self) -> tuple[int, int] | None:
+    def longest(self) -> tuple[int, Any] | None:
         """Return which sample is the longest, and how long it is; None if that is not known without reading all."""
         if self._row is None or isinstance(self._row, np.memmap):
             return None
         index = int(self._row.argmax())
-        return index, int(self._row[index])
+        return index, self._row[index].item()
 
     @cached_property
     def identity(self) -> dict[str, int]:
@@ -89,8 +99,18 @@ class Lengths:
         """Say after a state was loaded if its lengths cannot all be compared to these."""
         if self._row is None:
             log.warning(
-                "A function returns the lengths: of %d, the state is compared with %d. Where others differ, samples "
-                "are lost or come twice. Arrays and .npy files are compared whole.",
+                "A function returns the %ss: of %d, the state is compared with %d. Where others differ, samples are "
+                "lost or come twice. Arrays and .npy files are compared whole.",
+                self.noun,
                 self.count,
                 _PROBES,
             )
+
+
+class Costs(Lengths):
+    """Costs of samples, by index: numbers of any kind, in any unit; otherwise as lengths."""
+
+    noun = "cost"
+    _numbers = "numbers"
+    _kinds = "iuf"
+    _dtype = np.float64

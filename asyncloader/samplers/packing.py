@@ -12,6 +12,8 @@ from torch.utils.data import default_collate
 
 from asyncloader.checks import one_of
 from asyncloader.errors import ConfigurationError
+from asyncloader.identity import checksum
+from asyncloader.samplers.balance import Cost, alike_in_a_row, balanced, cost_of
 from asyncloader.samplers.best_fit import best_fit
 from asyncloader.samplers.lengths import LengthsLike
 from asyncloader.samplers.ordered import HasOrder
@@ -22,6 +24,7 @@ from asyncloader.samplers.windows import WindowedBatchSampler, count_of
 
 TooLong = Literal["raise", "split", "cut"]
 _WINDOW = 1 << 13
+_PROBES = 256
 _PACKED = "asyncloader.samplers.packed says it once, for both: DataLoader(**packed(dataset, sampler), num_workers=...)"
 
 
@@ -88,6 +91,10 @@ class PackingBatchSampler(WindowedBatchSampler):
         drop_last: Leave out the blocks at an epoch's end that are too few for a batch on all ranks. Otherwise they are
             divided, so that each rank has a last batch, of fewer blocks, and no sample comes twice, unless there are
             fewer than ranks.
+        cost: What samples cost, as a function of an array of their lengths, those of pieces and cut ones as they are
+            laid out: ``lambda n: n + n * n / 4096`` for attention within documents. Then batches of a step cost the
+            same on all ranks, as with :class:`BalancedBatchSampler`. A window is packed as whole batches, so up to
+            `batch_size` - 1 blocks of each stay empty, and a state is for one `batch_size`.
 
     Raises:
         ConfigurationError: if lengths are no integers, negative, too long or not as many as the sampler has.
@@ -108,12 +115,16 @@ class PackingBatchSampler(WindowedBatchSampler):
         rank: int | None = None,
         seed: int = 0,
         drop_last: bool = False,
+        cost: Cost | None = None,
     ) -> None:
         super().__init__(lengths, sampler, num_samples, window, shuffle, num_replicas, rank, seed, drop_last)
         self.block_size = count_of("block_size", block_size)
-        self.batch_size = self._units_per_batch = count_of("batch_size", batch_size)
+        self.batch_size = count_of("batch_size", batch_size)
+        self._units_per_batch = self.batch_size if cost is None else 1  # with a cost, units are whole batches
         one_of("too_long", too_long, TooLong)
         self.too_long = too_long
+        self.cost = cost
+        self._cost_checksum = cost and checksum(cost_of(cost, self.lengths.sample(_PROBES)))["checksum"]
         self._check_longest()
 
     @property
@@ -142,6 +153,14 @@ class PackingBatchSampler(WindowedBatchSampler):
                     f"PackingBatchSampler has {name}={value!r}, and pack_collate {name}={given.get(name)!r}. {_PACKED}"
                 )
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator go on from a state, of whichever rank and number of ranks.
+
+        Raises:
+            StateMismatchError: if the state is of another sampler, lengths or order, or a later version.
+        """
+        super().load_state_dict({"cost": None, "batch_size": None, **state})  # earlier states do not say it
+
     def _plan(self, indices: NDArray[np.int64], *key: int) -> list[list[Any]]:
         lengths = self._lengths_of(indices)
         samples, starts = np.arange(len(lengths)), np.zeros_like(lengths)
@@ -157,17 +176,33 @@ class PackingBatchSampler(WindowedBatchSampler):
         else:
             _, first, blocks = np.unique(blocks, return_index=True, return_inverse=True)
             blocks = np.argsort(np.argsort(first))[blocks]
-        in_blocks = np.argsort(blocks, kind="stable")  # within a block in the order of the window, not by length
-        counts = np.bincount(blocks)
+        units = blocks if self.cost is None else self._in_batches(blocks, cost_of(self.cost, sizes), *key)
+        # within a block in the order of the window, not by length
+        in_units = np.lexsort((blocks, units))
+        counts = np.bincount(units)
         self._tokens += int(sizes.sum())
-        self._space += len(counts) * self.block_size
-        samples, starts, sizes = samples[in_blocks], starts[in_blocks], sizes[in_blocks]
+        self._space += len(counts) * self.block_size * (self.batch_size if self.cost else 1)
+        samples, starts, sizes = samples[in_units], starts[in_units], sizes[in_units]
         keys = indices[samples].tolist()
         if self.too_long == "split":
             for at in np.flatnonzero(sizes < lengths[samples]).tolist():
                 keys[at] = Piece(keys[at], int(starts[at]), int(starts[at] + sizes[at]))
         bounds = [0, *np.cumsum(counts).tolist()]
         return [keys[first:last] for first, last in itertools.pairwise(bounds)]
+
+    def _in_batches(self, blocks: NDArray[np.int64], costs: NDArray[np.float64], *key: int) -> NDArray[np.int64]:
+        """Return the batch of each sample, in batches of blocks that cost the same; the order of these is planned too.
+
+        Args:
+            blocks: The block of each sample.
+            costs: That of each sample.
+            key: The numbers that seed the order.
+        """
+        of_blocks = np.bincount(blocks, costs)
+        count = -(-len(of_blocks) // self.batch_size)
+        batches = balanced(of_blocks, count, self.batch_size)
+        order = alike_in_a_row(np.bincount(batches, of_blocks, count), *key, shuffle=self.shuffle)
+        return np.argsort(order)[batches][blocks]
 
     def _split(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return of each piece its sample, and where in it the piece begins; samples that fit are one piece."""
@@ -184,4 +219,10 @@ class PackingBatchSampler(WindowedBatchSampler):
             )
 
     def _state_identity(self) -> dict[str, Any]:
-        return {**super()._state_identity(), "block_size": self.block_size, "too_long": self.too_long}
+        return {
+            **super()._state_identity(),
+            "block_size": self.block_size,
+            "too_long": self.too_long,
+            "cost": self._cost_checksum,
+            "batch_size": self.batch_size if self.cost else None,
+        }

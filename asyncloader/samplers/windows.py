@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from asyncloader.errors import ConfigurationError, StateMismatchError
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
-from asyncloader.samplers.ordered import HasOrder, Order, ResumableSampler, Run, check_state
+from asyncloader.samplers.ordered import ENDLESS, HasOrder, Order, ResumableSampler, Run, check_state
 
 
 class WindowedBatchSampler(ResumableSampler[list[Any]]):
@@ -47,6 +47,8 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     """
 
     _beginning: ClassVar[Mapping[str, int]] = {"window": 0, "unit": 0}
+    _measure: ClassVar[type[Lengths]] = Lengths
+    """What is known of samples: their lengths, or their costs."""
 
     def __init__(
         self,
@@ -67,15 +69,17 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
                 f"{type(sampler).__name__}"
             )
         of_sampler = None if sampler is None else sampler.num_indices()
-        self.lengths = Lengths(lengths, num_samples if num_samples is not None or not callable(lengths) else of_sampler)
+        count = num_samples if num_samples is not None or not callable(lengths) else of_sampler
+        self.lengths = self._measure(lengths, count)
         if of_sampler not in (None, self.lengths.count):
             raise ConfigurationError(
-                f"there are {self.lengths.count} lengths, but the sampler is one of {of_sampler} samples"
+                f"there are {self.lengths.count} {self._measure.noun}s, but the sampler is one of {of_sampler} samples"
             )
         self.window = count_of("window", window)
         self.shuffle = shuffle
         self.sampler = sampler
         self._units_per_batch = 1
+        self._samples_per_unit = 1  # where all units have as many
         self._tokens = self._space = 0  # in what was planned so far
         self._counted: tuple[Any, int] | None = None  # from which epoch and cursor on, and how many units there are
 
@@ -150,14 +154,17 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         return lengths
 
     def _share_of_tokens(self) -> float:
-        """Return which share of the space that was planned so far are tokens; at first, one window is planned."""
-        if not self._space:
-            self._plan_at(self._windows(), 0)
-        return self._tokens / self._space
+        """Return which share of the space that was planned so far are tokens; at first, one window is planned.
+
+        Of nothing at all, all of it.
+        """
+        if not self._space and (windows := self._windows()).count != 0:
+            self._plan_at(windows, 0)
+        return self._tokens / self._space if self._space else 1.0
 
     @abstractmethod
     def _state_identity(self) -> dict[str, Any]:
-        planned = {"lengths": self.lengths.identity, "window": self.window, "shuffle": self.shuffle}
+        planned = {f"{self._measure.noun}s": self.lengths.identity, "window": self.window, "shuffle": self.shuffle}
         return {**super()._state_identity(), **planned}
 
     def _more_state(self) -> dict[str, Any]:
@@ -170,7 +177,11 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
             if len(step) == each * self.num_replicas:
                 yield [*itertools.chain.from_iterable(step[self.rank * each : (self.rank + 1) * each])]
             elif not self.drop_last:
-                yield _share_out(step, self.num_replicas)[self.rank]
+                yield self._share_out(step)[self.rank]
+
+    def _share_out(self, units: list[list[Any]]) -> list[list[Any]]:
+        """Divide the last units of an epoch, which are too few for a batch on each rank: return the keys of each."""
+        return share_out(units, self.num_replicas)
 
     def _cursor_after(self, items: int) -> dict[str, int]:
         run, unit = self._run, items * self._units_per_batch * self.num_replicas
@@ -197,10 +208,12 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     def _windows(self) -> Windows:
         """Return the windows of the epoch that is set."""
         if self.sampler is not None:
-            return Windows(self.sampler.order(), self.window)
-        own = ElasticSampler(self.lengths.count, 1, 0, self.shuffle, self.seed)
-        own.set_epoch(self.epoch)
-        return Windows(own.order(), self.window)
+            order = self.sampler.order()
+        else:
+            own = ElasticSampler(self.lengths.count, 1, 0, self.shuffle, self.seed)
+            own.set_epoch(self.epoch)
+            order = own.order()
+        return Windows(order, self.window, self._samples_per_unit, drop_last=self.drop_last)
 
     def _plan_at(self, windows: Windows, number: int) -> list[list[Any]]:
         return self._plan(windows.indices(number), self.seed, self.epoch, number)
@@ -217,12 +230,25 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
 
 
 class Windows:
-    """An order in windows: as many as it takes, all alike in size, or of the size that is given if there is no end."""
+    """An order in windows: as many as it takes, all alike in size, or of the size that is given if there is no end.
 
-    def __init__(self, order: Order, size: int) -> None:
+    Args:
+        order: The order.
+        size: The most samples of a window.
+        multiple: Windows have a multiple of so many samples, at least once that; the last one has the rest as well.
+        drop_last: Leave that rest out.
+    """
+
+    def __init__(self, order: Order, size: int, multiple: int = 1, *, drop_last: bool = False) -> None:
         self.order = order
-        self.count = None if order.length is None else -(-order.length // size)
-        self._shape = (size, 1) if order.length is None or self.count is None else (order.length, self.count)
+        self._multiple = multiple
+        most = max(1, size // multiple)
+        if order.length is None:
+            self.count, self._end, self._shape = None, ENDLESS, (most, 1)
+        else:
+            pieces = order.length // multiple if drop_last else -(-order.length // multiple)
+            self.count = -(-pieces // most)
+            self._end, self._shape = min(order.length, pieces * multiple), (pieces, self.count)
 
     def indices(self, number: int) -> NDArray[np.int64]:
         """Return the indices in a window."""
@@ -230,16 +256,16 @@ class Windows:
 
     def begin(self, number: int) -> int:
         """Return the position at which a window begins."""
-        samples, windows = self._shape
-        return number * samples // windows
+        pieces, windows = self._shape
+        return min(number * pieces // windows * self._multiple, self._end)
 
     def number_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the windows that positions are in."""
-        samples, windows = self._shape
-        return ((positions + 1) * windows - 1) // samples
+        pieces, windows = self._shape
+        return ((positions // self._multiple + 1) * windows - 1) // pieces
 
 
-def _share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
+def share_out(units: list[list[Any]], ranks: int) -> list[list[Any]]:
     """Divide the last units of an epoch among ranks: whole ones, or parts of them where there are too few.
 
     Where there are fewer samples than ranks, some come to several.

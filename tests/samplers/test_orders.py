@@ -13,6 +13,7 @@ import pytest
 
 from asyncloader import ElasticSampler
 from asyncloader.samplers import (
+    BalancedBatchSampler,
     BlockShuffleSampler,
     LengthBatchSampler,
     MixtureSampler,
@@ -53,6 +54,17 @@ MAKES: dict[str, Callable[..., Any]] = {
     "packing of lengths": lambda **place: PackingBatchSampler(
         _LENGTHS, block_size=200, sampler=LengthBatchSampler(_LENGTHS, max_tokens=400, window=90, seed=2), **place
     ),
+    "packing by cost": lambda **place: PackingBatchSampler(
+        _LENGTHS, block_size=150, batch_size=3, window=200, cost=lambda n: n + n * n / 128, **place
+    ),
+    "balanced": lambda **place: BalancedBatchSampler(_LENGTHS, batch_size=8, window=200, **place),
+    "balanced, drop_last": lambda **place: BalancedBatchSampler(_LENGTHS, batch_size=8, drop_last=True, **place),
+    "balanced in a budget": lambda **place: BalancedBatchSampler(
+        _LENGTHS, max_cost=900, max_batch=20, cost=lambda n: n + n * n / 128, window=300, **place
+    ),
+    "balanced, of a mixture": lambda **place: BalancedBatchSampler(
+        _LENGTHS, batch_size=8, sampler=MixtureSampler([300, 400], [1, 1], seed=3), shuffle=False, **place
+    ),
 }
 EXPECTED = {
     "elastic": (1034012514, 169148695),
@@ -72,11 +84,16 @@ EXPECTED = {
     "lengths, drop_last": (3632391498, 3110596657),
     "lengths, in order": (4048984086, 2440739625),
     "lengths of a mixture": (2715897584, 2224443563),
-    "packing": (4035389240, 2138137845),
-    "packing, split": (2278985942, 578324535),
-    "packing, cut": (4209916331, 86182033),
-    "packing, in order": (1852914240, 1373137221),
-    "packing of lengths": (1272220820, 2469679607),
+    "packing": (4035389240, 151515206),
+    "packing, split": (2278985942, 4193596921),
+    "packing, cut": (4209916331, 4120459655),
+    "packing, in order": (1852914240, 1050915730),
+    "packing of lengths": (1272220820, 1815022613),
+    "packing by cost": (509537493, 3455342591),
+    "balanced": (564560363, 1167873849),
+    "balanced, drop_last": (2797636831, 2101320598),
+    "balanced in a budget": (1915204947, 425539788),
+    "balanced, of a mixture": (3948383038, 2933576532),
 }
 
 

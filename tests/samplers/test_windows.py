@@ -1,4 +1,4 @@
-"""What both batch samplers do alike: each sample once, in equal steps, on ranks that change at any step; composed."""
+"""What batch samplers that plan do alike: each sample once, in equal steps, on ranks that change any time; composed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
 from asyncloader import ConfigurationError, ElasticSampler, StateMismatchError
-from asyncloader.samplers import LengthBatchSampler, MixtureSampler, PackingBatchSampler, WeightedSampler
+from asyncloader.samplers import (
+    BalancedBatchSampler,
+    LengthBatchSampler,
+    MixtureSampler,
+    PackingBatchSampler,
+    WeightedSampler,
+)
 from tests.samplers.legs import draw, flat
 
 Lengths = np.ndarray[Any, Any]
@@ -34,8 +40,28 @@ def packed(lengths: Any, ranks: int = 1, rank: int = 0, **options: Any) -> Packi
     return PackingBatchSampler(lengths, num_replicas=ranks, rank=rank, **options)
 
 
-KINDS: dict[str, Callable[..., Any]] = {"lengths": by_length, "packing": packed}
+def packed_by_cost(lengths: Any, ranks: int = 1, rank: int = 0, **options: Any) -> PackingBatchSampler:
+    return packed(lengths, ranks, rank, **{"cost": lambda sizes: sizes * sizes, **options})
+
+
+def balanced(lengths: Any, ranks: int = 1, rank: int = 0, **options: Any) -> BalancedBatchSampler:
+    options = {"batch_size": 5, "window": 64, "seed": 4, **options}
+    return BalancedBatchSampler(lengths, num_replicas=ranks, rank=rank, **options)
+
+
+def by_cost(lengths: Any, ranks: int = 1, rank: int = 0, **options: Any) -> BalancedBatchSampler:
+    return balanced(lengths, ranks, rank, **{"batch_size": None, "max_cost": 600, **options})
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "lengths": by_length,
+    "packing": packed,
+    "packing by cost": packed_by_cost,
+    "balanced": balanced,
+    "balanced in a budget": by_cost,
+}
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_of_lengths = pytest.mark.parametrize("kind", ["lengths", "packing", "packing by cost"])
 
 
 def some_lengths(count: int, seed: int = 0) -> Lengths:
@@ -91,7 +117,8 @@ def test_ranks_have_as_many_batches_as_they_say(kind: str, count: int, ranks: in
         units = KINDS[kind](some_lengths(count), 1, 0, **({"batch_size": 1} if kind == "packing" else {}))
         units.set_epoch(epoch)
         step = ranks * (2 if kind == "packing" else 1)
-        assert len(batches[0]) == len(units) // step
+        whole = count // 5 if kind == "balanced" else len(units)
+        assert len(batches[0]) == whole // step
     else:
         assert set(counts) == set(range(count))
 
@@ -156,7 +183,8 @@ def test_a_mixture_without_an_end_goes_on_for_ever(kind: str) -> None:
 
     def make(ranks: int, rank: int) -> Any:
         mixture = MixtureSampler([100, 100], [(0, [1, 3]), (20_000, [1, 0])])
-        return KINDS[kind](lengths, ranks, rank, sampler=mixture, window=2000)
+        large = {"batch_size": 50} if kind == "balanced" else {}
+        return KINDS[kind](lengths, ranks, rank, sampler=mixture, window=2000, **large)
 
     sampler = make(1, 0)
     iterator = iter(sampler)
@@ -172,7 +200,7 @@ def test_a_mixture_without_an_end_goes_on_for_ever(kind: str) -> None:
         resumed.sampler.set_weights([1, 1], at=20_000 if kind == "lengths" else 0)
 
 
-@each_kind
+@pytest.mark.parametrize("kind", ["lengths", "packing"])
 def test_a_batch_size_may_change_too(kind: str) -> None:
     """What a state counts are batches by length, or blocks: any number of these may make a batch from there on."""
     lengths = some_lengths(900)
@@ -202,7 +230,7 @@ def test_lengths_come_in_many_forms(kind: str, form: str, tmp_path: Path) -> Non
     assert list(sampler) == list(expected)
     state = expected.state_dict()
     if form == "function":  # of which some are compared
-        del state["lengths"]["all"]
+        del state["costs" if "balanced" in kind else "lengths"]["all"]
     assert sampler.state_dict() == state
 
 
@@ -229,8 +257,8 @@ def test_what_a_state_says(kind: str) -> None:
     next(iter(sampler))
     state = sampler.state_dict()
     assert (state["epoch"], state["world"], state["seed"]) == (0, 2, 4)
-    assert state["cursor"] == {"window": 0, "unit": 2 if kind == "lengths" else 4}
-    assert state["lengths"]["count"] == 500
+    assert state["cursor"] == {"window": 0, "unit": 4 if kind == "packing" else 2}
+    assert state["costs" if "balanced" in kind else "lengths"]["count"] == 500
     assert f"rank 1 of 2, epoch 0, 0:{state['cursor']['unit']}" in repr(sampler)
 
 
@@ -239,14 +267,17 @@ def test_a_state_of_something_else_is_refused(kind: str) -> None:
     """With the field that differs: lengths, what is planned, the order within."""
     lengths = some_lengths(100)
     state = KINDS[kind](lengths).state_dict()
+    option, value = {
+        "lengths": ("max_tokens", 601),
+        "balanced": ("batch_size", 6),
+        "balanced in a budget": ("max_cost", 601),
+    }.get(kind, ("block_size", 151))
     others: dict[str, Any] = {
-        "lengths": KINDS[kind](lengths[::-1]),
+        "costs" if "balanced" in kind else "lengths": KINDS[kind](lengths[::-1]),
         "window": KINDS[kind](lengths, window=65),
         "drop_last": KINDS[kind](lengths, drop_last=True),
         "sampler": KINDS[kind](lengths, sampler=ElasticSampler(100)),
-        "max_tokens" if kind == "lengths" else "block_size": KINDS[kind](
-            lengths, **({"max_tokens": 601} if kind == "lengths" else {"block_size": 151})
-        ),
+        option: KINDS[kind](lengths, **{option: value}),
     }
     for field, other in others.items():
         with pytest.raises(StateMismatchError, match=f"{field} was"):
@@ -255,7 +286,7 @@ def test_a_state_of_something_else_is_refused(kind: str) -> None:
         KINDS[kind](lengths).load_state_dict({})
 
 
-@each_kind
+@each_of_lengths
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
@@ -279,7 +310,7 @@ def test_bad_options_are_refused(kind: str, lengths: Any, options: dict[str, Any
         KINDS[kind](lengths, **options)
 
 
-@each_kind
+@each_of_lengths
 def test_bad_lengths_of_a_function_are_told_when_they_are_planned(kind: str) -> None:
     """They cannot be known before: the sample is named."""
     wrong = {

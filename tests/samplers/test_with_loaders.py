@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from asyncloader import DataLoader, ElasticSampler
 from asyncloader.run.plan import Pace
 from asyncloader.samplers import (
+    BalancedBatchSampler,
     LengthBatchSampler,
     MixtureSampler,
     PackingBatchSampler,
@@ -76,6 +77,9 @@ MAKERS: dict[str, Callable[[int, int, int], DataLoader[Any]]] = {
     ),
     "packing": lambda ranks, rank, workers: as_batches(
         PackingBatchSampler(LENGTHS, block_size=100, batch_size=3, window=500, num_replicas=ranks, rank=rank), workers
+    ),
+    "balanced": lambda ranks, rank, workers: as_batches(
+        BalancedBatchSampler(LENGTHS, batch_size=16, window=500, num_replicas=ranks, rank=rank), workers
     ),
 }
 

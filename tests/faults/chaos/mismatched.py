@@ -24,6 +24,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 from asyncloader import DataLoader, StateMismatchError
 from asyncloader.datasets import TarShards
 from asyncloader.samplers import (
+    BalancedBatchSampler,
     BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
@@ -124,7 +125,7 @@ class Configuration:
             return {"dataset": self._stream(folder), "batch_size": self.batch_size, "drop_last": self.drop_last}
         dataset = Drawing(self.length, "sample_rng", {}, folder)
         made = KINDS[self.kind].make(self)
-        if self.kind in ("LengthBatchSampler", "PackingBatchSampler"):
+        if self.kind.endswith("BatchSampler"):
             return {"dataset": dataset, "batch_sampler": made, "collate_fn": unpacked}
         own = {} if made is None else {"shuffle": True} if made is True else {"sampler": made}
         return {"dataset": dataset, "batch_size": self.batch_size, "drop_last": self.drop_last, **own}
@@ -235,6 +236,11 @@ KINDS = {
     ),
     "LengthBatchSampler": Kind(
         lambda c: LengthBatchSampler(c.lengths(), max_tokens=30 * c.batch_size, window=c.window, **c.inner_sampler()),
+        (*_ELASTIC, "changed", "changed", "window", "inner", "inner"),
+        is_elastic=True,
+    ),
+    "BalancedBatchSampler": Kind(
+        lambda c: BalancedBatchSampler(c.lengths(), max_cost=30 * c.batch_size, window=c.window, **c.inner_sampler()),
         (*_ELASTIC, "changed", "changed", "window", "inner", "inner"),
         is_elastic=True,
     ),

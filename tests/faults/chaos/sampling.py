@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from asyncloader.samplers import (
+    BalancedBatchSampler,
     BlockShuffleSampler,
     ElasticSampler,
     LengthBatchSampler,
@@ -268,6 +269,11 @@ SAMPLINGS = (
     Sampling(
         "LengthBatchSampler",
         _batches(lambda s, g: LengthBatchSampler(lengths(s), max_tokens=90, window=40, seed=s.seed)),
+        has_epochs=True,
+    ),
+    Sampling(
+        "BalancedBatchSampler",
+        _batches(lambda s, g: BalancedBatchSampler(lengths(s), batch_size=s.batch_size, window=40, seed=s.seed)),
         has_epochs=True,
     ),
     Sampling(

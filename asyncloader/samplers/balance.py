@@ -1,0 +1,120 @@
+"""Batches of equal cost: which batch each sample is put into, and an order in which neighbours cost the same.
+
+    samples, the dearest first   14 11 6 5 5 4 3 3 2 2 2 1 1 1    each into the batch that costs the least so far
+    batches                      [14][11][6 3 1][5 3 2][5 2 2 1][4 ...     nothing evens out a sample above the mean
+    in a ring                    10 10 10 11 14 12 10 10 10       costs rise to such batches and fall again
+
+However many neighbours the ranks take for a step, these cost about the same. The ring begins among the many batches
+that cost the same, so it joins that of the window before.
+
+Nothing here depends on the number of ranks, and no figure on how a machine rounds: sums are those of IEEE 754, in one
+order, and costs are compared by the bits of their numbers. Logarithms might differ between two kinds of processors, and
+with them the plans of two ranks.
+
+Source: longest processing time first, R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math.
+1969. Karmarkar and Karp's differencing, as verl has it for the batch of one step, evens out no better where there are
+many samples for each batch, and takes a time that grows with the number of batches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.samplers.shuffle import Shuffle
+from asyncloader.seeding.hashing import mix
+
+Cost = Callable[[NDArray[Any]], Any]
+_STEPS = 256
+"""Costs that differ by less than one of so many steps, between a power of two and the next, count as equal."""
+
+
+def balanced(costs: NDArray[Any], count: int, most: int) -> NDArray[np.int64]:
+    """Return the batch that each sample is put into, so that all batches cost about the same.
+
+    Args:
+        costs: Of each sample.
+        count: How many batches there are.
+        most: How many samples a batch has at most; `count` times that are no fewer than the samples. Where samples
+            are as many as batches or more, no batch is empty.
+    """
+    dearest_first = np.argsort(-costs, kind="stable")
+    batches = []
+    cheapest = [(0.0, 0, batch) for batch in range(count)]  # a heap: what each costs, and how many samples it has
+    for cost in costs[dearest_first].tolist():
+        total, size, batch = cheapest[0]
+        batches.append(batch)
+        if size + 1 < most:
+            heapq.heapreplace(cheapest, (total + cost, size + 1, batch))
+        else:
+            heapq.heappop(cheapest)
+    found = np.empty(len(costs), dtype=np.int64)
+    found[dearest_first] = batches
+    return found
+
+
+def balanced_within(
+    costs: NDArray[np.float64], budget: float, most: int | None = None
+) -> tuple[NDArray[np.int64], int]:
+    """Return the same for as few batches as a budget allows, and how many these are.
+
+    Args:
+        costs: Of each sample. A sample above the budget makes a batch alone.
+        budget: What a batch costs at most.
+        most: How many samples a batch has at most.
+    """
+    most = most or len(costs)
+    alone = costs > budget
+    count = int(alone.sum()) + math.ceil(math.fsum(costs[~alone].tolist()) / budget)
+    count = min(len(costs), max(1, count, -(-len(costs) // most)))
+    while True:
+        batches = balanced(costs, count, most)
+        totals, sizes = np.bincount(batches, costs, count), np.bincount(batches, minlength=count)
+        if count == len(costs) or (totals[sizes > 1] <= budget).all():
+            return batches, count
+        count = min(len(costs), count + 1 + count // 100)
+
+
+def alike_in_a_row(costs: NDArray[Any], *key: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Return an order of batches in which neighbours cost about the same; it begins and ends where most of them are.
+
+    Args:
+        costs: Of each batch.
+        key: Seeds where it begins, and the order of batches that cost the same.
+        shuffle: Otherwise these are in their own order.
+    """
+    mantissas, exponents = np.frexp(costs)
+    levels = exponents.astype(np.int64) * _STEPS + (mantissas * 2 * _STEPS).astype(np.int64)  # nearly logarithms
+    count = len(costs)
+    tie = Shuffle(count, *key)(np.arange(count)) if shuffle else np.arange(count)
+    rising = np.lexsort((tie, levels))
+    ring = np.concatenate([rising[::2], rising[1::2][::-1]])
+    median = levels[rising[count // 2]]
+    usual = np.flatnonzero(np.abs(levels[ring] - median) <= 1)
+    begin = usual[mix(*key) % len(usual)] if shuffle else usual[0]
+    return np.roll(ring, -begin)
+
+
+def cost_of(cost: Cost | None, measured: NDArray[Any]) -> NDArray[np.float64]:
+    """Return what samples cost: a function of what is known of them, or just that.
+
+    Raises:
+        ConfigurationError: if the function does not return a number of at least 0 for each.
+    """
+    if cost is None:
+        return measured.astype(np.float64)
+    found = np.asarray(cost(measured))
+    if found.shape != measured.shape or found.dtype.kind not in "iuf":
+        raise ConfigurationError(
+            f"cost of an array of {len(measured)} numbers should be as many numbers, but is {found.dtype}{found.shape}"
+        )
+    bad = np.flatnonzero(~((found >= 0) & (found < np.inf)))
+    if bad.size:
+        raise ConfigurationError(f"cost({measured[bad[0]]}) should be a number of at least 0, but is {found[bad[0]]}")
+    return found.astype(np.float64)
