@@ -35,6 +35,10 @@ _STEPS = 256
 """Costs that differ by less than one of so many steps, between a power of two and the next, count as equal."""
 
 
+_BELOW_ALL = -1100
+"""An exponent below that of any number but 0, for which `frexp` has the exponent of numbers from a half on."""
+
+
 def balanced(costs: NDArray[Any], count: int, most: int) -> NDArray[np.int64]:
     """Return the batch that each sample is put into, so that all batches cost about the same.
 
@@ -90,6 +94,7 @@ def alike_in_a_row(costs: NDArray[Any], *key: int, shuffle: bool = True) -> NDAr
         shuffle: Otherwise these are in their own order.
     """
     mantissas, exponents = np.frexp(costs)
+    exponents[costs == 0] = _BELOW_ALL
     levels = exponents.astype(np.int64) * _STEPS + (mantissas * 2 * _STEPS).astype(np.int64)  # nearly logarithms
     count = len(costs)
     tie = Shuffle(count, *key)(np.arange(count)) if shuffle else np.arange(count)
