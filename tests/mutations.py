@@ -61,14 +61,14 @@ MUTATIONS = (
     Mutation(
         "the last ticket of a dead worker is blamed, not the first",
         "engine/scheduler.py",
-        "lost.pop(0), policy",
-        "lost.pop(), policy",
+        "tickets.pop(0), policy",
+        "tickets.pop(), policy",
         "engine/test_scheduler.py",
     ),
     Mutation(
         "a worker that pauses goes on getting tickets",
         "engine/scheduler.py",
-        "            self.resting.add(worker)\n            self.roster.hold(worker)\n",
+        "            self.resting.add(worker)\n            roster.hold(worker)\n",
         "            self.resting.add(worker)\n",
         "engine/test_scheduler.py",
     ),

@@ -93,9 +93,9 @@ class Fail(NamedTuple):
     """
 
     tickets: list[Ticket]
+    cause: Cause
     at_once: bool
     leave_out: bool = False
-    cause: Cause | None = None
 
 
 class Lose(NamedTuple):

@@ -34,6 +34,7 @@ from asyncloader.engine.actions import (
     Deliver,
     Dismiss,
     Fail,
+    Lose,
     Replace,
     Send,
     Ticket,
@@ -208,40 +209,29 @@ class Scheduler:
             actions += self.ready(ticket.seq, VOID)
         return actions + self._assign()
 
-    def died(
-        self,
-        worker: int,
-        cause: Cause | None = None,
-        *,
-        hung: bool = False,
-        replaceable: bool = True,
-        was_ready: bool = True,
-        rests: bool = False,
-        unsent: Iterable[int] = (),
-    ) -> list[Action]:
-        """The worker's process ended. The tickets in work are tried again, given up or left out, as the options say.
+    def died(self, lost: Lose, unsent: Iterable[int] = ()) -> list[Action]:
+        """A worker's process ended. The tickets in work are tried again, given up or left out, as the options say.
+
+        Where no other process takes its place, the worker held the state of an iterable dataset: it takes no more
+        tickets, and one error names those that it had. Where another one comes later, the worker is in `resting` until
+        `rested`.
 
         Args:
-            worker: The worker.
-            cause: Makes the error for tickets that are given up.
-            hung: The process was killed because a batch did not come in time: ``on_timeout`` counts, not ``on_crash``.
-            replaceable: Another process takes its place. Otherwise the worker held the state of an iterable dataset: it
-                takes no more tickets, and one error names those that it had.
-            was_ready: The process may have begun with a ticket.
-            rests: The next process comes later (`rested`).
+            lost: The worker, and how it ended.
             unsent: Numbers of tickets that were not sent to the worker.
         """
+        worker, was_ready = lost.worker, lost.was_ready
         if worker not in self.active:
             return []
-        policy = self._on_timeout if hung else self._on_crash
-        self._vacate(worker, rests and replaceable, unsent)
-        if policy == "raise" or not replaceable:
-            return self._give_up(worker, replaceable, cause)
-        if self._overlapping and was_ready and not hung and len(tickets := self.in_flight[worker]) > 1:
+        policy = self._on_timeout if lost.hung else self._on_crash
+        self._vacate(lost, unsent)
+        if policy == "raise" or not lost.replaceable:
+            return self._give_up(lost)
+        if self._overlapping and was_ready and not lost.hung and len(tickets := self.in_flight[worker]) > 1:
             was_ready = False
             for ticket in tickets.values():
                 ticket.is_suspect = True
-        return self._replace(worker, policy, was_ready, cause)
+        return self._replace(lost, policy, blames_first=was_ready)
 
     def rested(self, worker: int) -> list[Action]:
         """The worker has a process again."""
@@ -413,14 +403,14 @@ class Scheduler:
         """Return how many batches have so many tickets."""
         return tickets if self.slices is None else max(1, math.ceil(tickets / self.slices.each))
 
-    def _vacate(self, worker: int, rests: bool, unsent: Iterable[int]) -> None:
+    def _vacate(self, lost: Lose, unsent: Iterable[int]) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""
-        self.roster.release(worker)
-        tickets = [ticket for number in unsent if (ticket := self.roster.take_back(worker, number)) is not None]
-        self._queue(tickets)
-        if rests and worker not in self.roster.leaving:  # then nobody takes its place
+        worker, roster = lost.worker, self.roster
+        roster.release(worker)
+        self._queue(ticket for number in unsent if (ticket := roster.take_back(worker, number)) is not None)
+        if lost.rest_s and roster.takes(worker):  # nobody takes the place of one that was to leave
             self.resting.add(worker)
-            self.roster.hold(worker)
+            roster.hold(worker)
 
     def _forget(self, worker: int) -> list[Ticket]:
         """Let go of the worker; return what it had."""
@@ -454,34 +444,35 @@ class Scheduler:
         for ticket in tickets:
             heapq.heappush(self._unsent, (*_place(ticket), ticket))
 
-    def _replace(self, worker: int, policy: str, was_ready: bool, cause: Cause | None) -> list[Action]:
+    def _replace(self, lost: Lose, policy: str, *, blames_first: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
-        lost = self.roster.take_all(worker)
+        tickets = self.roster.take_all(lost.worker)
         if self._overlapping:
-            lost.sort(key=_place)
-        actions = self._successor(worker)
-        if lost and was_ready:
+            tickets.sort(key=_place)
+        actions = self._successor(lost.worker)
+        if tickets and blames_first:
             # Tickets are taken in order, so blame the first. Where several overlap, those of a worker that died are
             # suspects; after a hang the first is the awaited one, or holds up the successor that has it.
-            actions += self._blame(lost.pop(0), policy, cause)
-        self._queue(lost)
+            actions += self._blame(tickets.pop(0), policy, lost.cause)
+        self._queue(tickets)
         return actions + self._assign()
 
-    def _blame(self, ticket: Ticket, policy: str, cause: Cause | None) -> list[Action]:
+    def _blame(self, ticket: Ticket, policy: str, cause: Cause) -> list[Action]:
         ticket.tries += 1
         if policy == "skip" or ticket.tries > self._max_retries:
-            return [Fail([ticket], at_once=False, leave_out=policy == "skip", cause=cause)]
+            return [Fail([ticket], cause, at_once=False, leave_out=policy == "skip")]
         self._queue([ticket])
         return []
 
-    def _give_up(self, worker: int, replaceable: bool, cause: Cause | None) -> list[Action]:
-        lost = self.roster.take_all(worker) if replaceable else self._take_all(worker)
+    def _give_up(self, lost: Lose) -> list[Action]:
+        worker, replaceable = lost.worker, lost.replaceable
+        tickets = self.roster.take_all(worker) if replaceable else self._take_all(worker)
         actions = self._successor(worker) if replaceable else []
         if not replaceable:
             self.roster.retire(worker)
-        if lost or not (replaceable or self.is_finished):
-            actions.append(Fail(lost, at_once=True, cause=cause))
-        for ticket in lost:
+        if tickets or not (replaceable or self.is_finished):
+            actions.append(Fail(tickets, lost.cause, at_once=True))
+        for ticket in tickets:
             if ticket.bounds is None or self.slice_came(ticket, VOID) is not None:
                 actions += self.ready(ticket.seq, VOID)
         return actions + self._assign()

@@ -525,7 +525,6 @@ class Session:
 
     def _fail(self, action: Fail) -> None:
         """Make one error of tickets that are given up, and hand it over, or leave the batch out."""
-        assert action.cause is not None
         error = action.cause(list({ticket.seq: ticket for ticket in action.tickets}.values()))
         if action.at_once:
             self.run.raise_first(error)

@@ -392,19 +392,13 @@ class Supervisor:
     def _lose(self, action: Lose) -> None:
         """Tell the scheduler of a worker that was lost; another comes at once, or later."""
         run, worker = self.session.run, action.worker
-        rests = action.rest_s > 0 and run.scheduler.roster.takes(worker)  # who leaves has no successor
         run.lost(worker)
-        unsent = self.outbox.drop(worker)  # it was to be renewed, or is not there yet
         self.workforce.cancel_renewal(worker)
-        if rests:
+        actions = run.scheduler.died(action, self.outbox.drop(worker))  # it was to be renewed, or is not there yet
+        if worker in run.scheduler.resting:
             self._rests[worker] = self._loop.call_later(action.rest_s, self._end_rest, worker)
-        facts: dict[str, Any] = {"rests": rests, "unsent": unsent}
-        if action.hung:
-            run.faults.timeouts += 1
-            self.session.apply(run.scheduler.died(worker, action.cause, hung=True, **facts))
-        else:
-            facts |= {"replaceable": action.replaceable, "was_ready": action.was_ready}
-            self.session.apply(run.scheduler.died(worker, action.cause, **facts))
+        run.faults.timeouts += action.hung
+        self.session.apply(actions)
 
     def _end_rest(self, worker: int) -> None:
         del self._rests[worker]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Replace, Send, Ticket
+from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Lose, Replace, Send, Ticket
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
 from asyncloader.messages.snapshot import Start
@@ -21,6 +21,11 @@ from asyncloader.messages.snapshot import Start
 MOST_WORKERS = 6
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
 OVERHEAD_BYTES = 4096
+
+
+def gone(worker: int, *, rests: bool = False, **facts: bool) -> Lose:
+    """Return what is said of a worker whose process has ended."""
+    return Lose(worker, lambda tickets: RuntimeError("it died"), rest_s=float(rests), **facts)
 
 
 class Reader:
@@ -229,9 +234,9 @@ class Model(RuleBasedStateMachine):
         if not self.is_replaceable:
             self.lost_workers.add(worker)
         was_ready = ready or not lost
-        facts = {"replaceable": self.is_replaceable, "rests": rests, "was_ready": was_ready, "unsent": unsent}
+        dead = gone(worker, rests=rests, replaceable=self.is_replaceable, was_ready=was_ready)
         with self._not_blamed(unsent):
-            self._apply(self.scheduler.died(worker, **facts))
+            self._apply(self.scheduler.died(dead, unsent))
         if not was_ready and self.on_crash != "raise" and self.is_replaceable:
             assert not self.fates.keys() & set(lost), "blamed although it had not begun"
             return
@@ -269,7 +274,7 @@ class Model(RuleBasedStateMachine):
         at_work = min(lost) if self.overlapping else lost[0]
         self.has_hung = True
         with self._not_blamed(unsent):
-            self._apply(self.scheduler.died(ticket.worker, rests=rests, unsent=unsent, hung=True))
+            self._apply(self.scheduler.died(gone(ticket.worker, rests=rests, hung=True), unsent))
         assert self.on_timeout != "skip" or at_work in self.fates
 
     @rule(data=st.data())
@@ -373,7 +378,7 @@ class Model(RuleBasedStateMachine):
                     assert not self.at_work[worker]
                     self.leaving.remove(worker)
                     self.resting.discard(worker)
-                case Fail(tickets, at_once, leave_out, _):
+                case Fail(tickets, _, at_once, leave_out):
                     assert not (at_once and leave_out)
                     self._fail(tickets, at_once)
                 case _:
@@ -573,7 +578,7 @@ def test_a_suspect_that_waits_for_its_own_worker_holds_up_no_other() -> None:
     """Overlapping tickets of a worker that died are tried one by one there; the other worker goes on, out of order."""
     scheduler = make(prefetch_factor=4, overlapping=4, in_order=False)
     scheduler.planned(range(8))
-    assert sent(scheduler.died(0)) == [(0, 0)]
+    assert sent(scheduler.died(gone(0))) == [(0, 0)]
     for number in list(scheduler.in_flight[1]):
         seq = scheduler.in_flight[1][number].seq
         scheduler.returned(1, number)
@@ -636,7 +641,7 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
     """Also one that rests: what is kept for it is for others."""
     scheduler = make(on_timeout="retry")
     scheduler.planned(range(4))
-    assert sent(scheduler.died(1, rests=True, hung=True)) == []
+    assert sent(scheduler.died(gone(1, rests=True, hung=True))) == []
     actions = scheduler.leaving(1)
     assert (actions[0], scheduler.window) == (Dismiss(1), 2)
     assert sent(actions) == [(0, 1), (0, 3)]
@@ -679,7 +684,7 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
     scheduler = make(on_crash=on_crash)
     scheduler.planned(range(4))
     scheduler.leaving(1)
-    actions = scheduler.died(1, rests=True)
+    actions = scheduler.died(gone(1, rests=True))
     assert kinds(actions)[0] == "Dismiss"
     failed = [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets]
     assert failed == {"retry": [], "skip": [1], "raise": [1, 3]}[on_crash]
@@ -693,12 +698,12 @@ def test_what_overlapped_in_a_worker_that_was_leaving_is_done_alone_by_another()
     scheduler = make(prefetch_factor=3, overlapping=3, on_crash="skip")
     scheduler.planned(range(6))
     scheduler.leaving(1)
-    actions = scheduler.died(1)
+    actions = scheduler.died(gone(1))
     assert sent(actions) == []
     assert "Fail" not in kinds(actions)
     assert [sent(scheduler.returned(0, seq)) for seq in (0, 2, 4)] == [[], [], [(0, 1)]]
     assert sent(scheduler.returned(0, 1)) == [(0, 3)]
-    actions = scheduler.died(0)
+    actions = scheduler.died(gone(0))
     assert [action.tickets[0].seq for action in actions if isinstance(action, Fail)] == [3]
     assert sent(actions) == [(0, 5)]
     scheduler.validate()
@@ -845,11 +850,11 @@ def test_only_the_batch_in_work_is_blamed() -> None:
     """The tickets queued behind it are sent again without counting as tried."""
     scheduler = make(max_retries=1, prefetch_factor=3)
     scheduler.planned(range(6))
-    actions = scheduler.died(0)
+    actions = scheduler.died(gone(0))
     assert kinds(actions) == ["Replace", "Send", "Send", "Send"]
     assert sent(actions) == [(0, 0), (0, 2), (0, 4)]
     assert [ticket.tries for ticket in scheduler.in_flight[0].values()] == [1, 0, 0]
-    actions = scheduler.died(0)
+    actions = scheduler.died(gone(0))
     assert kinds(actions) == ["Replace", "Fail", "Send", "Send"]
     (fail,) = [action for action in actions if isinstance(action, Fail)]
     assert [(ticket.seq, ticket.tries) for ticket in fail.tickets] == [(0, 2)]
@@ -861,13 +866,13 @@ def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None
     assert sent(scheduler.planned("abcd")) == [(0, 0), (0, 1), (0, 2), (0, 3)]
     scheduler.returned(0, 1)
     scheduler.ready(1, "b")
-    again = scheduler.died(0)
+    again = scheduler.died(gone(0))
     assert kinds(again) == ["Replace", "Send"]
     assert sent(again) == [(0, 0)]
     assert sent(scheduler.planned("e")) == []
     assert sent(scheduler.returned(0, 0)) == [(0, 2)]
     assert delivered(scheduler.ready(0, "a")) == ["a", "b"]
-    actions = scheduler.died(0)  # alone: so it is to blame
+    actions = scheduler.died(gone(0))  # alone: so it is to blame
     assert [action.tickets[0].keys for action in actions if isinstance(action, Fail)] == ["c"]
     assert sent(actions) == [(0, 3)]
     assert sent(scheduler.returned(0, 3)) == [(0, 4)]
@@ -883,10 +888,10 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
     scheduler.ready(0, "a")
     scheduler.leaving(1)
     assert [ticket.seq for ticket in scheduler.in_flight[0].values()] == [2]
-    assert sent(scheduler.died(1, was_ready=False)) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
+    assert sent(scheduler.died(gone(1, was_ready=False))) == [(0, 1), (0, 3)][: 2 if scheduling == "static" else 1]
     assert scheduler.awaited() is scheduler.in_flight[0][1]
     waiting = [seq for seq in scheduler.in_flight[0] if seq != 2]  # for the successor of worker 0
-    actions = scheduler.died(0, unsent=waiting, hung=True)
+    actions = scheduler.died(gone(0, hung=True), waiting)
     assert [ticket.seq for action in actions if isinstance(action, Fail) for ticket in action.tickets] == [2]
     assert {seq for _, seq in sent(actions)} >= set(waiting)
     scheduler.validate()
@@ -897,7 +902,7 @@ def test_what_was_not_sent_is_not_blamed_for_a_death(on_crash: Any) -> None:
     """Not even where the worker had nothing else."""
     scheduler = make(num_workers=1, on_crash=on_crash)
     scheduler.planned(range(2))
-    actions = scheduler.died(0, unsent=[0, 1])
+    actions = scheduler.died(gone(0), [0, 1])
     assert kinds(actions) == ["Replace", "Send", "Send"]
     assert [ticket.tries for ticket in scheduler.in_flight[0].values()] == [0, 0]
 
@@ -906,9 +911,9 @@ def test_what_is_done_again_keeps_its_order() -> None:
     """In a stream each ticket takes the next batch; so a worker that dies while it starts changes nothing."""
     scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4)
     scheduler.planned("abcd")
-    assert sent(scheduler.died(0)) == [(0, 0)]
-    assert sent(scheduler.died(0, was_ready=False)) == [(0, 0)]
-    assert sent(scheduler.died(0)) == [(0, 0)]
+    assert sent(scheduler.died(gone(0))) == [(0, 0)]
+    assert sent(scheduler.died(gone(0, was_ready=False))) == [(0, 0)]
+    assert sent(scheduler.died(gone(0))) == [(0, 0)]
     again = []
     for seq in range(4):
         again += sent(scheduler.returned(0, seq))
@@ -919,13 +924,13 @@ def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
     """Whether it waits for its turn, or behind what is for a worker that rests: other workers do not get it."""
     scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4)
     scheduler.planned("abcd")
-    assert sent(scheduler.died(0)) == [(0, 0)]
+    assert sent(scheduler.died(gone(0))) == [(0, 0)]
     assert sent(scheduler.exhausted(0)) == []
     assert scheduler.void_count == 4
     scheduler = make(overlapping=4, on_timeout="retry")
     scheduler.planned("abcd")
-    assert sent(scheduler.died(0, rests=True, hung=True)) == []
-    assert sent(scheduler.died(1, was_ready=False)) == []  # behind those of the worker that rests
+    assert sent(scheduler.died(gone(0, rests=True, hung=True))) == []
+    assert sent(scheduler.died(gone(1, was_ready=False))) == []  # behind those of the worker that rests
     scheduler.exhausted(1)
     assert sent(scheduler.rested(0)) == [(0, 0), (0, 2)]
     assert scheduler.void_count == 0
@@ -949,7 +954,7 @@ def test_nothing_is_blamed_on_a_worker_that_never_came_up() -> None:
     scheduler = make(max_retries=0)
     scheduler.planned(range(4))
     for _ in range(5):
-        assert kinds(scheduler.died(1, was_ready=False)) == ["Replace", "Send", "Send"]
+        assert kinds(scheduler.died(gone(1, was_ready=False))) == ["Replace", "Send", "Send"]
     assert {ticket.tries for ticket in scheduler.in_flight[1].values()} == {0}
 
 
@@ -969,7 +974,7 @@ def test_finish_comes_once_after_everything() -> None:
     assert not scheduler.is_finished
     scheduler.plan_ended()
     assert scheduler.is_finished
-    assert kinds(scheduler.died(0)) == ["Replace"]
+    assert kinds(scheduler.died(gone(0))) == ["Replace"]
 
 
 def test_what_a_worker_never_had_cannot_come_back() -> None:

@@ -18,6 +18,7 @@ from asyncloader.engine.actions import (
     Deliver,
     Dismiss,
     Fail,
+    Lose,
     Replace,
     Send,
     Ticket,
@@ -33,6 +34,11 @@ from asyncloader.observe.record import Record
 from tests.effort import examples
 
 MOST_WORKERS = 5
+
+
+def gone(worker: int, **facts: bool) -> Lose:
+    """Return what is said of a worker whose process has ended."""
+    return Lose(worker, lambda tickets: RuntimeError("it died"), **facts)
 
 
 class Slabs:
@@ -187,7 +193,7 @@ class Workplace:
                     pass
                 case Dismiss(worker):
                     assert not self.at_work.pop(worker)
-                case Fail(tickets, at_once, leave_out, _):
+                case Fail(tickets, _, at_once, leave_out):
                     self._fail(tickets, at_once, leave_out)
                 case _:
                     raise AssertionError(action)
@@ -283,11 +289,11 @@ class Model(RuleBasedStateMachine):
         if hangs:
             if (ticket := scheduler.awaited()) is not None:
                 there.at_work[ticket.worker].clear()
-                there.apply(scheduler.died(ticket.worker, hung=True))
+                there.apply(scheduler.died(gone(ticket.worker, hung=True)))
             return
         worker = data.draw(st.sampled_from(sorted(there.at_work)))
         there.at_work[worker].clear()
-        there.apply(scheduler.died(worker, was_ready=was_ready))
+        there.apply(scheduler.died(gone(worker, was_ready=was_ready)))
 
     @rule(worker=st.integers(0, MOST_WORKERS - 1))
     def come(self, worker: int) -> None:
@@ -431,7 +437,7 @@ def test_a_dead_worker_costs_its_slice() -> None:
     lost = [ticket.own_keys for ticket in there.at_work[0]]
     others = [ticket.own_keys for ticket in there.at_work[1]]
     there.at_work[0].clear()
-    there.apply(there.scheduler.died(0))
+    there.apply(there.scheduler.died(gone(0)))
     assert [ticket.own_keys for ticket in there.at_work[0]] == lost[:1]
     assert [ticket.own_keys for ticket in there.at_work[1]] == others
     there.finish()
@@ -443,7 +449,7 @@ def test_a_batch_whose_slices_are_lost_is_void_once() -> None:
     there = Workplace(num_workers=2, length=2, on_crash="raise")
     before = len(there.batches)
     there.at_work[0].clear()
-    there.apply(there.scheduler.died(0))
+    there.apply(there.scheduler.died(gone(0)))
     there.finish()
     assert there.named <= set(range(before))
     assert there.scheduler.void_count == len(there.named)
