@@ -56,6 +56,7 @@ def test_public_names_of_the_datasets(run: Callable[..., Program]) -> None:
         "ImageFolder",
         "IndexedTarShards",
         "ObjectStoreDataset",
+        "ParallelMap",
         "ParquetDataset",
         "Retries",
         "SQLDataset",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -14,8 +15,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from asyncloader import BatchTimeoutError, DataLoader, sample_rng
-from asyncloader.worker import threads
+from asyncloader import BatchTimeoutError, DataLoader, sample_rng, threads
 from tests.patience import patiently
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread"}
@@ -277,13 +277,13 @@ def test_a_system_that_has_room_for_few_threads(
     place: dict[str, Any], room: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those that there are get all samples; where there is none, that is the error of each batch, and no wait."""
-    start, started = threads.start, []
+    start, started = threads.start, Counter[threading.Thread]()
 
     def start_few(target: Callable[[], object], name: str) -> threading.Thread:
         if "sample thread" in name:
-            if len(started) >= room * (place["num_workers"] if "worker_backend" in place else 1):
+            if started[threading.current_thread()] >= room:  # of one worker
                 raise RuntimeError("can't start new thread")
-            started.append(name)
+            started[threading.current_thread()] += 1
         return start(target, name)
 
     monkeypatch.setattr(threads, "start", start_few)

@@ -12,6 +12,7 @@
     SharedList, SharedDict        rows in memory once for all workers
     ArrayDataset                  rows of arrays, in memory or mapped
     CachedDataset                 samples of a slow dataset, made once and kept
+    ParallelMap                   the items of a stream, read once and worked on by all workers
 
 A :class:`~asyncloader.DataLoader` opens and closes them; without one, ``async with dataset: await dataset[0]``. All can
 be pickled, whether open or not.
@@ -24,6 +25,7 @@ from asyncloader.datasets.filesystems import FsspecDataset
 from asyncloader.datasets.http import HTTPDataset
 from asyncloader.datasets.indexed_shards import IndexedTarShards
 from asyncloader.datasets.objects import ObjectStoreDataset
+from asyncloader.datasets.parallel_map import ParallelMap
 from asyncloader.datasets.parquet import ParquetDataset
 from asyncloader.datasets.remote import ByteRange
 from asyncloader.datasets.retry import FetchError, Retries
@@ -44,6 +46,7 @@ __all__ = [
     "ImageFolder",
     "IndexedTarShards",
     "ObjectStoreDataset",
+    "ParallelMap",
     "ParquetDataset",
     "Retries",
     "SQLDataset",

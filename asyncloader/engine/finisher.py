@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from asyncloader.worker import threads
+from asyncloader import threads
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 Tell: TypeAlias = Callable[[Any, BaseException | None, float], None]

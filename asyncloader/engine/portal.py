@@ -27,6 +27,7 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from asyncloader import threads
 from asyncloader.backends.backend import Launch
 from asyncloader.backends.processes.launching import handlers_wait, try_descriptors
 from asyncloader.backends.processes.process import kill_all
@@ -34,7 +35,6 @@ from asyncloader.engine import exits
 from asyncloader.engine.answer import Answer
 from asyncloader.errors import ConfigurationError, LoaderClosedError, could_not_start, exiting, on_the_loop
 from asyncloader.transport.slab import slab_pool
-from asyncloader.worker import threads
 from asyncloader.worker.loops import run_forever
 
 T = TypeVar("T")

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncloader import threads
 from asyncloader.errors import ConfigurationError
 from asyncloader.ray import private
 from asyncloader.ray.host import AgentHost
 from asyncloader.ray.launcher import Order, Yard
 from asyncloader.ray.rooms import Lasting, Nodes, Place, Room, find_rooms
-from asyncloader.worker import threads
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")

@@ -16,7 +16,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 
 from asyncloader.epochs import as_number
 from asyncloader.options import Options
-from asyncloader.protocols import members, probe
+from asyncloader.protocols import SuppliesKeys, members, probe
 from asyncloader.run.plan import samplers_within
 from asyncloader.samplers.ordered import place_in_group
 
@@ -43,7 +43,9 @@ def data_rank(options: Options) -> int:
     if options.is_iterable:
         return _of_stream(dataset)
     ranks = (_stated(sampler, name) for sampler in samplers_within(options.index_sampler) for name in _OF_SAMPLERS)
-    return next((rank for rank in ranks if rank is not None), 0)
+    if (rank := next((rank for rank in ranks if rank is not None), None)) is not None:
+        return rank
+    return _of_stream(probe(dataset, "stream")) if isinstance(dataset, SuppliesKeys) else 0
 
 
 def _of_stream(dataset: Any) -> int:

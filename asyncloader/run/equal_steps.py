@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from asyncloader import threads
 from asyncloader.engine import exits
 from asyncloader.engine.answer import Answer
 from asyncloader.engine.progress import Call, Progress
@@ -41,7 +42,6 @@ from asyncloader.messages.messages import Kind
 from asyncloader.messages.snapshot import outlasting
 from asyncloader.options import EqualSteps
 from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
-from asyncloader.worker import threads
 
 log = logging.getLogger("asyncloader")
 

@@ -20,6 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from asyncloader import threads
 from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.taking import Item, Taking
@@ -29,7 +30,6 @@ from asyncloader.messages.modes import Modes
 from asyncloader.messages.outcome import Outcome
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.transport.collate import recycling_collate
-from asyncloader.worker import threads
 from asyncloader.worker.batch_maker import BatchMaker
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
@@ -277,7 +277,7 @@ _runs: weakref.WeakSet[InlineRun] = weakref.WeakSet()
 def _stop_at_exit() -> None:
     """Have our threads end, and let daemon threads of the user's finish their batch.
 
-    See :mod:`asyncloader.worker.threads` for what would happen to them in the middle of one.
+    See :mod:`asyncloader.threads` for what would happen to them in the middle of one.
     """
     runs = exits.copied(_runs)
     for run in runs:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from types import GeneratorType
 from typing import Any, NamedTuple
@@ -87,7 +89,8 @@ class Plan:
         self._with_arrays = with_arrays
         self._takes_apart = _is_torchs(index_sampler, iterator)
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
-        iterated_over = iter(self._batch, []) if self._takes_apart else iterator
+        # By a weak reference: there is no cycle, so what the sampler's iterator holds goes with the plan.
+        iterated_over = iter(partial(_next_batch, weakref.ref(self)), []) if self._takes_apart else iterator
         self._feed = map(next, repeat(iterated_over))
         self._held: Any = _NOTHING  # what was read, until it is given out: a Ctrl-C may hit in between
         self._is_new = False  # what is held: the sampler's state after it was not taken yet
@@ -277,6 +280,11 @@ class Plan:
         except Exception:
             self._inner, self._begun = iter(()), []
             raise
+
+
+def _next_batch(plan: weakref.ref[Plan]) -> list[Any]:
+    alive = plan()
+    return [] if alive is None else alive._batch()
 
 
 class _Raised(NamedTuple):

@@ -14,10 +14,10 @@ import threading
 import weakref
 from functools import partial
 
+from asyncloader import threads
 from asyncloader.backends.processes.launching import handlers_wait
 from asyncloader.seeding import turns
 from asyncloader.seeding.sample_context import EpochKey
-from asyncloader.worker import threads
 
 _ends: dict[weakref.ref[object], weakref.ref[object]] = {}
 """Of iterators that are there. Not in what they refer to: a weak reference that goes with its object calls nothing."""

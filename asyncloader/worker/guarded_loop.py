@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncloader.worker import threads
+from asyncloader import threads
 
 
 class GuardedLoop:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from asyncloader.worker import threads
+from asyncloader import threads
 
 T = TypeVar("T")
 

@@ -22,10 +22,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from asyncloader import threads
 from asyncloader.messages.modes import Modes
 from asyncloader.seeding.sample_context import enter
 from asyncloader.stack_text import stack_of
-from asyncloader.worker import threads
 from asyncloader.worker.fetch import settle
 from asyncloader.worker.job import Job
 from asyncloader.worker.overlap import OverlapRun, TaskFetcher

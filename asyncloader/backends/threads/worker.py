@@ -25,13 +25,13 @@ from typing import Any, Protocol
 
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
+from asyncloader import threads
 from asyncloader.backends.backend import STACK_TIMEOUT_S, WorkerState
 from asyncloader.backends.threads.transport import LocalTransport
 from asyncloader.errors import could_not_start
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.stack_text import stack_of
-from asyncloader.worker import threads
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
 from asyncloader.worker.overlap_loop import OverlapLoop, make_loop

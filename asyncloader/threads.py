@@ -26,27 +26,34 @@ _IDLE_S = 0.3  # who has not run for so long is waiting for something
 is_ending = False
 """Threads raise what nobody need hear of."""
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object] | None] = weakref.WeakKeyDictionary()
 
 
-def start(target: Callable[[], object], name: str) -> threading.Thread:
+def start(target: Callable[[], object], name: str, end: Callable[[], object] | None = None) -> threading.Thread:
     """Start a thread that `end_all` knows of.
+
+    Args:
+        target: What it does.
+        name: Of the thread.
+        end: Asks it to end.
 
     Raises:
         RuntimeError: if the system has no room for it.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
-    _threads.add(thread)
+    _threads[thread] = end
     thread.start()
     return thread
 
 
 def end_all(grace_s: float) -> None:
-    """Wait for the threads to end by themselves, then make them; give up those that wait for something.
+    """Ask the threads to end, and wait for them, then make them; give up those that wait for something.
 
     Args:
         grace_s: How long they have to end by themselves. Seconds.
     """
+    for end in filter(None, _all().values()):
+        end()
     left = _join(_all(), grace_s)
     began = time.monotonic()
     ran_at = dict.fromkeys(left, began)
@@ -66,11 +73,11 @@ def interrupt(thread: threading.Thread) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
-def _all() -> list[threading.Thread]:
+def _all() -> dict[threading.Thread, Callable[[], object] | None]:
     """Return all threads that there are, though others may be starting some."""
     while True:
         try:
-            return list(_threads)
+            return dict(_threads)
         except RuntimeError:  # the set changed its size
             continue
 

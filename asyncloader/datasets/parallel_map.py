@@ -1,0 +1,230 @@
+"""ParallelMap: a stream that is read once, and worked on by all workers.
+
+torch gives each worker of an iterable dataset a copy of it, so that all samples come as often as there are workers,
+unless the dataset divides itself. Here the trainer's process reads the stream, once, and an item travels with its
+ticket to whichever worker is free. To everything else it is a map-style dataset, whose keys are the items.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Iterator
+from typing import Any, Literal, TypeVar
+
+from torch.utils.data import Sampler
+
+from asyncloader import identity
+from asyncloader.checks import one_of
+from asyncloader.datasets.stream_keys import Items, Place, Raised, Reading, StreamItem, StreamKeys, Told
+from asyncloader.epochs import hears
+from asyncloader.errors import ConfigurationError
+from asyncloader.protocols import SuppliesKeys
+from asyncloader.samplers.ordered import place_in_group
+
+log = logging.getLogger("asyncloader")
+
+T_co = TypeVar("T_co", covariant=True)
+Shard = Literal["rank"]
+
+_MOST_ITEMS = 1024
+_MOST_BYTES = 64 << 20
+
+
+class ParallelMap(SuppliesKeys[T_co]):
+    """A map-style dataset of the items of a stream: ``fn(item)`` is a sample, and any worker makes it.
+
+    Give it to a :class:`~asyncloader.DataLoader` without a sampler. The stream is read ahead in the trainer's process,
+    on a thread of its own, and never waited for while batches are ready. Any number of workers gives the same batches.
+    Whatever holds for map-style datasets does: workers that come, go, die or live on other machines, `on_error`,
+    `scheduling`, `seeding`. A state of the loader resumes at any batch, with any number of workers: from the last state
+    that the stream has told before, or else by reading it again, which the log says.
+
+    Args:
+        stream: An iterable that begins anew each epoch, an async one, or a function that returns one. If it has
+            `state_dict` and `load_state_dict`, or its iterator, states of the loader have theirs; if it has
+            `set_epoch`, it is told. It lives in the trainer's process: no worker has it, and it needs not be pickled.
+            An async stream runs on a loop of the thread's own.
+        fn: Makes a sample of an item, in a worker. It and the items are pickled. May be a coroutine function: then
+            `concurrency` samples are awaited at once.
+        shuffle: Give the items of each so many in random order, which depends on the seed, the epoch and their place.
+            So many items are held, and after a resume read again.
+        seed: Of that order; the same on all ranks.
+        shard: "rank": each rank reads the whole stream, and takes every n-th item. States are for any number of ranks.
+            None: the stream is this rank's own; it divides itself, or all ranks are to have the same.
+        num_replicas: Ranks that share the stream; by default those of the process group, or 1 without one.
+        rank: Which of them this is; by default that of the process group, or 0.
+        max_items: Items that are read ahead at most, beside a window of `shuffle`, and a batch in any case.
+        max_bytes: Bytes of theirs.
+
+    Raises:
+        ConfigurationError: for what cannot work.
+
+    Example:
+        >>> squares = ParallelMap(range(6), lambda item: item * item, shard="rank", num_replicas=2, rank=1)
+        >>> [batch.tolist() for batch in DataLoader(squares, batch_size=2)]
+        [[1, 9], [25]]
+    """
+
+    def __new__(cls, stream: Any = None, fn: Any = None, **kwargs: Any) -> ParallelMap[Any]:
+        """Make one whose samples are awaited, if the function is a coroutine function. A pickle gives nothing here."""
+        is_awaited = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+        return super().__new__(_AsyncParallelMap if is_awaited and cls is ParallelMap else cls)
+
+    def __init__(
+        self,
+        stream: Iterable[Any] | AsyncIterable[Any] | Callable[[], Any],
+        fn: Callable[[Any], T_co],
+        *,
+        shuffle: int = 0,
+        seed: int = 0,
+        shard: Shard | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        max_items: int = _MOST_ITEMS,
+        max_bytes: int = _MOST_BYTES,
+    ) -> None:
+        if not (hasattr(type(stream), "__iter__") or hasattr(type(stream), "__aiter__") or callable(stream)):
+            raise ConfigurationError(f"stream should be an iterable, or a function that returns one, but is {stream!r}")
+        if not callable(fn):
+            raise ConfigurationError(f"fn should be a function of an item, but is {fn!r}")
+        for name, number, least in (("shuffle", shuffle, 0), ("max_items", max_items, 1), ("max_bytes", max_bytes, 1)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ConfigurationError(f"{name} should be a number of at least {least}, but got {number!r}")
+        if shard is not None:
+            one_of("shard", shard, Shard)
+        elif num_replicas is not None or rank is not None:
+            raise ConfigurationError('num_replicas and rank are for shard="rank"')
+        self.stream: Any = stream
+        self.fn = fn
+        self.shuffle, self.seed, self.shard = shuffle, seed, shard
+        self.max_items, self.max_bytes = max_items, max_bytes
+        self._place = (1, 0) if shard is None else place_in_group(num_replicas, rank)
+
+    def __getitem__(self, key: StreamItem) -> T_co:
+        if type(value := key[1]) is Raised:
+            raise value.error
+        return self.fn(value)
+
+    def __len__(self) -> int:
+        """Return how many items the stream has, for all ranks.
+
+        Raises:
+            TypeError: if it does not say.
+        """
+        return len(self.stream)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "stream": None}  # a worker's copy is for making samples
+
+    def make_sampler(self) -> StreamSampler:
+        """Return the sampler of the items, which reads the stream.
+
+        Raises:
+            ConfigurationError: if this is a copy without the stream.
+        """
+        if self.stream is None:
+            raise ConfigurationError("a copy of a ParallelMap that was pickled has no stream: it is for workers")
+        return StreamSampler(self)
+
+    def _state_identity(self) -> dict[str, Any]:
+        return {"shuffle": self.shuffle, "seed": self.seed if self.shuffle else None, "shard": self.shard}
+
+
+class _AsyncParallelMap(ParallelMap[T_co]):
+    """One whose samples are awaited."""
+
+    async def __getitem__(self, key: StreamItem) -> Any:  # type: ignore[override]
+        if type(value := key[1]) is Raised:
+            raise value.error
+        return await self.fn(value)  # type: ignore[misc]
+
+
+class StreamSampler(Sampler[StreamItem]):
+    """Gives the items of a stream as keys. Its state is the number of the next item, of all ranks together.
+
+    Args:
+        dataset: Has the stream.
+    """
+
+    keys_arrive = True
+
+    def __init__(self, dataset: ParallelMap[Any]) -> None:
+        self._dataset = dataset
+        self._ranks, self._rank = dataset._place
+        if dataset.shard is not None:  # otherwise it is the stream that may be one rank's
+            self.num_replicas, self.rank = dataset._place
+        self.epoch = 0
+        self._is_told = False  # of an epoch
+        self._was_read = False
+        self._next = Place()  # where the next iterator begins
+        self._items: Items | None = None  # of the newest iterator
+
+    def __len__(self) -> int:
+        """Return how many items this rank is given, if the stream says how many it has."""
+        return -(-max(0, len(self._dataset) - self._rank) // self._ranks)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iterator is of. A state of another epoch is dropped."""
+        if epoch != self.epoch:
+            self._next, self._items = Place(), None
+        self.epoch, self._is_told = epoch, True
+
+    def __iter__(self) -> Iterator[StreamItem]:
+        """Iterate: the stream is read from the first `next` on."""
+        return StreamKeys(self._begin)
+
+    def _begin(self) -> Items:
+        """Return what the newest iterator is to read."""
+        dataset, stream, place = self._dataset, self._dataset.stream, self._next
+        if self._was_read and isinstance(stream, (Generator, AsyncGenerator)):
+            raise ConfigurationError(
+                "the stream is a generator, which was read: give ParallelMap the function that makes it"
+            )
+        self._was_read = True
+        if self._is_told and hears(stream):
+            stream.set_epoch(self.epoch)
+        count = 0 if place.told is None else place.told.given
+        if place.number > count:
+            log.info("The stream is read again: %d of its items are left out.", place.number - count)
+        key = dataset.seed, self.epoch
+        bounds = dataset.max_items, dataset.max_bytes
+        self._items = Items(Reading(stream, dataset.shuffle, key, place, self._rank, self._ranks, *bounds))
+        self._next = Place()
+        return self._items
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the newest iterator was read, which reads ahead of what a loader yields."""
+        return self._state(self._next if self._items is None else self._items.place())
+
+    def state_after(self, items: int) -> dict[str, Any]:
+        """Return the state after so many items of the newest iterator, counted on this rank."""
+        return self._state(self._next if self._items is None else self._items.place(items))
+
+    def _state(self, place: Place) -> dict[str, Any]:
+        number, is_over, told = place
+        count, states = (0, None) if told is None else (told.given, pickle.loads(told.pickled))
+        return {
+            "version": 1,
+            "epoch": self.epoch,
+            "number": number,
+            "is_over": is_over,
+            "count": count,
+            "stream": states,
+            **identity.of(self),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator go on from a state, of any rank.
+
+        Raises:
+            StateMismatchError: if the state is of another sampler, or of another order.
+        """
+        identity.check(state, identity.of(self))
+        told = None if state["stream"] is None else Told(state["count"], pickle.dumps(state["stream"]))
+        self.epoch = state["epoch"]
+        self._next, self._items = Place(state["number"], state["is_over"], told), None
+
+    def _state_identity(self) -> dict[str, Any]:
+        return self._dataset._state_identity()

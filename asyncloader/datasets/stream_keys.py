@@ -1,0 +1,487 @@
+"""The items of a stream as keys of samples: read once, ahead, on a thread of their own.
+
+    stream ── a thread: read, count, shuffle by windows ──> Items ── next, arrived ──> whoever reads the sampler
+                    └ states of the stream, now and then ──> a position is told with the last state before it
+
+The thread knows `Items` and the stream, and not who takes. So it ends when the iterator over the keys is dropped; but
+one that waits in a stream that gives nothing stays there, as a daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import queue
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from asyncloader import threads
+from asyncloader.protocols import is_stateful
+from asyncloader.samplers.shuffle import Shuffle
+
+_FLAT = frozenset((bytes, str, int, float, bool, bytearray, type(None)))
+_STATE_SHARE = 50
+"""States of a stream are taken for a fiftieth of the time at most."""
+
+
+class Raised:
+    """What the stream raised, in place of an item.
+
+    Attributes:
+        error: The exception.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __repr__(self) -> str:
+        return repr(self.error)
+
+
+StreamItem: TypeAlias = tuple[int, Any]
+"""One item of a stream, as the key of a sample: its number among those of all ranks, and what the stream gave, or
+`Raised`. Plain tuples are pickled in a fifth of the time that a class of our own takes."""
+
+
+class Told(NamedTuple):
+    """A state of the stream.
+
+    Attributes:
+        given: How many items the stream had given before.
+        pickled: The states of the stream and of its iterator, by name.
+    """
+
+    given: int
+    pickled: bytes
+
+
+class Place(NamedTuple):
+    """A place in a stream: which item comes next.
+
+    Attributes:
+        number: Its number, of all ranks together.
+        is_over: There is none: it is the end of an epoch.
+        told: The last state of the stream before, or None.
+    """
+
+    number: int = 0
+    is_over: bool = False
+    told: Told | None = None
+
+
+class Reading(NamedTuple):
+    """What is read of a stream, and how.
+
+    Attributes:
+        stream: An iterable, an async iterable, or a function that returns one.
+        shuffle: Items of a window whose order is random; 0 for the stream's own order.
+        key: Seeds that order: seed and epoch.
+        place: Where it begins, for all ranks.
+        rank: Which of the ranks takes these items.
+        num_replicas: How many ranks there are.
+        most_items: How many are read ahead.
+        most_bytes: How many bytes are.
+    """
+
+    stream: Any
+    shuffle: int
+    key: tuple[int, int]
+    place: Place
+    rank: int
+    num_replicas: int
+    most_items: int
+    most_bytes: int
+
+    @property
+    def first(self) -> int:
+        """The number of the first item that this rank takes."""
+        return self.place.number + self.rank
+
+    def window(self, number: int) -> int:
+        """Return how many items of the stream come before the window of this one."""
+        return number - number % self.shuffle if self.shuffle else number
+
+
+class Items:
+    """What was read and not taken: one thread puts, and whoever reads the sampler takes.
+
+    A taker looks before it waits, and what it leaves for the thread to see is there before it looks:
+
+      1. The taker finds too little. 2. The thread appends, and sees nobody who waits. 3. The taker says that it waits,
+         looks again, and finds it.
+      1. The taker finds too little, says that it waits, looks again. 2. The thread appends, and wakes it.
+
+    Attributes:
+        reading: What is read.
+        room: Tells the thread that there may be room again; anything but True, that it is to end.
+        told: States of the stream, the oldest that may be needed first.
+        is_over: There is nothing behind these.
+        taker: A weak reference to whoever takes, whose end goes into `room`.
+        is_left: Nobody will take more. Of an async stream.
+    """
+
+    taker: Any
+    is_left = False
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.room: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.told: deque[Told] = deque([reading.place.told] if reading.place.told is not None else [])
+        self.is_over = reading.place.is_over
+        self._items: deque[StreamItem] = deque()
+        self._sizes: deque[int] = deque()
+        self._bytes_in = self._bytes_out = 0  # each written by one side
+        self._next = reading.first  # the number of the item that is given next
+        self._wanted = 0  # so many at once, whatever the bounds are
+        self._is_waiting = False  # the thread, for room
+        self._changed = threading.Condition()
+        self._num_takers = 0  # that wait
+        self._tells: list[tuple[int, Callable[[], object]]] = []
+
+    # ------------------------------------------------------------------------------------------------ whoever takes
+
+    def take(self) -> StreamItem:
+        """Return the next item, when it is there.
+
+        The handler of a signal may raise after any call of a function in here. So an item is taken by an assignment,
+        behind which there is nothing but ``return``.
+
+        Raises:
+            StopIteration: at the end.
+        """
+        self._let_go()
+        if not self._items:
+            self._wait()
+        item = self._items[0]
+        after = item[0] + self.reading.num_replicas
+        self._next = after
+        return item
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._num_takers += 1
+            try:
+                self._wanted = max(self._wanted, 1)
+                self.room.put(True)
+                while not self._items:
+                    if self.is_over:
+                        raise StopIteration
+                    self._changed.wait()
+            finally:
+                self._num_takers -= 1
+
+    def arrived(self, count: int, tell: Callable[[], object]) -> bool:
+        """Return whether so many, or the end, can be had without waiting; if not, ``tell`` is called when they can."""
+        self._let_go()
+        if self._has(count):
+            return True
+        waits = count, tell
+        with self._changed:
+            self._wanted = max(self._wanted, count)
+            self._tells.append(waits)
+            if self._has(count):
+                self._tells.remove(waits)
+                return True
+        self.room.put(True)
+        return False
+
+    def _has(self, count: int) -> bool:
+        return self.is_over or len(self._items) >= count
+
+    def _let_go(self) -> None:
+        """Let go of what was taken."""
+        items = self._items
+        while items and items[0][0] < self._next:
+            self._bytes_out += self._sizes[0]
+            del self._sizes[0], items[0]
+        if self._is_waiting and not self._is_full(2):
+            self._is_waiting = False
+            self.room.put(True)
+
+    def place(self, taken: int | None = None) -> Place:
+        """Return the place after so many items of this rank, as if all ranks had taken so many; by default, now."""
+        reading = self.reading
+        number = self._next - reading.rank if taken is None else reading.place.number + taken * reading.num_replicas
+        is_over = self.is_over and not any(item[0] >= number for item in tuple(self._items))
+        before = [told for told in tuple(self.told) if told.given <= reading.window(number)]
+        return Place(number, is_over, before[-1] if before else None)
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def _is_full(self, share: int = 1) -> bool:
+        """Whether nothing is to be read for the moment: so much is there, or a share of that."""
+        reading, count, nbytes = self.reading, len(self._items), self._bytes_in - self._bytes_out
+        is_enough = count >= max(1, reading.most_items // share) or nbytes >= reading.most_bytes // share
+        return count > self._wanted and is_enough  # one of them may be taken, and not gone yet
+
+    def must_wait(self) -> bool:
+        """Whether there is no room; then `room` tells of some."""
+        if not self._is_full():
+            return False
+        self._is_waiting = True
+        return self._is_full()
+
+    def wait_room(self) -> bool:
+        """Wait until there is room; return whether anybody will take more."""
+        while self.must_wait() or not self.room.empty():
+            if self.room.get() is not True:
+                return False
+        return True
+
+    def put(self, items: list[StreamItem], *, is_over: bool = False) -> None:
+        """Have these be taken; perhaps there are no more."""
+        for item in items:
+            nbytes = size_of(item[1])
+            self._sizes.append(nbytes)
+            self._bytes_in += nbytes
+            self._items.append(item)
+        self.is_over = is_over
+        if self._num_takers or self._tells:
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            due = [tell for count, tell in self._tells if self._has(count)]
+            self._tells = [(count, tell) for count, tell in self._tells if not self._has(count)]
+            self._wanted = max((count for count, _ in self._tells), default=0)
+        for tell in due:  # without the lock: it reads the sampler
+            tell()
+
+    def keep(self, told: Told) -> None:
+        """Keep a state of the stream; the older ones, but for the last that may be needed, go."""
+        self.told.append(told)
+        first = self.reading.window(self._next - self.reading.rank)
+        while self.told[1].given <= first if len(self.told) > 1 else False:
+            self.told.popleft()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more can be read, because of this, which the next item raises."""
+        number = self._items[-1][0] + self.reading.num_replicas if self._items else self._next
+        self.put([(number, Raised(_bare(error, number)))], is_over=True)
+
+
+class StreamKeys:
+    """Iterates over the items of a stream that one rank is given.
+
+    Args:
+        begin: Returns what is read, when the first item is asked for.
+    """
+
+    def __init__(self, begin: Callable[[], Items]) -> None:
+        self._begin = begin
+        self._begun: Items | None = None
+
+    @property
+    def _items(self) -> Items:
+        if (items := self._begun) is None:
+            items = self._begun = self._begin()
+            items.taker = weakref.ref(self, items.room.put)  # compiled: no handler of a signal can raise in it
+            if not items.is_over:
+                threads.start(partial(_read, items), "asyncloader stream", partial(items.room.put, None))
+        return items
+
+    def __iter__(self) -> Iterator[StreamItem]:
+        return self
+
+    def __next__(self) -> StreamItem:
+        items = self._begun or self._items
+        return items.take()
+
+    def arrived(self, count: int, tell: Callable[[], object]) -> bool:
+        """Whether so many items are there: see :class:`asyncloader.protocols.ArrivingKeys`."""
+        return self._items.arrived(count, tell)
+
+
+class _Dealer:
+    """Makes keys of what the stream gives: counts, shuffles, and leaves out what is another rank's, or was given.
+
+    Args:
+        reading: What is read.
+
+    Attributes:
+        count: How many items the stream has given.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self.count = 0 if reading.place.told is None else reading.place.told.given
+        self._reading = reading
+        self._begin = reading.window(reading.place.number)
+        self._window: list[Any] = []
+
+    def add(self, value: Any) -> list[StreamItem]:
+        """Return what there is to give out after another item."""
+        number, reading = self.count, self._reading
+        self.count += 1
+        if number < self._begin:
+            return []
+        if not reading.shuffle:
+            is_own = number >= reading.first and (number - reading.first) % reading.num_replicas == 0
+            return [(number, value)] if is_own else []
+        self._window.append(value)
+        return self.rest() if len(self._window) == reading.shuffle else []
+
+    def rest(self) -> list[StreamItem]:
+        """Return what is left of a window."""
+        window, self._window = self._window, []
+        if not window:
+            return []
+        first = self.count - len(window)
+        order = Shuffle(len(window), *self._reading.key, first)(np.arange(len(window)))
+        return self._own(first, [window[at] for at in order.tolist()])
+
+    def _own(self, first: int, values: list[Any]) -> list[StreamItem]:
+        begin, step, numbered = self._reading.first, self._reading.num_replicas, enumerate(values, first)
+        return [item for item in numbered if item[0] >= begin and (item[0] - begin) % step == 0]
+
+
+class _States:
+    """Takes states of a stream, now and then.
+
+    Args:
+        stream: May have a state.
+        iterator: Over it, which may have one too.
+
+    Attributes:
+        are_there: There are states.
+    """
+
+    def __init__(self, stream: Any, iterator: Any) -> None:
+        things = {"stream": stream, "iterator": iterator} if stream is not iterator else {"stream": stream}
+        self._things = {name: thing for name, thing in things.items() if is_stateful(thing)}
+        self.are_there = bool(self._things)
+        self._due_at = perf_counter()
+
+    def take(self, count: int) -> Told | None:
+        """Return the state after so many items, if one is due."""
+        if (began := perf_counter()) < self._due_at:
+            return None
+        told = Told(count, pickle.dumps({name: thing.state_dict() for name, thing in self._things.items()}))
+        now = perf_counter()
+        self._due_at = now + _STATE_SHARE * (now - began)
+        return told
+
+
+def _read(items: Items) -> None:
+    """Read the stream until it ends, or nobody takes from it any more. In a thread of its own."""
+    reading = items.reading
+    try:
+        stream = open_stream(reading.stream)
+        told = reading.place.told
+        states = {} if told is None else pickle.loads(told.pickled)
+        if "stream" in states:
+            stream.load_state_dict(states["stream"])
+        if hasattr(type(stream), "__aiter__"):
+            asyncio.run(_read_async(items, stream, states))
+        else:
+            _read_plain(items, stream, states)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and threads.is_ending:
+            raise
+        items.fail(error)
+
+
+def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
+    iterator = iter(stream)
+    if "iterator" in states:
+        iterator.load_state_dict(states["iterator"])
+    dealer, keeper = _Dealer(items.reading), _States(stream, iterator)
+    while items.wait_room():
+        try:
+            dealt = dealer.add(next(iterator))
+        except StopIteration:
+            items.put(dealer.rest(), is_over=True)
+            return
+        except Exception as error:
+            dealt = dealer.add(Raised(_bare(error, dealer.count)))
+        _hand_over(items, dealt, keeper.take(dealer.count) if keeper.are_there else None)
+
+
+async def _read_async(items: Items, stream: Any, states: dict[str, Any]) -> None:
+    iterator = aiter(stream)
+    if "iterator" in states:
+        iterator.load_state_dict(states["iterator"])
+    dealer, keeper, room = _Dealer(items.reading), _States(stream, iterator), asyncio.Event()
+    here, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    threads.start(partial(_forward, items, here, room, task), "asyncloader stream room")
+    try:
+        while True:
+            while items.must_wait():
+                await room.wait()
+                room.clear()
+            try:
+                dealt = dealer.add(await anext(iterator))
+            except StopAsyncIteration:
+                items.put(dealer.rest(), is_over=True)
+                return
+            except Exception as error:
+                dealt = dealer.add(Raised(_bare(error, dealer.count)))
+            _hand_over(items, dealt, keeper.take(dealer.count) if keeper.are_there else None)
+    except asyncio.CancelledError:
+        if not items.is_left:
+            raise
+    finally:
+        items.room.put(None)  # for `_forward`
+        if hasattr(iterator, "aclose"):
+            await iterator.aclose()
+
+
+def _forward(items: Items, loop: asyncio.AbstractEventLoop, room: asyncio.Event, task: asyncio.Task[None]) -> None:
+    """Tell an async stream's loop of room, and of the end."""
+    with suppress(RuntimeError):  # the loop was closed
+        while items.room.get() is True:
+            loop.call_soon_threadsafe(room.set)
+        items.is_left = True
+        loop.call_soon_threadsafe(task.cancel)
+
+
+def _hand_over(items: Items, dealt: list[StreamItem], told: Told | None) -> None:
+    if told is not None:
+        items.keep(told)
+    if dealt:
+        items.put(dealt)
+
+
+def _bare(error: BaseException, number: int) -> BaseException:
+    """Return an error of the stream as it can be sent to a worker: without its frames, which a note shows."""
+    error.add_note(
+        f"Raised by the stream in place of item {number}:\n{''.join(traceback.format_tb(error.__traceback__))}"
+    )
+    error.__traceback__ = None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        notes = error.__notes__
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+        error.__notes__ = notes
+    return error
+
+
+def open_stream(stream: Any) -> Any:
+    """Return what is iterated over: the stream, or what it returns if it is a function."""
+    is_iterable = hasattr(type(stream), "__iter__") or hasattr(type(stream), "__aiter__")
+    return stream if is_iterable else stream()
+
+
+def size_of(value: Any, depth: int = 4) -> int:
+    """Return about how many bytes a value takes."""
+    if type(value) in _FLAT:
+        return sys.getsizeof(value)
+    if isinstance(nbytes := getattr(value, "nbytes", None), int):
+        return nbytes
+    if depth and isinstance(value, (list, tuple)):
+        return sum(size_of(each, depth - 1) for each in value)
+    if depth and isinstance(value, dict):
+        return sum(size_of(each, depth - 1) for each in value.values())
+    return sys.getsizeof(value)

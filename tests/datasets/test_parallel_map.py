@@ -1,0 +1,385 @@
+"""A stream that is read once and worked on by all: what comes, in which order, from any place, on any workers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+
+from asyncloader import ConfigurationError, DataLoader, StateMismatchError
+from asyncloader.datasets import ParallelMap
+from tests.patience import wait_until
+
+COUNT = 23
+
+
+def numbers() -> Iterator[int]:
+    """A stream without a state."""
+    yield from range(COUNT)
+
+
+async def slow_numbers() -> AsyncIterator[int]:
+    """The same, awaited."""
+    for number in range(COUNT):
+        await asyncio.sleep(0)
+        yield number
+
+
+def square(number: int) -> int:
+    """Make a sample."""
+    return number**2
+
+
+async def slow_square(number: int) -> int:
+    """Make a sample, awaited."""
+    await asyncio.sleep(0.001)
+    return number**2
+
+
+class Counting(IterableDataset[int]):
+    """A stream whose iterator tells where it is; how much was read of it, and the epochs that it was told."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self.count = count
+        self.read = 0
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Counter:
+        return Counter(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note it."""
+        self.epochs.append(epoch)
+
+
+class Counter:
+    """Its iterator."""
+
+    def __init__(self, stream: Counting) -> None:
+        self.stream = stream
+        self.at = 0
+
+    def __iter__(self) -> Counter:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == self.stream.count:
+            raise StopIteration
+        self.stream.read += 1
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def readers() -> list[threading.Thread]:
+    """The threads that read streams."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("asyncloader stream")]
+
+
+def batches(loader: Any) -> list[list[int]]:
+    """What comes of an epoch."""
+    return [batch.tolist() for batch in loader]
+
+
+PLACES = [
+    pytest.param({}, id="none"),
+    pytest.param({"num_workers": 2, "worker_backend": "thread"}, id="threads"),
+    pytest.param({"num_workers": 2}, id="processes"),
+    pytest.param({"num_workers": 2, "persistent_workers": True}, id="persistent"),
+    pytest.param({"num_workers": 2, "scheduling": "dynamic"}, id="dynamic"),
+    pytest.param({"num_workers": 2, "scheduling": "split"}, id="split"),
+]
+WANTED = [[number**2 for number in range(first, min(first + 4, COUNT))] for first in range(0, COUNT, 4)]
+
+
+@pytest.mark.parametrize("options", PLACES)
+@pytest.mark.parametrize("stream", [numbers, range(COUNT), Counting(), slow_numbers])
+def test_each_item_comes_once_and_in_order(stream: Any, options: dict[str, Any]) -> None:
+    """Epoch after epoch, on any workers; and from the middle of one, in a loader of any workers."""
+    loader = DataLoader(ParallelMap(stream, square), 4, **options)
+    assert [batches(loader) for _ in range(2)] == [WANTED] * 2
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    state = loader.state_dict()
+    del iterator
+    loader.close()
+    seeding: Any = {"seeding": "sample"} if options.get("scheduling") == "split" else {}
+    other = DataLoader(ParallelMap(stream, square), 4, num_workers=1, worker_backend="thread", **seeding)
+    other.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert [batches(other) for _ in range(2)] == [WANTED[2:], WANTED]
+    wait_until(lambda: not readers())
+
+
+@pytest.mark.parametrize("options", PLACES[::2])
+@pytest.mark.parametrize("fn", [square, slow_square])
+async def test_with_async_for(fn: Any, options: dict[str, Any]) -> None:
+    """Samples may be awaited, too."""
+    loader = DataLoader(ParallelMap(slow_numbers, fn), 4, **options)
+    assert [batch.tolist() async for batch in loader] == WANTED
+
+
+def test_with_the_loader_of_torch() -> None:
+    """Given its sampler by hand."""
+    dataset = ParallelMap(numbers, square)
+    assert batches(TorchLoader(dataset, 4, sampler=dataset.make_sampler(), num_workers=2)) == WANTED
+
+
+def test_a_stream_with_a_state_is_not_read_again() -> None:
+    """Its state of before is loaded, and what came since is left out."""
+    stream = Counting(1000)
+    loader = DataLoader(ParallelMap(stream, square), 10)
+    iterator = iter(loader)
+    for _ in range(90):
+        next(iterator)
+    state = loader.state_dict()
+    del iterator
+    again = Counting(1000)
+    other = DataLoader(ParallelMap(again, square), 10)
+    other.load_state_dict(state)
+    assert batches(other) == [[number**2 for number in range(first, first + 10)] for first in range(900, 1000, 10)]
+    assert again.read < 1000
+    assert batches(other)[0] == [number**2 for number in range(10)]
+
+
+@given(
+    count=st.integers(0, 40),
+    shuffle=st.sampled_from([0, 1, 7, 64]),
+    before=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    after=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    steps=st.integers(0, 6),
+    epoch=st.integers(0, 2),
+    has_state=st.booleans(),
+)
+def test_ranks_share_a_stream_and_others_go_on(
+    count: int, shuffle: int, before: tuple[int, int], after: tuple[int, int], steps: int, epoch: int, has_state: bool
+) -> None:
+    """Any number of ranks, with batches of any size, gives what is left, each item once."""
+    stream = Counting(count) if has_state else range(count)
+
+    def loaders(ranks: int, batch_size: int) -> list[DataLoader[int]]:
+        made = []
+        for rank in range(ranks):
+            place: dict[str, Any] = {"shard": "rank", "num_replicas": ranks, "rank": rank}
+            made.append(DataLoader(ParallelMap(stream, square, shuffle=shuffle, seed=5, **place), batch_size))
+            made[-1].set_epoch(epoch)
+        return made
+
+    first = loaders(*before)
+    steps = min(steps, count // (before[0] * before[1]))
+    iterators = [iter(loader) for loader in first]
+    seen = [next(iterator).tolist() for iterator in iterators for _ in range(steps)]
+    state = first[0].state_dict()
+    del iterators
+    for loader in loaders(*after):
+        loader.load_state_dict(state)
+        seen += batches(loader)
+    assert sorted(chain.from_iterable(seen)) == [number**2 for number in range(count)]
+
+
+@pytest.mark.parametrize("options", PLACES[::2])
+def test_a_shuffled_stream_has_an_order_for_each_epoch(options: dict[str, Any]) -> None:
+    """It depends on seed and epoch alone, and is within windows."""
+    loader = DataLoader(ParallelMap(range(100), square, shuffle=20), 10, **options)
+    orders = []
+    for epoch in (0, 1, 0):
+        loader.set_epoch(epoch)
+        orders.append([round(number**0.5) for batch in batches(loader) for number in batch])
+    assert orders[0] == orders[2] != orders[1]
+    for order in orders:
+        assert [sorted(order[first : first + 20]) for first in range(0, 100, 20)] == [
+            [*range(first, first + 20)] for first in range(0, 100, 20)
+        ]
+
+
+def test_the_stream_is_told_the_epoch() -> None:
+    """Before it is iterated over; not where nobody says one."""
+    stream = Counting()
+    loader = DataLoader(ParallelMap(stream, square), 4)
+    batches(loader)
+    assert stream.epochs == []
+    for epoch in (3, 4):
+        loader.set_epoch(epoch)
+        batches(loader)
+    assert stream.epochs == [3, 4]
+
+
+def broken() -> Iterator[int]:
+    """A stream that ends by an exception."""
+    yield from (1, 2, 3)
+    raise ValueError("no more")
+
+
+class Unpicklable(Exception):
+    """An error that does not come through a pickle."""
+
+    def __init__(self) -> None:
+        super().__init__("a lock")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("options", PLACES[::2])
+def test_an_error_of_the_stream_comes_in_place_of_its_item(options: dict[str, Any]) -> None:
+    """With the frames of the stream, in a note."""
+    iterator = iter(DataLoader(ParallelMap(broken, square), 2, **options))
+    assert next(iterator).tolist() == [1, 4]
+    with pytest.raises(ValueError, match="no more") as caught:
+        next(iterator)
+    assert "yield from" not in "".join(caught.value.__notes__)
+    text = "".join(caught.value.__notes__) + str(caught.value.__cause__)
+    assert "in place of item 3" in text
+    assert "in broken" in text
+    assert list(iterator) == []
+    left = DataLoader(ParallelMap(broken, square), 2, on_error="skip", **options)
+    assert batches(left) == [[1, 4], [9]]
+
+
+def test_an_error_that_cannot_be_sent_is_told() -> None:
+    """As its text."""
+
+    class Bad:
+        def __iter__(self) -> Iterator[int]:
+            raise Unpicklable
+
+    with pytest.raises(RuntimeError, match="Unpicklable: a lock"):
+        list(DataLoader(ParallelMap(Bad(), square), 2, num_workers=1))
+    with pytest.raises(TypeError, match="not iterable"):
+        list(DataLoader(ParallelMap(lambda: 3, square), 2))
+
+
+def test_a_generator_is_read_once() -> None:
+    """The second epoch would be empty."""
+    loader = DataLoader(ParallelMap(numbers(), square), 4)
+    assert batches(loader) == WANTED
+    with pytest.raises(ConfigurationError, match="give ParallelMap the function"):
+        batches(loader)
+
+
+def test_so_much_is_read_ahead_and_no_more() -> None:
+    """In items, and in bytes; a batch in any case."""
+
+    def read_of(batch_size: int, **bounds: int) -> int:
+        stream = Counting(10_000)
+        iterator = iter(DataLoader(ParallelMap(stream, square, **bounds), batch_size))
+        next(iterator)
+        wait_until(lambda: before_and_now(stream)[0] == before_and_now(stream)[1])
+        return stream.read
+
+    def before_and_now(stream: Counting) -> tuple[int, int]:
+        before = stream.read
+        threading.Event().wait(0.05)
+        return before, stream.read
+
+    assert 10 <= read_of(10, max_items=30) <= 50
+    assert 10 <= read_of(10, max_items=1) <= 25
+    assert 10 <= read_of(10, max_bytes=28 * 40) <= 60
+
+
+@pytest.mark.parametrize("stream", [numbers, slow_numbers])
+@pytest.mark.parametrize("options", PLACES[:3])
+def test_nothing_is_left_of_an_iterator_that_is_dropped(options: dict[str, Any], stream: Any) -> None:
+    """Though no garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(DataLoader(ParallelMap(stream, square, max_items=1), 2, **options))
+        next(iterator)
+        assert readers()
+        del iterator
+        wait_until(lambda: not readers())
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_waits_for_ever_is_left() -> None:
+    """An async one is cancelled, and runs its cleanup."""
+    cleaned = threading.Event()
+
+    async def endless() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+
+    iterator = iter(DataLoader(ParallelMap(endless, square), 2))
+    assert next(iterator).tolist() == [1, 4]
+    del iterator
+    assert cleaned.wait(20)
+    wait_until(lambda: not readers())
+
+
+def test_a_worker_that_dies_costs_no_item(tmp_path: Any) -> None:
+    """Its items are with the tickets, which go to another."""
+
+    def deadly(number: int) -> int:
+        if number == 9 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number**2
+
+    loader = DataLoader(ParallelMap(numbers, deadly), 4, num_workers=2)
+    assert batches(loader) == WANTED
+    assert loader.stats().retries
+
+
+def test_what_cannot_work_is_refused() -> None:
+    """At construction, with what to do; a state of another order as well."""
+    for options in ({"shuffle": -1}, {"max_items": 0}, {"max_bytes": True}, {"shard": "all"}, {"rank": 1}):
+        with pytest.raises(ConfigurationError):
+            ParallelMap(range(3), square, **options)  # type: ignore[arg-type]
+    for stream, fn in ((3, square), (range(3), 3)):
+        with pytest.raises(ConfigurationError):
+            ParallelMap(stream, fn)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="has no stream"):
+        pickle.loads(pickle.dumps(ParallelMap(range(3), square))).make_sampler()
+    state = DataLoader(ParallelMap(range(3), square, shuffle=2), 2).state_dict()
+    with pytest.raises(StateMismatchError, match="shuffle"):
+        DataLoader(ParallelMap(range(3), square, shuffle=3), 2).load_state_dict(state)
+
+
+def test_lengths() -> None:
+    """Those of the stream, if it has one; of a rank, its part."""
+    assert len(DataLoader(ParallelMap(range(10), square), 4)) == 3
+    assert [
+        len(DataLoader(ParallelMap(range(10), square, shard="rank", num_replicas=3, rank=rank))) for rank in range(3)
+    ] == [4, 3, 3]
+    with pytest.raises(TypeError):
+        len(DataLoader(ParallelMap(numbers, square)))
+
+
+def test_random_numbers_are_those_of_any_workers() -> None:
+    """By batch, and by sample."""
+
+    def noisy(number: int) -> torch.Tensor:
+        return torch.rand(2) + number
+
+    def made(num_workers: int, seeding: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return [*DataLoader(ParallelMap(numbers, noisy), 4, num_workers=num_workers, seeding=seeding)]
+
+    for seeding in ("batch", "sample"):
+        for one, other in zip(made(1, seeding), made(2, seeding), strict=True):
+            assert torch.equal(one, other)
