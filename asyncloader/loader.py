@@ -188,11 +188,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_worker_memory: int | str | None = None,
     ) -> None:
         _import_iterators()
-        accept_iterable(dataset)
-        if isinstance(dataset, SuppliesKeys) and sampler is None and batch_sampler is None:
-            if shuffle:
-                raise ConfigurationError(f"{type(dataset).__name__} brings its own order: shuffle=True has no meaning")
-            sampler = dataset.make_sampler()
+        sampler = _accept(dataset, sampler, batch_sampler, shuffle)
         # Torch does not know of workers that a provider brings. It refuses these two options where it sees no workers.
         seen = num_workers != 0 or isinstance(_backend(worker_backend), str)
         with one_walks(dataset):
@@ -426,6 +422,16 @@ def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[
     from asyncloader.run.worker_iterator import WorkerIterator
 
     return InlineIterator, WorkerIterator
+
+
+def _accept(dataset: Any, sampler: Any, batch_sampler: Any, shuffle: bool | None) -> Any:
+    """Have torch take an async iterable for one; return the sampler, perhaps one that the dataset brings."""
+    accept_iterable(dataset)
+    if sampler is not None or batch_sampler is not None or not isinstance(dataset, SuppliesKeys):
+        return sampler
+    if shuffle:
+        raise ConfigurationError(f"{type(dataset).__name__} brings its own order: shuffle=True has no meaning")
+    return dataset.make_sampler()
 
 
 _PRIVATE = {"index_sampler": "_index_sampler", "auto_collation": "_auto_collation"}

@@ -173,16 +173,15 @@ class StreamSampler(Sampler[StreamItem]):
 
     def __iter__(self) -> Iterator[StreamItem]:
         """Iterate: the stream is read from the first `next` on."""
-        return StreamKeys(self._begin)
+        return StreamKeys(self._make, self._begun)
 
-    def _begin(self) -> Items:
-        """Return what the newest iterator is to read."""
+    def _make(self) -> Items:
+        """Return what an iterator is to read."""
         dataset, stream, place = self._dataset, self._dataset.stream, self._next
         if self._was_read and isinstance(stream, (Generator, AsyncGenerator)):
             raise ConfigurationError(
                 "the stream is a generator, which was read: give ParallelMap the function that makes it"
             )
-        self._was_read = True
         if self._is_told and hears(stream):
             stream.set_epoch(self.epoch)
         count = 0 if place.told is None else place.told.given
@@ -190,9 +189,11 @@ class StreamSampler(Sampler[StreamItem]):
             log.info("The stream is read again: %d of its items are left out.", place.number - count)
         key = dataset.seed, self.epoch
         bounds = dataset.max_items, dataset.max_bytes
-        self._items = Items(Reading(stream, dataset.shuffle, key, place, self._rank, self._ranks, *bounds))
-        self._next = Place()
-        return self._items
+        return Items(Reading(stream, dataset.shuffle, key, place, self._rank, self._ranks, *bounds))
+
+    def _begun(self, items: Items) -> None:
+        """Note what the newest iterator reads; the next one begins at the beginning."""
+        self._items, self._next, self._was_read = items, Place(), True
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the newest iterator was read, which reads ahead of what a loader yields."""

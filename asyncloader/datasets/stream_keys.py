@@ -10,6 +10,7 @@ one that waits in a stream that gives nothing stays there, as a daemon.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pickle
 import queue
 import sys
@@ -18,7 +19,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from asyncloader import threads
-from asyncloader.protocols import is_stateful
+from asyncloader.protocols import is_resource, is_stateful
 from asyncloader.samplers.shuffle import Shuffle
 
 _FLAT = frozenset((bytes, str, int, float, bool, bytearray, type(None)))
@@ -127,26 +128,28 @@ class Items:
         told: States of the stream, the oldest that may be needed first.
         is_over: There is nothing behind these.
         taker: A weak reference to whoever takes, whose end goes into `room`.
+        is_read: A thread reads the stream.
+        reader: Held by the thread that does: the start of another one may have been interrupted.
         is_left: Nobody will take more. Of an async stream.
     """
 
     taker: Any
-    is_left = False
+    is_read = is_left = False
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.room: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.reader = threading.Lock()
         self.told: deque[Told] = deque([reading.place.told] if reading.place.told is not None else [])
         self.is_over = reading.place.is_over
         self._items: deque[StreamItem] = deque()
         self._sizes: deque[int] = deque()
         self._bytes_in = self._bytes_out = 0  # each written by one side
         self._next = reading.first  # the number of the item that is given next
-        self._wanted = 0  # so many at once, whatever the bounds are
         self._is_waiting = False  # the thread, for room
-        self._changed = threading.Condition()
-        self._num_takers = 0  # that wait
-        self._tells: list[tuple[int, Callable[[], object]]] = []
+        # Takers that wait. No lock of Python's is held by both sides: handlers of signals may raise in one's functions.
+        self._waiters: deque[Any] = deque()
+        self._tells: deque[tuple[int, Callable[[], object]]] = deque()
 
     # ------------------------------------------------------------------------------------------------ whoever takes
 
@@ -168,17 +171,18 @@ class Items:
         return item
 
     def _wait(self) -> None:
-        with self._changed:
-            self._num_takers += 1
-            try:
-                self._wanted = max(self._wanted, 1)
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        try:
+            while not self._items:
+                if self.is_over:
+                    raise StopIteration
                 self.room.put(True)
-                while not self._items:
-                    if self.is_over:
-                        raise StopIteration
-                    self._changed.wait()
-            finally:
-                self._num_takers -= 1
+                waiter.acquire()  # until the thread releases it
+        finally:
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Return whether so many, or the end, can be had without waiting; if not, ``tell`` is called when they can."""
@@ -186,12 +190,13 @@ class Items:
         if self._has(count):
             return True
         waits = count, tell
-        with self._changed:
-            self._wanted = max(self._wanted, count)
-            self._tells.append(waits)
-            if self._has(count):
+        self._tells.append(waits)
+        if self._has(count):
+            try:
                 self._tells.remove(waits)
-                return True
+            except ValueError:  # the thread has it in hand
+                return False
+            return True
         self.room.put(True)
         return False
 
@@ -212,7 +217,7 @@ class Items:
         """Return the place after so many items of this rank, as if all ranks had taken so many; by default, now."""
         reading = self.reading
         number = self._next - reading.rank if taken is None else reading.place.number + taken * reading.num_replicas
-        is_over = self.is_over and not any(item[0] >= number for item in tuple(self._items))
+        is_over = self.is_over and not [item for item in tuple(self._items) if item[0] >= number]
         before = [told for told in tuple(self.told) if told.given <= reading.window(number)]
         return Place(number, is_over, before[-1] if before else None)
 
@@ -222,7 +227,10 @@ class Items:
         """Whether nothing is to be read for the moment: so much is there, or a share of that."""
         reading, count, nbytes = self.reading, len(self._items), self._bytes_in - self._bytes_out
         is_enough = count >= max(1, reading.most_items // share) or nbytes >= reading.most_bytes // share
-        return count > self._wanted and is_enough  # one of them may be taken, and not gone yet
+        wanted = len(self._waiters)  # whatever the bounds are
+        for told_of, _ in tuple(self._tells):  # no generator: a handler of a signal that raised in it would end it
+            wanted = max(wanted, told_of)
+        return is_enough and count > wanted  # one of them may be taken, and not gone yet
 
     def must_wait(self) -> bool:
         """Whether there is no room; then `room` tells of some."""
@@ -246,17 +254,15 @@ class Items:
             self._bytes_in += nbytes
             self._items.append(item)
         self.is_over = is_over
-        if self._num_takers or self._tells:
-            self._tell()
-
-    def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-            due = [tell for count, tell in self._tells if self._has(count)]
-            self._tells = [(count, tell) for count, tell in self._tells if not self._has(count)]
-            self._wanted = max((count for count, _ in self._tells), default=0)
-        for tell in due:  # without the lock: it reads the sampler
-            tell()
+        for waiter in tuple(self._waiters):
+            if waiter.locked():
+                waiter.release()
+        for _ in range(len(self._tells)):
+            count, tell = self._tells.popleft()
+            if self._has(count):
+                tell()
+            else:
+                self._tells.append((count, tell))
 
     def keep(self, told: Told) -> None:
         """Keep a state of the stream; the older ones, but for the last that may be needed, go."""
@@ -272,31 +278,37 @@ class Items:
 
 
 class StreamKeys:
-    """Iterates over the items of a stream that one rank is given.
+    """Iterates over the items of a stream that one rank is given, from the first `next` on.
 
     Args:
-        begin: Returns what is read, when the first item is asked for.
+        make: Returns what is read.
+        begun: Is told of that, once or again: a handler of a signal may raise before the stream is read.
     """
 
-    def __init__(self, begin: Callable[[], Items]) -> None:
-        self._begin = begin
-        self._begun: Items | None = None
+    def __init__(self, make: Callable[[], Items], begun: Callable[[Items], object]) -> None:
+        self._make = make
+        self._begun = begun
+        self._made: Items | None = None
 
     @property
     def _items(self) -> Items:
-        if (items := self._begun) is None:
-            items = self._begun = self._begin()
+        items = self._made
+        if items is None:
+            items = self._make()
             items.taker = weakref.ref(self, items.room.put)  # compiled: no handler of a signal can raise in it
+            self._made = items
+        if not items.is_read:
+            self._begun(items)
             if not items.is_over:
                 threads.start(partial(_read, items), "asyncloader stream", partial(items.room.put, None))
+            items.is_read = True
         return items
 
     def __iter__(self) -> Iterator[StreamItem]:
         return self
 
     def __next__(self) -> StreamItem:
-        items = self._begun or self._items
-        return items.take()
+        return self._items.take()
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether so many items are there: see :class:`asyncloader.protocols.ArrivingKeys`."""
@@ -375,6 +387,8 @@ class _States:
 def _read(items: Items) -> None:
     """Read the stream until it ends, or nobody takes from it any more. In a thread of its own."""
     reading = items.reading
+    if not items.reader.acquire(blocking=False):
+        return
     try:
         stream = open_stream(reading.stream)
         told = reading.place.told
@@ -408,6 +422,11 @@ def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
 
 
 async def _read_async(items: Items, stream: Any, states: dict[str, Any]) -> None:
+    async with stream if is_resource(stream) else nullcontext():
+        await _read_opened(items, stream, states)
+
+
+async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> None:
     iterator = aiter(stream)
     if "iterator" in states:
         iterator.load_state_dict(states["iterator"])
@@ -421,7 +440,8 @@ async def _read_async(items: Items, stream: Any, states: dict[str, Any]) -> None
                 await room.wait()
                 room.clear()
             try:
-                dealt = dealer.add(await anext(iterator))
+                value = await anext(iterator)
+                dealt = dealer.add(await value if inspect.isawaitable(value) else value)
             except StopAsyncIteration:
                 items.put(dealer.rest(), is_over=True)
                 return

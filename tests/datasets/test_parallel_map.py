@@ -345,6 +345,33 @@ def test_a_worker_that_dies_costs_no_item(tmp_path: Any) -> None:
     assert loader.stats().retries
 
 
+class Opened:
+    """An async stream that is opened and closed, and whose samples are awaited."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def __aenter__(self) -> Opened:
+        self.told.append("opened")
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.told.append("closed")
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for number in range(COUNT):
+            yield asyncio.sleep(0, number)
+
+
+def test_a_stream_that_is_a_resource_is_opened() -> None:
+    """In each epoch, on the loop that it is read on."""
+    stream = Opened()
+    loader = DataLoader(ParallelMap(stream, square), 4)
+    assert [batches(loader) for _ in range(2)] == [WANTED] * 2
+    wait_until(lambda: not readers())
+    assert stream.told == ["opened", "closed"] * 2
+
+
 def test_what_cannot_work_is_refused() -> None:
     """At construction, with what to do; a state of another order as well."""
     for options in ({"shuffle": -1}, {"max_items": 0}, {"max_bytes": True}, {"shard": "all"}, {"rank": 1}):
