@@ -76,10 +76,10 @@ class Fed(SuppliesKeys[int]):
     made: list[int] = []  # noqa: RUF012 - by copies of the dataset, in threads
 
     def __init__(self) -> None:
-        self.line = Line()
+        self.line: Any = Line()
         self.made.clear()
 
-    def make_sampler(self) -> Line:
+    def make_sampler(self) -> Any:
         """Return the line."""
         return self.line
 
@@ -193,3 +193,102 @@ def test_every_batch_comes_once_and_in_order(count: int, size: int, choices: lis
             driver.answer(min(driver.sent))
     assert seen == [*range(count)]
     assert run.exhausted
+
+
+class Hasty(Line):
+    """Keys come in the moment in which somebody asks for them, who is told inside the question."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.coming = deque([*range(count), END])
+
+    def arrived(self, count: int, tell: Callable[[], object]) -> bool:
+        """Return whether so many were there; they are now."""
+        if super().arrived(count, tell):
+            return True
+        self.put(*(self.coming.popleft() for _ in range(min(count, len(self.coming)))))
+        return False
+
+
+@pytest.mark.parametrize("options", WORKERS)
+async def test_it_may_be_told_while_it_asks(options: dict[str, Any]) -> None:
+    """Nobody takes the keys for missing afterwards."""
+    dataset = Fed()
+    dataset.line = Hasty(40)
+    batches = [batch.tolist() async for batch in DataLoader(dataset, 2, timeout=5 if options else 0, **options)]
+    assert batches == [[first**2, (first + 1) ** 2] for first in range(0, 40, 2)]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_sampler_that_cannot_begin_is_one_error(batch_size: Any, options: dict[str, Any]) -> None:
+    """Then the epoch is over, as with torch."""
+
+    class Broken(Line):
+        def arrived(self, count: int, tell: Callable[[], object]) -> bool:
+            raise OSError("no source")
+
+        def __next__(self) -> int:
+            raise OSError("no source")
+
+    dataset = Fed()
+    dataset.line = Broken()
+    iterator = iter(DataLoader(dataset, batch_size, **options))
+    with pytest.raises(OSError, match="no source"):
+        next(iterator)
+    assert list(iterator) == []
+
+
+def test_a_run_that_was_left_takes_no_keys() -> None:
+    """They belong to the one that begins."""
+    line = Line()
+    driver = Driver(Plan(line, iter(line), Progress(), Pace(), is_batched=False))
+    driver.run.begin(driver.wake)
+    driver.run.leave()
+    line.put(1, 2)
+    driver.turn()
+    assert driver.planned == []
+    assert list(line.keys) == [1, 2]
+
+
+def test_an_interrupt_in_who_brings_keys_wakes_the_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has news, and would sleep on."""
+    line, woken = Line(), []
+    driver = Driver(Plan(line, iter(line), Progress(), Pace(), is_batched=False))
+    driver.run.begin(driver.wake)
+    monkeypatch.setattr(driver.run.handoff, "wake", lambda: woken.append(True))
+
+    def interrupt(line: Line) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Line, "__next__", interrupt)
+        line.put(1)
+    assert woken
+    assert driver.run.has_news()
+
+
+def test_a_thread_that_waits_for_keys_holds_up_no_task() -> None:
+    """Without workers: they share an iterator, and each gets batches or waits."""
+    dataset = Fed()
+    iterator = iter(DataLoader(dataset, 2))
+    found: list[list[int]] = []
+
+    async def take() -> None:
+        async for batch in iterator:
+            found.append(batch.tolist())
+            await asyncio.sleep(0.01)
+
+    threads = [
+        threading.Thread(target=lambda: found.extend(batch.tolist() for batch in iterator), daemon=True),
+        threading.Thread(target=lambda: asyncio.run(take()), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for first in range(0, 40, 2):
+        dataset.line.put(first, first + 1)
+    dataset.line.put(END)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert sorted(found) == [[first**2, (first + 1) ** 2] for first in range(0, 40, 2)]

@@ -62,6 +62,7 @@ class ParallelMap(SuppliesKeys[T_co]):
         ConfigurationError: for what cannot work.
 
     Example:
+        >>> from asyncloader import DataLoader
         >>> squares = ParallelMap(range(6), lambda item: item * item, shard="rank", num_replicas=2, rank=1)
         >>> [batch.tolist() for batch in DataLoader(squares, batch_size=2)]
         [[1, 9], [25]]

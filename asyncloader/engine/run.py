@@ -94,7 +94,7 @@ class Run:
         self._planned = self.taken
         self._plan: Any = plan
         self._arrives = getattr(plan, "arrives", False)
-        self.awaits_keys = False
+        self.awaits_keys = self._is_left = False
         self._plan_error: Exception | None = None
         # What consumers were woken for, and figures were told.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
@@ -184,12 +184,19 @@ class Run:
 
     def keys_came(self) -> None:
         """Read on as far as the window: keys have come that were to be read. In the thread that brings them."""
+        try:
+            with self._lock:
+                self.awaits_keys = False
+                if not (self.closed or self._is_left or self.error is not None):
+                    with contextlib.suppress(LoaderClosedError):  # nobody makes batches any more
+                        self._read(self._window_end())
+        finally:
+            self.handoff.wake()
+
+    def leave(self) -> None:
+        """Read the sampler no more when keys come: another run is about to."""
         with self._lock:
-            self.awaits_keys = False
-            if not (self.closed or self.error is not None):
-                with contextlib.suppress(LoaderClosedError):  # nobody makes batches any more
-                    self._read(self._window_end())
-        self.handoff.wake()
+            self._is_left = True
 
     def check(self) -> None:
         """Raise what has ended the run, after all that is ready: to each consumer once, a thread or a task.
@@ -227,8 +234,7 @@ class Run:
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:
             try:
-                if self._arrives and (self.awaits_keys or self._plan.awaits(partial(_keys_came, weakref.ref(self)))):
-                    self.awaits_keys = True
+                if self._arrives and self._must_wait():
                     break
                 # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
                 for keys in self._plan:
@@ -241,6 +247,20 @@ class Run:
                 self._plan_error = error
             self._wake()
         self._wake()  # an interrupted call may have come to less
+
+    def _must_wait(self) -> bool:
+        """Whether the next keys are still to arrive. Then it is told of them: perhaps in here already."""
+        while not self.awaits_keys:
+            has_come = True
+            self.awaits_keys = True
+            try:
+                has_come = not self._plan.awaits(partial(_keys_came, weakref.ref(self)))
+            finally:
+                if has_come:
+                    self.awaits_keys = False
+            if has_come:
+                return False
+        return True
 
     def _wake(self) -> None:
         """Have the loop thread look into the inbox, if there is something new and it is not about to."""

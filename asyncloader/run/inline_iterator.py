@@ -58,6 +58,10 @@ def _run_on_portal(coroutine: Coroutine[Any, Any, Any]) -> Any:
         raise
 
 
+def _has_heard(run: InlineRun) -> bool:
+    return not run.has_asked
+
+
 def _checks() -> list[int]:
     with untouched():
         return list(map(check_of, GLOBAL))
@@ -132,17 +136,19 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             if run.closed or run.is_torn or self._pid != exits.pid:
                 self._check_usable()
             with run.making:
-                if not (exits.is_exiting and exits.is_left_behind()):
+                if not (is_left := exits.is_exiting and exits.is_left_behind()):
                     try:
-                        if not (run.ready or run.taking.num_dropped) and (run.to_do or run.read()):
+                        if not (run.ready or run.taking.num_dropped) and (run.to_do or run.read_what_is_there()):
                             run.make()
                         if (item := self._take(run, call, asked_at)) is not None:
                             return item
                     finally:
                         run.handoff.wake()  # a task may have waited for this batch, or for the end
                         item = None  # what a sample has raised may refer to this frame
-                    continue
-            exits.stop_daemon()
+            if is_left:
+                exits.stop_daemon()
+            if run.has_asked:
+                run.handoff.wait(partial(_has_heard, run), None)
 
     async def _until_started(self) -> None:
         exits.note_user()

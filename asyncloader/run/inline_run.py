@@ -133,18 +133,50 @@ class InlineRun:
         """Whether nobody is to make a batch for some of so many tasks, and there are more of them."""
         return not (self.plan_ended or self._awaits_keys) and len(self.to_do) < tasks
 
-    def read_what_is_there(self) -> None:
-        """Read the keys of another batch, unless they are still to arrive. For tasks, which may not wait for them."""
+    @property
+    def has_asked(self) -> bool:
+        """Whether keys are still to arrive, and nothing is there meanwhile; `keys_came` is called then."""
+        return self._awaits_keys and not (self.taking.has_ready or self.closed)
+
+    def read_what_is_there(self) -> bool:
+        """Read the keys of another batch, unless they are still to arrive; nobody waits for these with the lock held.
+
+        Returns:
+            Whether there is one to do.
+        """
+        if not self._arrives:
+            return self.read()
         with self.taking.progress.lock:
-            self._awaits_keys = self._arrives and self._plan.awaits(partial(_keys_came, weakref.ref(self)))
-            if not self._awaits_keys:
-                self.read()
+            while not (self.to_do or self.plan_ended or self._must_wait()):
+                for keys in self._plan:  # one for each question: a batch that was given before is passed over
+                    if keys is not VOID:
+                        self.to_do.append((self.taking.progress.read - 1, keys))
+                    break
+                else:
+                    self.plan_ended = True
+            return bool(self.to_do)
+
+    def _must_wait(self) -> bool:
+        """Whether the next keys are still to arrive. Then it is told of them: perhaps in here already."""
+        while not self._awaits_keys:
+            has_come = True
+            self._awaits_keys = True
+            try:
+                has_come = not self._plan.awaits(partial(_keys_came, weakref.ref(self)))
+            finally:
+                if has_come:
+                    self._awaits_keys = False
+            if has_come:
+                return False
+        return True
 
     def keys_came(self) -> None:
-        """Have tasks look again: keys have come that were to be read. In the thread that brings them."""
-        with self.taking.progress.lock:
-            self._awaits_keys = False
-        self.handoff.wake()
+        """Have consumers look again: keys have come that were to be read. In the thread that brings them."""
+        try:
+            with self.taking.progress.lock:
+                self._awaits_keys = False
+        finally:
+            self.handoff.wake_all()
 
     def read(self) -> bool:
         """Read the keys of another batch of the sampler, unless this has come to its end."""

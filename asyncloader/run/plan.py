@@ -146,11 +146,17 @@ class Plan:
         """Whether the next keys are still to arrive: then ``tell`` is called once, in any thread, when they have."""
         if self._held is not _NOTHING or self._ended_by:
             return False
-        if self._inner is None:
-            self._inner = iter(self._index_sampler.sampler)
-        arrived = getattr(self._inner, "arrived", None)  # None: it is at its end, and another stands in its place
-        count = self._index_sampler.batch_size - len(self._begun) if self._takes_apart else 1
-        return arrived is not None and not arrived(count, tell)
+        try:
+            if self._inner is None:
+                self._inner = iter(self._index_sampler.sampler)
+            arrived = getattr(self._inner, "arrived", None)  # None: it is at its end, and another stands in its place
+            count = self._index_sampler.batch_size - len(self._begun) if self._takes_apart else 1
+            return arrived is not None and not arrived(count, tell)
+        except Exception:  # there is nothing more, as after what `next` raises
+            self._inner, self._begun = iter(()), []
+            if not self._takes_apart:
+                self._feed = map(next, repeat(self._inner))
+            raise
 
     def _ask(self) -> None:
         """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""

@@ -135,6 +135,7 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def begin_next(self, loader: DataLoader[T_co], options: Options) -> None:
         """Begin a new run with the same workers: what ``iter(loader)`` does with persistent workers."""
+        self._run.leave()
         first = self._options
         if first.is_auto:
             first = replace(first, num_workers=AutoWorkers(len(self._session.supervisor.workforce.wanted)))
@@ -179,6 +180,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._seeding.end_others(run.epoch.key)
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+        self._run.leave()
         self._session.request_close()
         self._seeding.end()
         if (options := self._options).is_auto:

@@ -61,6 +61,13 @@ def _closed(task: asyncio.Task[None]) -> None:
     _closing.pop(task, None)
 
 
+def _tell(loop: GuardedLoop, error: BaseException) -> None:
+    """Tell what was raised on a loop of the user's, which is to hear of an interrupt itself."""
+    loop.call_soon_threadsafe(loop.fail, error)
+    if not isinstance(error, Exception):
+        raise error
+
+
 class Owner(Protocol):
     """Whom a worker in this process reports to, on the loop thread."""
 
@@ -117,7 +124,7 @@ class LocalWorker:
         self._task: asyncio.Task[None] | None = None
         self._dataset: Any = None
         self._on_thread = on_thread
-        self._home = loop if home is None else GuardedLoop(home, partial(loop.call_soon_threadsafe, loop.fail))
+        self._home = loop if home is None else GuardedLoop(home, partial(_tell, loop))
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._first_seq: int | None = None
