@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from asyncloader import identity
 from asyncloader.checks import one_of
-from asyncloader.datasets.stream_keys import Items, Place, Raised, Reading, StreamItem, StreamKeys, Told
+from asyncloader.datasets.stream_keys import Items, Place, Raised, Reading, StreamItem, StreamKeys, Told, is_stream
 from asyncloader.epochs import hears
 from asyncloader.errors import ConfigurationError
 from asyncloader.protocols import SuppliesKeys
@@ -86,7 +86,7 @@ class ParallelMap(SuppliesKeys[T_co]):
         max_items: int = _MOST_ITEMS,
         max_bytes: int = _MOST_BYTES,
     ) -> None:
-        if not (hasattr(type(stream), "__iter__") or hasattr(type(stream), "__aiter__") or callable(stream)):
+        if not (is_stream(stream) or callable(stream)):
             raise ConfigurationError(f"stream should be an iterable, or a function that returns one, but is {stream!r}")
         if not callable(fn):
             raise ConfigurationError(f"fn should be a function of an item, but is {fn!r}")

@@ -268,7 +268,7 @@ class Items:
         """Keep a state of the stream; the older ones, but for the last that may be needed, go."""
         self.told.append(told)
         first = self.reading.window(self._next - self.reading.rank)
-        while self.told[1].given <= first if len(self.told) > 1 else False:
+        while len(self.told) > 1 and self.told[1].given <= first:
             self.told.popleft()
 
     def fail(self, error: BaseException) -> None:
@@ -338,8 +338,7 @@ class _Dealer:
         if number < self._begin:
             return []
         if not reading.shuffle:
-            is_own = number >= reading.first and (number - reading.first) % reading.num_replicas == 0
-            return [(number, value)] if is_own else []
+            return [(number, value)] if self._is_own(number) else []
         self._window.append(value)
         return self.rest() if len(self._window) == reading.shuffle else []
 
@@ -350,11 +349,11 @@ class _Dealer:
             return []
         first = self.count - len(window)
         order = Shuffle(len(window), *self._reading.key, first)(np.arange(len(window)))
-        return self._own(first, [window[at] for at in order.tolist()])
+        return [(number, window[at]) for number, at in enumerate(order.tolist(), first) if self._is_own(number)]
 
-    def _own(self, first: int, values: list[Any]) -> list[StreamItem]:
-        begin, step, numbered = self._reading.first, self._reading.num_replicas, enumerate(values, first)
-        return [item for item in numbered if item[0] >= begin and (item[0] - begin) % step == 0]
+    def _is_own(self, number: int) -> bool:
+        first = self._reading.first
+        return number >= first and (number - first) % self._reading.num_replicas == 0
 
 
 class _States:
@@ -412,13 +411,13 @@ def _read_plain(items: Items, stream: Any, states: dict[str, Any]) -> None:
     dealer, keeper = _Dealer(items.reading), _States(stream, iterator)
     while items.wait_room():
         try:
-            dealt = dealer.add(next(iterator))
+            value = next(iterator)
         except StopIteration:
             items.put(dealer.rest(), is_over=True)
             return
         except Exception as error:
-            dealt = dealer.add(Raised(_bare(error, dealer.count)))
-        _hand_over(items, dealt, keeper.take(dealer.count) if keeper.are_there else None)
+            value = Raised(_bare(error, dealer.count))
+        _hand_over(items, value, dealer, keeper)
 
 
 async def _read_async(items: Items, stream: Any, states: dict[str, Any]) -> None:
@@ -441,13 +440,13 @@ async def _read_opened(items: Items, stream: Any, states: dict[str, Any]) -> Non
                 room.clear()
             try:
                 value = await anext(iterator)
-                dealt = dealer.add(await value if inspect.isawaitable(value) else value)
+                value = await value if inspect.isawaitable(value) else value
             except StopAsyncIteration:
                 items.put(dealer.rest(), is_over=True)
                 return
             except Exception as error:
-                dealt = dealer.add(Raised(_bare(error, dealer.count)))
-            _hand_over(items, dealt, keeper.take(dealer.count) if keeper.are_there else None)
+                value = Raised(_bare(error, dealer.count))
+            _hand_over(items, value, dealer, keeper)
     except asyncio.CancelledError:
         if not items.is_left:
             raise
@@ -466,8 +465,10 @@ def _forward(items: Items, loop: asyncio.AbstractEventLoop, room: asyncio.Event,
         loop.call_soon_threadsafe(task.cancel)
 
 
-def _hand_over(items: Items, dealt: list[StreamItem], told: Told | None) -> None:
-    if told is not None:
+def _hand_over(items: Items, value: Any, dealer: _Dealer, keeper: _States) -> None:
+    """Have what follows from another item of the stream be taken; keep the stream's state, if one is due."""
+    dealt = dealer.add(value)
+    if keeper.are_there and (told := keeper.take(dealer.count)) is not None:
         items.keep(told)
     if dealt:
         items.put(dealt)
@@ -490,8 +491,12 @@ def _bare(error: BaseException, number: int) -> BaseException:
 
 def open_stream(stream: Any) -> Any:
     """Return what is iterated over: the stream, or what it returns if it is a function."""
-    is_iterable = hasattr(type(stream), "__iter__") or hasattr(type(stream), "__aiter__")
-    return stream if is_iterable else stream()
+    return stream if is_stream(stream) else stream()
+
+
+def is_stream(thing: Any) -> bool:
+    """Whether it can be iterated over, by ``for`` or by ``async for``."""
+    return hasattr(type(thing), "__iter__") or hasattr(type(thing), "__aiter__")
 
 
 def size_of(value: Any, depth: int = 4) -> int:

@@ -17,11 +17,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from asyncloader.engine import exits
 from asyncloader.engine.actions import Ticket
+from asyncloader.engine.arrivals import Arrivals
 from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.scheduler import Scheduler
@@ -51,7 +51,6 @@ class Run:
         taking: The consumers' end of the hand-off.
         inbox: Keys that were read, for the loop thread.
         plan_ended: The sampler has no more keys behind these.
-        awaits_keys: The next ones are still to arrive; whoever brings them calls `keys_came`.
         handoff: Items that consumers can take.
         exhausted: Everything was taken, and a consumer knows it: what `close` drops was not taken.
         ended: Everything that was planned has been handed over. Written by the loop thread, as all that follows.
@@ -92,9 +91,9 @@ class Run:
         self.inbox: deque[Any] = deque()
         self.plan_ended = False
         self._planned = self.taken
-        self._plan: Any = plan
-        self._arrives = getattr(plan, "arrives", False)
-        self.awaits_keys = self._is_left = False
+        self._plan = plan
+        self._arrivals = Arrivals(self, plan)
+        self._is_left = False
         self._plan_error: Exception | None = None
         # What consumers were woken for, and figures were told.
         self._followed = scheduler.num_workers, scheduler.window, scheduler.read_until, scheduler.void_count
@@ -186,12 +185,17 @@ class Run:
         """Read on as far as the window: keys have come that were to be read. In the thread that brings them."""
         try:
             with self._lock:
-                self.awaits_keys = False
+                self._arrivals.are_awaited = False
                 if not (self.closed or self._is_left or self.error is not None):
                     with contextlib.suppress(LoaderClosedError):  # nobody makes batches any more
                         self._read(self._window_end())
         finally:
             self.handoff.wake()
+
+    @property
+    def awaits_keys(self) -> bool:
+        """Whether the next keys are still to arrive; whoever brings them calls `keys_came`."""
+        return self._arrivals.are_awaited
 
     def leave(self) -> None:
         """Read the sampler no more when keys come: another run is about to."""
@@ -234,7 +238,7 @@ class Run:
         """
         while self._planned < until and not self.plan_ended and self._plan_error is None:
             try:
-                if self._arrives and self._must_wait():
+                if self._arrivals.must_wait():
                     break
                 # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
                 for keys in self._plan:
@@ -247,20 +251,6 @@ class Run:
                 self._plan_error = error
             self._wake()
         self._wake()  # an interrupted call may have come to less
-
-    def _must_wait(self) -> bool:
-        """Whether the next keys are still to arrive. Then it is told of them: perhaps in here already."""
-        while not self.awaits_keys:
-            has_come = True
-            self.awaits_keys = True
-            try:
-                has_come = not self._plan.awaits(partial(_keys_came, weakref.ref(self)))
-            finally:
-                if has_come:
-                    self.awaits_keys = False
-            if has_come:
-                return False
-        return True
 
     def _wake(self) -> None:
         """Have the loop thread look into the inbox, if there is something new and it is not about to."""
@@ -368,8 +358,3 @@ class Run:
         if may_be_over and scheduler.is_finished and not self.ended and self.error is None:
             self.ended = True
             self.handoff.wake_all()
-
-
-def _keys_came(run: weakref.ref[Run]) -> None:
-    if (alive := run()) is not None:
-        alive.keys_came()

@@ -138,7 +138,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             with run.making:
                 if not (is_left := exits.is_exiting and exits.is_left_behind()):
                     try:
-                        if not (run.ready or run.taking.num_dropped) and (run.to_do or run.read_what_is_there()):
+                        if not (run.ready or run.taking.num_dropped) and (run.to_do or run.read()):
                             run.make()
                         if (item := self._take(run, call, asked_at)) is not None:
                             return item
@@ -163,7 +163,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         run = self._run
         with run.taking.progress.lock:
             if (item := self._take(run, call, asked_at)) is None and run.lacks(run.handoff.waiting + 1):
-                run.read_what_is_there()
+                run.read()
         if run.to_do:
             run.kick()
         elif run.is_over:

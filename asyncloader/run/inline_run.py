@@ -23,6 +23,7 @@ from typing import Any
 from asyncloader import threads
 from asyncloader.engine import exits
 from asyncloader.engine.actions import VOID
+from asyncloader.engine.arrivals import Arrivals
 from asyncloader.engine.taking import Item, Taking
 from asyncloader.messages.failure import LocalError
 from asyncloader.messages.messages import Kind, WorkerSpec
@@ -105,9 +106,8 @@ class InlineRun:
         self.to_do: deque[tuple[int, Any]] = deque()
         self.making = threading.Lock()
         self.plan_ended = self.is_torn = self.closed = False
-        self._plan: Any = plan
-        self._arrives = getattr(plan, "arrives", False)
-        self._awaits_keys = False  # whoever brings them calls `keys_came`
+        self._plan = plan
+        self._arrivals = Arrivals(self, plan)
         self._make = maker.make
         self._pin = pin
         self._aside = aside
@@ -131,63 +131,39 @@ class InlineRun:
 
     def lacks(self, tasks: int) -> bool:
         """Whether nobody is to make a batch for some of so many tasks, and there are more of them."""
-        return not (self.plan_ended or self._awaits_keys) and len(self.to_do) < tasks
+        return not (self.plan_ended or self._arrivals.are_awaited) and len(self.to_do) < tasks
 
     @property
     def has_asked(self) -> bool:
         """Whether keys are still to arrive, and nothing is there meanwhile; `keys_came` is called then."""
-        return self._awaits_keys and not (self.taking.has_ready or self.closed)
-
-    def read_what_is_there(self) -> bool:
-        """Read the keys of another batch, unless they are still to arrive; nobody waits for these with the lock held.
-
-        Returns:
-            Whether there is one to do.
-        """
-        if not self._arrives:
-            return self.read()
-        with self.taking.progress.lock:
-            while not (self.to_do or self.plan_ended or self._must_wait()):
-                for keys in self._plan:  # one for each question: a batch that was given before is passed over
-                    if keys is not VOID:
-                        self.to_do.append((self.taking.progress.read - 1, keys))
-                    break
-                else:
-                    self.plan_ended = True
-            return bool(self.to_do)
-
-    def _must_wait(self) -> bool:
-        """Whether the next keys are still to arrive. Then it is told of them: perhaps in here already."""
-        while not self._awaits_keys:
-            has_come = True
-            self._awaits_keys = True
-            try:
-                has_come = not self._plan.awaits(partial(_keys_came, weakref.ref(self)))
-            finally:
-                if has_come:
-                    self._awaits_keys = False
-            if has_come:
-                return False
-        return True
+        return self._arrivals.are_awaited and not (self.taking.has_ready or self.closed)
 
     def keys_came(self) -> None:
         """Have consumers look again: keys have come that were to be read. In the thread that brings them."""
         try:
             with self.taking.progress.lock:
-                self._awaits_keys = False
+                self._arrivals.are_awaited = False
         finally:
             self.handoff.wake_all()
 
     def read(self) -> bool:
-        """Read the keys of another batch of the sampler, unless this has come to its end."""
+        """Read the keys of another batch of the sampler, unless this has come to its end, or they are still to arrive.
+
+        Returns:
+            Whether there were some.
+        """
         progress = self.taking.progress
         with progress.lock:
-            # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
-            for keys in self._plan:
-                if keys is not VOID:
-                    self.to_do.append((progress.read - 1, keys))
-                    return True
-            self.plan_ended = True
+            while not self._arrivals.must_wait():
+                # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
+                for keys in self._plan:
+                    if keys is not VOID:
+                        self.to_do.append((progress.read - 1, keys))
+                        return True
+                    break  # it was given before: what follows may be still to arrive
+                else:
+                    self.plan_ended = True
+                    break
         return False
 
     def make(self) -> None:
@@ -296,11 +272,6 @@ class InlineRun:
             bad = [sample.key for sample in outcome.bad]
             self.taking.limit.faults.left_out.append(bad if self._is_batched else bad[0])
         return Item(outcome, seq, 0) if self._is_stream else Item(outcome, seq, 0, None, seq, keys)
-
-
-def _keys_came(run: weakref.ref[InlineRun]) -> None:
-    if (alive := run()) is not None:
-        alive.keys_came()
 
 
 _runs: weakref.WeakSet[InlineRun] = weakref.WeakSet()
