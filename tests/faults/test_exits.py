@@ -27,6 +27,27 @@ def test_a_whole_epoch_leaves_nothing_and_says_nothing(run: Run, face: str, num_
     assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
 
 
+def test_the_end_comes_while_the_thread_of_an_executor_ends(run: Run) -> None:
+    """Python's exit hook writes to the pipe of each executor's thread that is left; that thread may be closing it."""
+    main = """
+import concurrent.futures.process as processes
+from asyncloader.engine import exits
+exits.EXIT_GRACE_S = -0.9  # nothing is waited for
+close = processes._ThreadWakeup.close
+def wake(pipe):
+    if pipe._closed:
+        return
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(2)  # between asking whether it is open and writing
+    pipe._writer.send_bytes(b"")
+processes._ThreadWakeup.wakeup = wake
+processes._ThreadWakeup.close = lambda pipe: (time.sleep(1), close(pipe))
+print(train(DataLoader(Numbers(), batch_size=4, num_workers=1)))
+"""
+    program = run(NUMBERS + FACES["for"] + main)
+    assert (program.returncode, program.out, program.err) == (0, f"{list(range(40))}\n", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

@@ -110,9 +110,6 @@ class _Adopting(ForkContext):
         return next(self._given)
 
 
-_managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
 def adopt(processes: Sequence[Running]) -> threading.Thread:
     """Have an executor take processes, which are not to be none; return its thread, which ends after the last of them.
 
@@ -133,16 +130,11 @@ def adopt(processes: Sequence[Running]) -> threading.Thread:
         # broken executor's thread holds the lock until the last process has ended: if a worker died during the start,
         # this would never return. So the thread takes the executor for gone already, and is told nothing.
         cast(Any, manager).executor_reference = _gone
-        _managers.add(manager)
+        # Nor by concurrent.futures' exit hook, here or in a forked child: that writes to a pipe which the thread, whose
+        # workers have just ended, may be closing. The interpreter waits for it as for any thread.
+        _processes._threads_wakeups.pop(manager, None)
     return manager
 
 
 def _gone() -> None:
     """Stand for a weak reference to an executor that does not exist any more."""
-
-
-def forget_in_child() -> None:
-    """Forget the threads of adopting executors, in a forked child: its exit hooks would wake those of the parent."""
-    for manager in tuple(_managers):
-        _processes._threads_wakeups.pop(manager, None)
-    _managers.clear()

@@ -30,7 +30,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
 from asyncloader.backends.backend import STACK_TIMEOUT_S, Launch, WorkerState
-from asyncloader.backends.processes import executors, fresh
+from asyncloader.backends.processes import fresh
 from asyncloader.backends.processes.channel import Channel, open_pair
 from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import Forking, handlers_wait, masked, start_process, try_descriptors
@@ -452,7 +452,7 @@ def kill_all() -> None:
 def _close_in_child() -> None:
     """In any forked child, a worker or the trainer's own: close the parent's ends, which would keep pipes open.
 
-    And forget the processes and the executors' threads, which the exit hooks of a child would try to join.
+    And forget the processes, which the exit hooks of a child would try to join.
     """
     for worker in tuple(_parent_ends):
         _children.discard(getattr(worker, "_process", None))
@@ -462,7 +462,6 @@ def _close_in_child() -> None:
         worker._descriptors = {}
         worker._sock.close()
     _parent_ends.clear()
-    executors.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
