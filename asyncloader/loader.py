@@ -333,6 +333,80 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 thing.set_epoch(number)
             self._runs.tell(number)
 
+    def keys(self, epoch: int, number: int) -> Any:
+        """Return which samples a batch has: the keys that the sampler gives for it.
+
+        Drawn from copies of the samplers and generators: nothing moves, and no data are read. At once for samplers
+        whose order can be looked at anywhere (`ElasticSampler` and those like it); others draw what comes before it.
+
+        Args:
+            epoch: The run: how many of this loader there were before it, as in `stats`. One of the last 8 that this
+                loader has begun; or, when a state has been loaded, the one that it goes on with.
+            number: The batch in that run, counted from 0.
+
+        Returns:
+            A list of keys, or with ``batch_size=None`` one key.
+
+        Raises:
+            IndexError: if there is no such batch, or nothing is known of that run here.
+            ConfigurationError: if batches are no function of their number: of a stream, of a dataset with a state of
+                its own, or with ``seeding="worker"``; or if the samplers cannot be copied.
+        """
+        replay = _import_replay()
+        return replay.find(replay.apart(self), self._runs, epoch, number).keys
+
+    def batch(self, epoch: int, number: int) -> Any:
+        """Make a batch of a run again, bit for bit, without those before it, whatever else goes on meanwhile.
+
+        A worker that is started for it makes it, if the loader has workers; otherwise the calling thread does, and
+        what samples draw from the global generators is then the same only with ``seeding="sample"``.
+
+        Args:
+            epoch: As for `keys`.
+            number: As for `keys`.
+
+        Raises:
+            IndexError: as `keys` does; or if ``on_error="skip"`` leaves the batch out.
+            ConfigurationError: as `keys` does; or if a run that goes on in this process reads the dataset at another
+                epoch.
+            Exception: whatever stands in the place of the batch.
+        """
+        replay = _import_replay()
+        with replay.making(self, epoch, number, wait_for_start=True) as iterator, replay.kept():
+            for batch in iterator:
+                return batch
+        raise replay.was_left_out(epoch, number)
+
+    async def abatch(self, epoch: int, number: int) -> Any:
+        """Make a batch of a run again as `batch` does, without blocking the loop."""
+        replay = _import_replay()
+        with replay.making(self, epoch, number, wait_for_start=False) as iterator:
+            async for batch in iterator:
+                await iterator.aclose()
+                return batch
+        raise replay.was_left_out(epoch, number)
+
+    def exclude(self, keys: Iterable[Any]) -> None:
+        """Go on without some samples, from the next batch that is read of the sampler, or the next run, on.
+
+        The sampler does not hear of it, so all other batches stay what they are, and so do their numbers and seeds: a
+        batch has fewer samples, and one that has no others is left out. States have the exclusions, and a resume goes
+        on with them. A loader with workers has read batches ahead, in which they still are; not after `load_state_dict`
+        or before the first batch. All ranks have to say the same: where whole batches are left out (``batch_size=1``),
+        ranks come to different numbers of them.
+
+        Args:
+            keys: Of samples, as the sampler yields them; of packed samples that are yielded in pieces, their numbers.
+
+        Raises:
+            ConfigurationError: if the dataset is not read by key, or a key cannot be looked up.
+        """
+        if isinstance(self.dataset, (torch.utils.data.IterableDataset, SuppliesKeys)):
+            raise ConfigurationError(
+                f"exclude takes keys of samples, and those of {type(self.dataset).__name__} have none: it is a stream"
+            )
+        self._runs.exclude(keys)
+
     def set_num_workers(self, num_workers: int) -> None:
         """Have so many workers from now on: in the middle of a run, or between two, with persistent workers or without.
 
@@ -422,6 +496,13 @@ def _import_iterators() -> tuple[type[InlineIterator[Any]], type[WorkerIterator[
     from asyncloader.run.worker_iterator import WorkerIterator
 
     return InlineIterator, WorkerIterator
+
+
+def _import_replay() -> Any:
+    """Import what makes one batch again: with the engine, and later."""
+    from asyncloader.run import replay
+
+    return replay
 
 
 def _accept(dataset: Any, sampler: Any, batch_sampler: Any, shuffle: bool | None) -> Any:

@@ -132,6 +132,8 @@ class Progress:
 
     Attributes:
         samplers_before: Where samplers were before the run.
+        began: The number of the batch at which it began, and of the first sample of that.
+        first_keys: The keys of that batch; None if it was not read, or had been given before.
         lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
             middle of that, in the same thread: so it can be taken again.
         counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
@@ -159,6 +161,8 @@ class Progress:
         tracks = None if workers is None else make_tracks(workers, key, overlaps=overlaps)
         place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
         self.counted: tuple[Place, tuple[Call, ...]] = place, ()
+        self.began = position, sample
+        self.first_keys: Any = None
         self.read = position  # batches of keys that the plan has given out
         self.asked = self.replied = position  # how often the sampler was asked, and answered: a batch, or its end
         self.named_samples = 0  # that those of this run have named
@@ -197,6 +201,12 @@ class Progress:
             self._next_sample += count
         self.read += 1
 
+    def pass_by(self, number: int) -> None:
+        """Have a batch be done with that is not given: in order, those after it say so."""
+        if not self.in_order:
+            place, calls = self.counted
+            self.counted = place._replace(ahead=place.ahead | {number}), calls
+
     def placed(self, seq: int, keys: Any) -> Any:
         """Return the keys of a batch that is not done with as those who make it want them."""
         return Placed(keys, self._firsts[seq]) if self._knows_places else keys
@@ -226,11 +236,11 @@ class Progress:
             self._firsts.pop(self._oldest_first, None)
             self._oldest_first += 1
 
-    def sampler_state(self) -> SamplerState:
-        """Return the last state of the samplers that is not beyond the position."""
-        position = self.now.position
+    def sampler_state(self, number: int | None = None) -> SamplerState:
+        """Return the last known state of the samplers that is not beyond a batch; by default that at the position."""
+        position = self.now.position if number is None else number
         for read, state in reversed(tuple(self.sampler_states)):
             if read <= position:
                 return SamplerState(state, position - read)
         before = self.samplers_before
-        return before if before.is_over else before._replace(drawn=position)
+        return before if before.is_over else before._replace(drawn=before.drawn + position - self.began[0])

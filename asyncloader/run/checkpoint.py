@@ -15,6 +15,7 @@
      "has_past": its workers had made epochs before this one,
      "num_workers": how many there are, where their number looks after itself,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
+     "excluded": samples that are left out, each with the run and the batch from which on (JSON), or None,
      "fits": what of the loader must be the same; "samplers" and "datasets" in it are lists of identities (JSON)}
 
 Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
@@ -47,6 +48,7 @@ from asyncloader.errors import StateMismatchError
 from asyncloader.messages.snapshot import Start, as_plain, dataset_here, from_plain
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
+from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import is_elastic, own_state, samplers_within
 from asyncloader.run.rng_snapshot import RNGSnapshot
 
@@ -198,6 +200,7 @@ class Checkpointer:
         shared_seed: The seed that data pipes share.
         inline: The base seed was drawn between `begun` and the first batch.
         dataset_epochs: The epochs that `set_epoch` had told the dataset.
+        exclusions: Samples that are left out.
         has_past: The workers of this run had made runs before it.
     """
 
@@ -210,6 +213,7 @@ class Checkpointer:
     shared_seed: int | None
     inline: bool
     dataset_epochs: list[int | None]
+    exclusions: Exclusions
     has_past: bool = False
     _begun_text: str = ""
     _described: dict[str, Any] = field(default_factory=dict)
@@ -265,34 +269,59 @@ class Checkpointer:
             has_past=self.options.persistent_workers,
             num_workers=self.progress.num_workers,
             workers=None if carried is None else as_plain(carried),
+            excluded=self.exclusions.state(),
         )
+
+    def state_before(self, number: int) -> dict[str, Any]:
+        """Return a state as of the beginning of the run, which `moved` takes on to a batch, whatever was given so far.
+
+        The state of the samplers in it is the last known that is not beyond that batch, and so may be a later one: then
+        so many batches less than none were drawn since.
+        """
+        with self.progress.lock:
+            (position, sample), samplers = self.progress.began, self.progress.sampler_state(number)
+            if not samplers.is_over:
+                samplers = samplers._replace(drawn=samplers.drawn + position - number)
+            return self._of_the_run(samplers, position=position, sample=sample)
+
+    def last_sampler_state(self) -> dict[str, Any] | None:
+        """Return the newest known state of the samplers and their iterator, which may be of a batch not given yet."""
+        with self.progress.lock:
+            states = self.progress.sampler_states
+            return states[-1][1].thaw() if states else None
 
     def _within_the_run(self) -> dict[str, Any]:
         progress, now = self.progress, self.progress.now
+        return self._of_the_run(
+            progress.sampler_state(),
+            position=now.position,
+            ahead=sorted(now.ahead),
+            **self.generators_now(),
+            bad_count=now.bad_count,
+            sample=progress.sample,
+            workers=None if now.workers is None else as_plain(now.workers),
+            next_worker=now.next_worker,
+        )
+
+    def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> dict[str, Any]:
         self._begun_text = self._begun_text or self.rng.as_text(self.begun)
-        samplers = progress.sampler_state()
         return _state(
             _kind(self.options),
             self.epoch,
             self._describe(),
             self._begun_text,
-            position=now.position,
-            ahead=sorted(now.ahead),
             base_seed=self.base_seed,
             shared_seed=self.shared_seed,
             inline=self.inline,
-            **self.generators_now(),
-            set_epochs=list(progress.set_epochs),
+            set_epochs=list(self.progress.set_epochs),
             dataset_epochs=list(self.dataset_epochs),
-            bad_count=now.bad_count,
-            sample=progress.sample,
             samplers=samplers.state and samplers.state.plain(),
             drawn=samplers.drawn,
             is_over=samplers.is_over,
-            workers=None if now.workers is None else as_plain(now.workers),
-            next_worker=now.next_worker,
             has_past=self.has_past,
-            num_workers=progress.num_workers,
+            num_workers=self.progress.num_workers,
+            excluded=self.exclusions.state(),
+            **how_far,
         )
 
     def generators_now(self) -> dict[str, Any]:
@@ -310,7 +339,23 @@ class Checkpointer:
         return self._described
 
 
-def initial_state(options: Options, epoch: int) -> dict[str, Any]:
+def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, Any]:
+    """Return the state of a run that goes on at another batch of it; of a map-style dataset without a state.
+
+    Args:
+        state: Of the run, from which that batch can be reached; otherwise ``drawn`` of what is returned is below 0.
+        number: Of the batch.
+        samples: In each batch; None where batches differ. Then it is not known which sample of the epoch comes first.
+    """
+    by, sample = number - state["position"], state["sample"]
+    if by:
+        sample = -1 if sample < 0 or samples is None else sample + by * samples
+    drawn = state["drawn"] + (0 if state["is_over"] else by)
+    given: dict[str, Any] = {"ahead": [], "workers": None, "next_worker": None, "bad_count": 0, "check": [], "asked": 0}
+    return {**state, **given, "position": number, "drawn": drawn, "sample": sample}
+
+
+def initial_state(options: Options, epoch: int, exclusions: Exclusions) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
     rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
     samplers = own_state(options.index_sampler)
@@ -323,6 +368,7 @@ def initial_state(options: Options, epoch: int) -> dict[str, Any]:
         samplers=samplers and samplers.plain(),
         workers=None if here == Start() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
+        excluded=exclusions.state(),
     )
 
 
@@ -351,5 +397,6 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "next_worker": None,
         "has_past": False,
         "num_workers": None,
+        "excluded": None,
     }
     return {**state, **more, "fits": dict(fits)}

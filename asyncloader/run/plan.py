@@ -53,7 +53,7 @@ _torch_iter = BatchSampler.__iter__
 
 
 class Plan:
-    """Iterator over the batches of keys of one epoch; VOID in place of those that were yielded before the run.
+    """Iterator over the batches of keys of one epoch; VOID where there is nothing to do, or it was done before the run.
 
     Read with the lock of the progress held: states are made under it, and say how often the sampler was asked. One
     whose keys arrive as time goes by is asked when they are there (`awaits`).
@@ -72,6 +72,7 @@ class Plan:
         pace: When to take these.
         is_batched: Keys name the samples of a batch; otherwise one sample.
         with_arrays: The keys of torch's own samplers are given out as arrays, too.
+        leave_out: Returns the keys of the batch of this number without those that the trainer goes on without.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class Plan:
         *,
         is_batched: bool = True,
         with_arrays: bool = False,
+        leave_out: Callable[[Any, int], Any] | None = None,
     ) -> None:
         self._index_sampler = index_sampler
         self._is_batched = is_batched
         self._with_arrays = with_arrays
+        self._leave_out = leave_out
         self._takes_apart = _is_torchs(index_sampler, iterator)
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
         # By a weak reference: there is no cycle, so what the sampler's iterator holds goes with the plan.
@@ -138,6 +141,10 @@ class Plan:
             keys = VOID
         else:
             progress.named_samples += count
+            if self._leave_out is not None and (keys := self._leave_out(keys, progress.read)) is VOID:
+                progress.pass_by(progress.read)
+        if progress.read == progress.began[0] and keys is not VOID:
+            progress.first_keys = keys
         progress.read_batch(count)
         self._held = _NOTHING
         return keys

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -123,14 +124,14 @@ def begin(
     key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
     starts = _starts(options, None if is_dataset_loaded else state, news)
     progress = _progress(options, state, drawn, key, _known(options, starts, last))
-    plan = _plan(options, drawn, progress, samplers, states, goes_on=state is not None)
+    plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, goes_on=state is not None)
     if state is not None and any(is_restored):
         plan.read_ahead(state["asked"])
         rng.restore(before, is_restored)
     progress.set_epochs = runs.heard_by_samplers(options.index_sampler)
     epochs = [each.number for each in runs.heard(options.dataset)]
     checkpointer = Checkpointer(
-        options, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs
+        options, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs, runs.exclusions
     )
     checkpointer.has_past = last is not None
     runs.begin(epoch, checkpointer, state)
@@ -173,8 +174,10 @@ def _drawn_as(
 
 def _plan(
     options: Options,
-    drawn: Drawn,
+    runs: Runs,
     progress: Progress,
+    epoch: int,
+    keys: Iterator[Any],
     samplers: SamplerState,
     states: dict[str, Any] | None,
     *,
@@ -184,8 +187,10 @@ def _plan(
     progress.begin_after(samplers)
     is_batched, dataset = options.auto_collation, options.dataset
     is_gathered = gathers(dataset, is_batched, options.collate_fn) and not (options.overlaps or is_stateful(dataset))
-    kind = {"is_batched": is_batched, "with_arrays": is_gathered}
-    plan = Plan(options.index_sampler, drawn.keys, progress, Pace(), **kind)
+    kind: dict[str, Any] = {"is_batched": is_batched, "with_arrays": is_gathered}
+    if not options.is_iterable:
+        kind["leave_out"] = partial(runs.exclusions.without, epoch=epoch, is_batched=is_batched)
+    plan = Plan(options.index_sampler, keys, progress, Pace(), **kind)
     if goes_on and progress.now.position and not options.is_iterable:
         plan.go_on(None if samplers.is_over else states, progress.now.position if samplers.is_over else samplers.drawn)
     return plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check, initial_state, is_between_runs
+from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import left_after, samplers_within
 
 _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
 """What of a state says how much of its epoch is left."""
+_REMEMBERED = 8
+"""Runs whose batches can be made again by their numbers: their generators are some 10 kB each."""
 
 
 class Runs:
@@ -29,8 +33,10 @@ class Runs:
     Attributes:
         begun: How many there were, which is the epoch of the next one.
         latest: Makes states of the newest one.
+        past: Makes states of the last ones of the same history: of those before a state was loaded there are none.
         meter: Counts what happens in the newest one.
         loaded: A state that the next one begins from.
+        exclusions: Samples that are left out; those of a loaded state are in it.
         told: The last epoch that `set_epoch` of the loader has told, and how often it was called.
         is_telling: `set_epoch` runs at this moment: a copy that is made now may or may not have heard of the epoch.
         epochs_when_loaded: The epochs of samplers at the moment when a state was loaded.
@@ -44,8 +50,10 @@ class Runs:
     def __init__(self) -> None:
         self.begun = 0
         self.latest: Checkpointer | None = None
+        self.past: deque[Checkpointer] = deque(maxlen=_REMEMBERED)
         self.meter: Meter | None = None
         self.loaded: dict[str, Any] | None = None
+        self.exclusions = Exclusions()
         self.resumed: dict[str, Any] | None = None
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.told = Told()
@@ -59,8 +67,9 @@ class Runs:
         self._trace: Trace | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = {"latest": None, "_left": None, "meter": None, "_trace": None}
-        return {**vars(self), **forgotten, "slicer": Slicer(), "traffic": Traffic()}
+        forgotten = dict.fromkeys(("latest", "_left", "meter", "_trace"))
+        anew = {"past": deque(maxlen=_REMEMBERED), "slicer": Slicer(), "traffic": Traffic()}
+        return {**vars(self), **forgotten, **anew}
 
     def state_dict(self, options: Callable[[], Options]) -> dict[str, Any]:
         """Return a state to go on from: in the middle of the newest run, or before the next one.
@@ -70,7 +79,9 @@ class Runs:
         """
         if self.loaded is not None:
             return copy.deepcopy(self.loaded)
-        return initial_state(options(), self.begun) if self.latest is None else self.latest.state_dict()
+        if self.latest is None:
+            return initial_state(options(), self.begun, self.exclusions)
+        return self.latest.state_dict()
 
     @property
     def done(self) -> int:
@@ -93,6 +104,10 @@ class Runs:
         """Note a run that begins, anew or from a state."""
         self.begun, self.latest = epoch + 1, checkpointer
         self.resumed = None
+        if state is not None:
+            self.past.clear()
+        if not checkpointer.options.is_iterable:
+            self.past.append(checkpointer)
         if state is not None and not is_between_runs(state):
             self.resumed = {name: state[name] for name in _HOW_FAR}
 
@@ -118,6 +133,19 @@ class Runs:
         self.note_epochs(options)
         self.latest = self.resumed = None
         self.begun = 0
+        self.exclusions = Exclusions()
+
+    def exclude(self, keys: Iterable[Any]) -> None:
+        """Leave samples out of all batches that are yet to be read."""
+        if (state := self.loaded) is not None:
+            exclusions = Exclusions(state["excluded"])
+            exclusions.add(keys, state["epoch"], state["position"])
+            state["excluded"] = exclusions.state()
+        elif self._has_begun and self.latest is not None:
+            with self.latest.progress.lock:
+                self.exclusions.add(keys, self.latest.epoch, self.latest.progress.read)
+        else:
+            self.exclusions.add(keys, self.begun, 0)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -148,11 +176,12 @@ class Runs:
     def restored(self, state: dict[str, Any], options: Options) -> None:
         """Note what samplers and the dataset were told that a run goes on with; so it is until the loader tells them.
 
-        Samplers and datasets without an attribute ``epoch`` cannot say it themselves.
+        And which samples are left out. Samplers and datasets without an attribute ``epoch`` cannot say it themselves.
         """
         before = self.heard_by_samplers(options.index_sampler), [each.number for each in self.heard(options.dataset)]
         since = state["set_epochs"], state["dataset_epochs"]
         self._restored = _changed(before[0], since[0]), _changed(before[1], since[1])
+        self.exclusions = Exclusions(state["excluded"])
 
     def note_epochs(self, options: Options) -> None:
         """Note which epochs are set when a state is loaded: one that is set afterwards goes before the state's."""

@@ -1,0 +1,80 @@
+"""Samples that a trainer goes on without: each is left out of its batches from a batch on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncloader.engine.actions import VOID
+from asyncloader.epochs import as_number
+from asyncloader.errors import ConfigurationError
+from asyncloader.messages.snapshot import plain, unplain
+from asyncloader.samplers.pieces import Piece
+
+
+class Exclusions:
+    """The samples that one loader goes on without. Samplers do not hear of it: no other batch changes.
+
+    Args:
+        state: What `state` has returned; None for no samples.
+    """
+
+    def __init__(self, state: Any = None) -> None:
+        self._since: dict[Any, tuple[int, int]] = {
+            _hashable(key): (epoch, number) for key, epoch, number in unplain(state) or ()
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._since)
+
+    def add(self, keys: Iterable[Any], epoch: int, number: int) -> None:
+        """Leave samples out from this batch of this run on; those that are left out already stay so.
+
+        Raises:
+            ConfigurationError: if a key cannot be looked up.
+        """
+        try:
+            self._since = {**dict.fromkeys(map(_hashable, keys), (epoch, number)), **self._since}
+        except TypeError as error:
+            raise ConfigurationError(f"exclude takes keys of samples as the sampler yields them: {error}") from error
+
+    def without(self, keys: Any, number: int, *, epoch: int, is_batched: bool) -> Any:
+        """Return the keys of a batch without those that are left out of it; VOID if there are no others."""
+        since, here = self._since, (epoch, number)
+        if not since:
+            return keys
+
+        def is_left(key: Any) -> bool:
+            try:
+                at = since.get(_hashable(key))
+            except TypeError:  # none that could be named
+                at = None
+            return at is None or at > here
+
+        if not is_batched:
+            return keys if is_left(keys) else VOID
+        keys = keys if hasattr(keys, "__len__") else list(keys)
+        left = list(filter(is_left, keys))
+        return keys if len(left) == len(keys) else left or VOID
+
+    def state(self) -> Any:
+        """Return them as plain data; None for no samples."""
+        return plain([[key, *at] for key, at in self._since.items()]) if self._since else None
+
+
+def _hashable(key: Any) -> Any:
+    """Return a key as it can be looked up: JSON has lists where tuples were."""
+    key = key.sample if type(key) is Piece else key  # a piece is one of its sample, whose number stands for all
+    if type(key) in (int, str):
+        return key
+    if isinstance(key, (list, tuple)):
+        return tuple(map(_hashable, key))
+    if (number := as_number(key)) is not None:  # an index of whatever type
+        return number
+    if isinstance(key, (torch.Tensor, np.ndarray)):
+        raise TypeError(f"unhashable type: {type(key).__name__} of more than one number")
+    hash(key)
+    return key
