@@ -213,7 +213,7 @@ class Checkpointer:
     shared_seed: int | None
     inline: bool
     dataset_epochs: list[int | None]
-    exclusions: Exclusions
+    exclusions: Exclusions = field(default_factory=Exclusions)
     has_past: bool = False
     _begun_text: str = ""
     _described: dict[str, Any] = field(default_factory=dict)
@@ -355,7 +355,7 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
     return {**state, **given, "position": number, "drawn": drawn, "sample": sample}
 
 
-def initial_state(options: Options, epoch: int, exclusions: Exclusions) -> dict[str, Any]:
+def initial_state(options: Options, epoch: int, excluded: Any = None) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
     rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
     samplers = own_state(options.index_sampler)
@@ -368,7 +368,7 @@ def initial_state(options: Options, epoch: int, exclusions: Exclusions) -> dict[
         samplers=samplers and samplers.plain(),
         workers=None if here == Start() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
-        excluded=exclusions.state(),
+        excluded=excluded,
     )
 
 

@@ -29,7 +29,6 @@ from asyncloader.options import Options
 from asyncloader.protocols import SuppliesKeys, is_stateful, members, probe
 from asyncloader.run.checkpoint import Checkpointer, initial_state, moved
 from asyncloader.run.data_rank import data_rank
-from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.inline_iterator import InlineIterator
 from asyncloader.run.plan import samplers_within, stateful_sampler
 from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
@@ -290,7 +289,7 @@ def of_one_batch(twin: Any, found: Found, number: int) -> dict[str, Any]:
         trace=None,
     )
     begun = {"position": number, "sample": found.first, "base_seed": found.seeds.base_seed, "inline": True}
-    return {**initial_state(twin._loader_options(), found.seeds.epoch, Exclusions()), **begun}
+    return {**initial_state(twin._loader_options(), found.seeds.epoch), **begun}
 
 
 @contextlib.contextmanager

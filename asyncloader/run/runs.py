@@ -80,7 +80,7 @@ class Runs:
         if self.loaded is not None:
             return copy.deepcopy(self.loaded)
         if self.latest is None:
-            return initial_state(options(), self.begun, self.exclusions)
+            return initial_state(options(), self.begun, self.exclusions.state())
         return self.latest.state_dict()
 
     @property
