@@ -58,9 +58,7 @@ def milliseconds(call: Callable[[], Any], times: int) -> list[float]:
 
 def elastic(num_workers: int) -> DataLoader[int]:
     """Return a loader of the large epoch that has begun it."""
-    loader = DataLoader(
-        Numbers(MANY), batch_size=BATCH, sampler=ElasticSampler(MANY, 8, 3), num_workers=num_workers
-    )
+    loader = DataLoader(Numbers(MANY), batch_size=BATCH, sampler=ElasticSampler(MANY, 8, 3), num_workers=num_workers)
     next(iter(loader))
     loader.close()
     return loader
