@@ -314,7 +314,6 @@ def test_in_an_async_trainer(face: str, workers: int, seeding: Any) -> None:
         {"num_workers": 2, "scheduling": "dynamic", "in_order": False, "prefetch_factor": 4},
         {"num_workers": "auto", "max_workers": 2},
         {"num_workers": 2, "max_tasks_per_child": 3},
-        {"num_workers": 2, "multiprocessing_context": "spawn"},
         {"num_workers": 2, "timeout": 30},
         {"num_workers": 2, "on_error": "replace"},
     ],
@@ -329,6 +328,14 @@ def test_with_other_options(options: dict[str, Any]) -> None:
         for number in (3, 11, 0):
             assert same(loader.batch(epoch, number), by_keys[tuple(loader.keys(epoch, number))])
     loader.close()
+
+
+def test_with_fresh_workers() -> None:
+    """The worker that makes it again is started as the loader says."""
+    loader = DataLoader(Draws(), batch_size=8, shuffle=True, num_workers=1, multiprocessing_context="spawn")
+    iterator = iter(loader)
+    batches = [*islice(iterator, 2)]
+    assert same(loader.batch(0, 1), batches[1])
 
 
 def test_with_threads() -> None:

@@ -243,4 +243,7 @@ class Progress:
             if read <= position:
                 return SamplerState(state, position - read)
         before = self.samplers_before
-        return before if before.is_over else before._replace(drawn=before.drawn + position - self.began[0])
+        if before.is_over:
+            return before
+        first = 0 if before.state is None else self.began[0] - before.drawn  # the batch that comes after the state
+        return before._replace(drawn=position - first)
