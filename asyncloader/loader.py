@@ -18,6 +18,7 @@ from asyncloader.engine import exits  # here, for its hook has to be there befor
 from asyncloader.epochs import as_number, hears, listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.frameworks import AskedByAccelerate, ReadByRay, name_options
+from asyncloader.messages.snapshot import unplain
 from asyncloader.observe.meter import Meter
 from asyncloader.observe.stats import LoaderStats
 from asyncloader.options import (
@@ -45,7 +46,7 @@ from asyncloader.protocols import (
 )
 from asyncloader.run.checkpoint import check
 from asyncloader.run.in_step import enrol, in_step
-from asyncloader.run.plan import samplers_within
+from asyncloader.run.plan import preload_sampler, samplers_within
 from asyncloader.run.runs import Runs
 from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
 from asyncloader.worker.data_pipes import one_walks
@@ -188,7 +189,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_worker_memory: int | str | None = None,
     ) -> None:
         _import_iterators()
-        sampler = _accept(dataset, sampler, batch_sampler, shuffle)
+        sampler, batch_sampler = _accept(dataset, sampler, batch_sampler, shuffle)
         # Torch does not know of workers that a provider brings. It refuses these two options where it sees no workers.
         seen = num_workers != 0 or isinstance(_backend(worker_backend), str)
         with one_walks(dataset):
@@ -455,6 +456,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             StateMismatchError: if it was taken of something else; it says what differs.
         """
         self._runs.load(state, self._loader_options())
+        if state:
+            preload_sampler(self._index_sampler, unplain(state["samplers"]))
         self._iterator = None
         if isinstance(self.num_workers, AutoWorkers) and (found := state.get("num_workers")):
             self.num_workers = AutoWorkers(min(found, self._loader_options().most_waiting))
@@ -505,14 +508,16 @@ def _import_replay() -> Any:
     return replay
 
 
-def _accept(dataset: Any, sampler: Any, batch_sampler: Any, shuffle: bool | None) -> Any:
-    """Have torch take an async iterable for one; return the sampler, perhaps one that the dataset brings."""
+def _accept(dataset: Any, sampler: Any, batch_sampler: Any, shuffle: bool | None) -> tuple[Any, Any]:
+    """Have torch take an async iterable for one; return sampler and batch sampler, perhaps one the dataset brings."""
     accept_iterable(dataset)
     if sampler is not None or batch_sampler is not None or not isinstance(dataset, SuppliesKeys):
-        return sampler
+        return sampler, batch_sampler
     if shuffle:
         raise ConfigurationError(f"{type(dataset).__name__} brings its own order: shuffle=True has no meaning")
-    return dataset.make_sampler()
+    if (brought := dataset.make_batch_sampler()) is not None:
+        return None, brought
+    return dataset.make_sampler(), None
 
 
 _PRIVATE = {"index_sampler": "_index_sampler", "auto_collation": "_auto_collation"}

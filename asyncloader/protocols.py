@@ -112,11 +112,12 @@ def probe(thing: Any, name: str) -> Any:
 def is_stateful(thing: Any) -> bool:
     """Whether it provides its state and takes it back, without arguments.
 
-    A module's state is its weights, which are not a place in the data. Some datasets' ``state_dict`` takes arguments
-    that only their own loader knows. And a stream that shuffles through a buffer may leave that out of its state.
+    A module's state is its weights, which are not a place in the data; that of a `SuppliesKeys` is its sampler's. Some
+    datasets' ``state_dict`` takes arguments that only their own loader knows. And a stream that shuffles through a
+    buffer may leave that out of its state.
     """
     tell, take = probe(thing, "state_dict"), probe(thing, "load_state_dict")
-    if not (callable(tell) and callable(take)) or isinstance(thing, torch.nn.Module):
+    if not (callable(tell) and callable(take)) or isinstance(thing, (torch.nn.Module, SuppliesKeys)):
         return False
     if inspect.iscoroutinefunction(tell) or inspect.iscoroutinefunction(take):  # of an actor elsewhere
         return False
@@ -227,13 +228,18 @@ def _is_async_itself(dataset: Any) -> bool:
 class SuppliesKeys(Dataset[T_co]):
     """A map-style dataset that brings its own sampler, because it alone knows which keys there are, or will be.
 
-    The loader uses that sampler where it is given none. If the sampler's class says ``keys_arrive = True``, its
-    iterator, an `ArrivingKeys`, is not asked for keys that are not there yet.
+    The loader uses that sampler, or batch sampler, where it is given none. If the sampler's class says
+    ``keys_arrive = True``, its iterator, an `ArrivingKeys`, is not asked for keys that are not there yet. The sampler
+    has the state; none is taken of the dataset.
     """
 
     def make_sampler(self) -> Sampler[Any]:
         """Return a sampler of its keys, one sample each."""
         raise NotImplementedError
+
+    def make_batch_sampler(self) -> Sampler[list[Any]] | None:
+        """Return a sampler of lists of its keys, one batch each; None if the loader is to make batches."""
+        return None
 
 
 class ArrivingKeys(Protocol):
@@ -247,6 +253,16 @@ class ArrivingKeys(Protocol):
 
         If not, ``tell`` is called once, in any thread, as soon as they can.
         """
+
+
+class FollowsConsumers(ArrivingKeys, Protocol):
+    """An iterator over the keys of batches that is told how far consumers are, because what it gives depends on it."""
+
+    def follow(self, given: Callable[[], int]) -> None:
+        """Take what counts, in any thread, how many of its batches consumers were given. Called before it is read."""
+
+    def asked(self) -> None:
+        """Note that a consumer asks for its next batch, or asks again. Called with the lock of the run held."""
 
 
 def makes_processes(context: BaseContext | None) -> bool:

@@ -292,3 +292,55 @@ def test_a_thread_that_waits_for_keys_holds_up_no_task() -> None:
         thread.join(20)
         assert not thread.is_alive()
     assert sorted(found) == [[first**2, (first + 1) ** 2] for first in range(0, 40, 2)]
+
+
+class Follows(Line):
+    """A sampler of batches whose iterator follows consumers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_at: list[int] = []
+
+    def follow(self, given: Callable[[], int]) -> None:
+        """Take what counts the batches that were given."""
+        self.given = given
+
+    def asked(self) -> None:
+        """Note how many were."""
+        if self.given() not in self.asked_at:
+            self.asked_at.append(self.given())
+
+
+class BringsBatches(Fed):
+    """Squares, in batches that the dataset makes."""
+
+    def __init__(self) -> None:
+        self.line = Follows()
+        self.made.clear()
+
+    def make_batch_sampler(self) -> Any:
+        """Return the line."""
+        return self.line
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_sampler_that_follows_consumers(is_async: bool, options: dict[str, Any]) -> None:
+    """It is told how many of its batches were given when a consumer asks for the next one, however far it is read."""
+    dataset = BringsBatches()
+    dataset.line.put([1, 2], [3], [4, 5, 6], END)
+    loader = DataLoader(dataset, **options)
+    assert loader.batch_sampler is dataset.line
+    seen = []
+    if is_async:
+        async for batch in loader:
+            seen.append(batch.tolist())
+            assert dataset.line.given() == len(seen)
+            assert dataset.line.asked_at == [*range(len(seen))]
+    else:
+        for batch in loader:
+            seen.append(batch.tolist())
+            assert dataset.line.given() == len(seen)
+            assert dataset.line.asked_at == [*range(len(seen))]
+    assert seen == [[1, 4], [9], [16, 25, 36]]
+    assert dataset.line.asked_at == [0, 1, 2, 3]

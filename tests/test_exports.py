@@ -10,6 +10,7 @@ import pytest
 
 import asyncloader
 import asyncloader.datasets
+import asyncloader.online
 import asyncloader.samplers
 from tests.nursery import Program
 
@@ -74,6 +75,21 @@ import asyncloader.datasets
 """
     done = run(script)
     assert (done.returncode, done.err) == (0, "")
+
+
+def test_public_names_of_feeds() -> None:
+    """What `asyncloader.online` offers."""
+    assert asyncloader.online.__all__ == [
+        "AsyncLease",
+        "Feed",
+        "FeedClosedError",
+        "FeedFullError",
+        "FeedStats",
+        "Lease",
+        "LeaseLostError",
+        "Sample",
+    ]
+    assert all(hasattr(asyncloader.online, name) for name in asyncloader.online.__all__)
 
 
 def test_public_names_of_the_samplers() -> None:

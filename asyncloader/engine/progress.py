@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from asyncloader.engine.tracks import Progressing, make_tracks
 from asyncloader.messages.snapshot import Frozen, Start, Untold
+from asyncloader.protocols import FollowsConsumers
 from asyncloader.seeding.sample_context import Placed
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
@@ -141,7 +145,10 @@ class Progress:
         is_broken: Not because the run has come to its end.
         ends: By worker, the state of a stream after its end.
         num_workers: How many there are now, where their number looks after itself.
+        follower: Returns what a consumer calls that asks for its next batch; None if nobody follows.
     """
+
+    follower: Callable[[], Callable[[], object] | None] | None = None
 
     def __init__(
         self,
@@ -227,6 +234,11 @@ class Progress:
                 open_calls = (*open_calls, call)
         return place, open_calls
 
+    def follow(self, follower: FollowsConsumers) -> None:
+        """Tell an iterator over keys how far consumers are. It is not kept alive by that."""
+        follower.follow(partial(_given_since, self, self.now.position))
+        self.follower = weakref.WeakMethod(follower.asked)
+
     def forget(self, position: int) -> None:
         """Drop what is known of batches before this one."""
         states = self.sampler_states
@@ -247,3 +259,7 @@ class Progress:
             return before
         first = 0 if before.state is None else self.began[0] - before.drawn  # the batch that comes after the state
         return before._replace(drawn=position - first)
+
+
+def _given_since(progress: Progress, position: int) -> int:
+    return progress.now.position - position

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.utils.data import BatchSampler
 
@@ -27,7 +27,7 @@ from asyncloader.epochs import epoch_of, restore
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.indices import Indices
 from asyncloader.messages.snapshot import Frozen, Pace, unplain
-from asyncloader.protocols import is_stateful, probe
+from asyncloader.protocols import FollowsConsumers, is_stateful, probe
 from asyncloader.run.rng_snapshot import draws_once
 from asyncloader.samplers.random_order import indices, skip, take, take_array
 from asyncloader.seeding.turns import Drawing
@@ -108,6 +108,8 @@ class Plan:
         self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
         self._is_elastic = self._is_exact and is_elastic(iterated)
         self.arrives = probe(iterated, "keys_arrive") is True  # its iterator knows whether it has keys: `ArrivingKeys`
+        if self.arrives and hasattr(iterator, "follow"):
+            progress.follow(cast(FollowsConsumers, iterator))
         # Blocks of samples, while the sampler is read: it may draw from global generators.
         self._keeps_out = not self.arrives
         self._is_stateful: bool | None = None  # known when the iterator within is there
@@ -363,6 +365,13 @@ def load_samplers(index_sampler: Any, states: dict[str, Any] | None, epochs: Seq
     if sampler is not None and states is not None and states["sampler"] is not None:
         with Drawing():  # it may set global generators
             sampler.load_state_dict(states["sampler"])
+
+
+def preload_sampler(index_sampler: Any, states: dict[str, Any] | None) -> None:
+    """Load the state of a sampler that has `preload` before it is iterated over: its keys may come earlier."""
+    sampler = stateful_sampler(index_sampler)
+    if states is not None and callable(preload := probe(sampler, "preload")):
+        preload(states["sampler"])
 
 
 def own_state(index_sampler: Any) -> Frozen | None:

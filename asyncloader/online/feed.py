@@ -1,0 +1,369 @@
+"""Feed: a dataset of samples that producers make while training goes on. The face of a `Ledger`.
+
+    producers: lease, put ──> Ledger, under one lock ──> FeedKeys ──> a loader: samples travel with their tickets
+                  ^ wait for room                            ^ is told when a batch can be formed
+
+The producers' side is in `Intake`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import secrets
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
+
+from torch.utils.data import Sampler
+
+from asyncloader import identity
+from asyncloader.checks import Least, check_of
+from asyncloader.errors import ConfigurationError
+from asyncloader.online.intake import Change, Intake
+from asyncloader.online.keys import FeedBatches, FeedKeys, FeedSamples, Place, Sample, SampleKey, feeds, other_has_begun
+from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules, Unit
+from asyncloader.online.stats import FeedStats
+from asyncloader.online.waiters import ThreadWaiter, first, wake_all
+from asyncloader.protocols import SuppliesKeys, is_stateful
+
+T = TypeVar("T")
+_numbers = itertools.count()
+_BATCHES_WITHOUT_BOUND = 4
+
+_CHECKS = {
+    "batch_size": Annotated[int, Least(1)],
+    "group_size": Annotated[int | None, Least(1)],
+    "max_staleness": Annotated[int | None, Least(0)],
+    "steps_per_version": Annotated[int, Least(1)],
+    "max_samples": Annotated[int | None, Least(1)],
+    "on_stale": OnStale,
+    "order": FeedOrder,
+    "window": Annotated[int | None, Least(1)],
+    "max_uses": Annotated[int, Least(1)],
+    "max_retries": Annotated[int, Least(0)],
+}
+
+
+class Feed(Intake, SuppliesKeys[T]):
+    """A dataset of samples that producers make while training goes on.
+
+    Give it to a :class:`~asyncloader.DataLoader` without batch size and sampler: it brings its batches. Producers are
+    tasks and threads of this process. They lease items of the ``source`` and put samples for them, or put samples of
+    their own. An item that was leased is settled when its samples are put, or when it is dropped; otherwise it is
+    leased again. Nothing is lost, and nothing comes twice.
+
+    States of the loader contain that of the feed, as of the batches that the loader has given: samples that wait, items
+    that are not settled, and the place in the source. `state_dict` returns it alone.
+
+    Each rank of a process group has a feed of its own.
+
+    Args:
+        source: Items to lease, prompts for example, read under the feed's lock as they are leased. If it has
+            `state_dict` and `load_state_dict`, states have its state; otherwise they have the number of its items that
+            were leased, which a resumed run leaves out. None: producers put samples without leases.
+        batch_size: Samples of a batch.
+        group_size: Samples that are put, and trained, together; they are in one batch, side by side. None: single ones.
+        max_staleness: How many versions older than the weights a sample may be when its batch is asked for. Producers
+            wait while what they would make could become older, and the trainer waits for a slow producer whose sample
+            would. None: any.
+        steps_per_version: Batches that the weights of one version are trained with, at least.
+        max_samples: Samples that there may be at once: leased, waiting, and in batches that are not trained. By default
+            as many as ``max_staleness`` allows, or 4 batches without it.
+        on_stale: What becomes of samples that are too old all the same, because the version jumped, or they were put
+            with an old one: "drop"; "keep" trains them; "recycle" has their items leased again.
+        order: "first_come"; "freshest": the newest version first; "priority": the highest first.
+        window: A slow sample, or group, is not overtaken by those that were leased so many leases later. None: by any.
+        max_uses: How often a sample is trained; it goes to the end after each time.
+        max_cost: The most that a batch costs, in tokens for example: a batch is full with that, or with
+            ``batch_size``. None: no bound. Where batches have fewer samples than ``batch_size``, more samples get old.
+        max_retries: How often an item is leased again after its producer has failed; then it is dropped.
+        lease_timeout: How long a producer may have a lease, in seconds; then the item is leased again. None: for ever.
+        drop_last: Do not train what fills no batch at the end.
+        fn: Makes of a `Sample` what is collated, in a worker of the loader. By default it is what was put.
+
+    Raises:
+        ConfigurationError: for what cannot work.
+
+    Example:
+        >>> from asyncloader import DataLoader
+        >>> feed = Feed(range(4), batch_size=2, max_staleness=0)
+        >>> loader = iter(DataLoader(feed))
+        >>> for _ in range(2):
+        ...     with feed.lease() as item:
+        ...         item.put(item.value ** 2)
+        >>> next(loader)
+        tensor([0, 1])
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any] | None = None,
+        *,
+        batch_size: int,
+        group_size: int | None = None,
+        max_staleness: int | None = None,
+        steps_per_version: int = 1,
+        max_samples: int | None = None,
+        on_stale: OnStale = "drop",
+        order: FeedOrder = "first_come",
+        window: int | None = None,
+        max_uses: int = 1,
+        max_cost: float | None = None,
+        max_retries: int = 3,
+        lease_timeout: float | None = None,
+        drop_last: bool = False,
+        fn: Callable[[Sample[Any]], T] | None = None,
+    ) -> None:
+        rules = _rules({name: value for name, value in locals().items() if name not in ("self", "__class__")})
+        super().__init__(source, rules, group_size, lease_timeout)
+        self.fn, self.batch_size = fn, batch_size
+        self._reader: Callable[[], FeedKeys | None] = _nobody
+        self._run = self._first = 0
+        self._given: Callable[[], int] = int  # how many of the reader's batches, from the first one on
+        self.ends_at_once = False
+        self._key = next(_numbers)
+        feeds[self._key] = self
+
+    # ------------------------------------------------------------------------------------------------------ trainer
+
+    @property
+    def version(self) -> int:
+        """Of the weights. Set it when they were updated, before the next batch is asked for.
+
+        Raises:
+            ValueError: for one that is no integer, or goes back.
+        """
+        return self._ledger.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        with Change(self), self._lock:
+            now = self._ledger.version
+            if isinstance(version, bool) or not isinstance(version, int) or version < now:
+                raise ValueError(f"version should be an integer that does not go back from {now}, but got {version!r}")
+            self._ledger.set_version(version)
+
+    def close(self, reason: str = "it was closed") -> None:
+        """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.
+
+        Items that are leased then are not settled, and in states.
+
+        Args:
+            reason: For the errors of those who come later.
+        """
+        with Change(self), self._lock:
+            self._closed_by = self._closed_by or reason
+            self._ledger.closed = True
+        if self._limit is not None:
+            self._limit.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("it was closed" if kind is None else f"its block was left by {kind.__name__}")
+
+    def stats(self) -> FeedStats:
+        """Return what became of the samples so far."""
+        with Change(self), self._lock:
+            ledger = self._ledger
+            costs = {name: ledger.costs[name] / count for name, count in ledger.counts.items() if name in ledger.costs}
+            return FeedStats(
+                ledger.version,
+                ledger.num_running,
+                len(ledger.pending),
+                ledger.num_ready,
+                ledger.num_in_batches,
+                {name: ledger.counts[name] for name in OUTCOMES},
+                costs,
+                dict(sorted(ledger.ages.items())),
+                len(self._leasers) + len(self._putters),
+                self._trainer_waits.total_s,
+                self._producers_wait.total_s,
+            )
+
+    # ------------------------------------------------------------------------------------------------------- loader
+
+    def __getitem__(self, key: SampleKey) -> T:
+        return FeedSamples(self.fn)[key]
+
+    def __reduce__(self) -> Any:
+        return FeedSamples, (self.fn,)
+
+    def make_batch_sampler(self) -> Sampler[list[SampleKey]]:
+        """Return the sampler of the feed's batches."""
+        return FeedBatches(self)
+
+    def begin(self, reader: FeedKeys) -> int:
+        """Give batches to this reader from now on, first those that the last one was not given; return the number."""
+        with Change(self), self._lock:
+            self._ledger.finish(self._next_given())
+            self._ledger.begin()
+            self._reader, self._run = weakref.ref(reader), self._run + 1
+            self._first, self._given = self._ledger.formed, int
+            self._tells.clear()
+            others = first(self._readers, len(self._readers))
+        wake_all(others)
+        return self._first
+
+    def follow(self, reader: FeedKeys, given: Callable[[], int]) -> None:
+        """Take what counts how many batches of a reader consumers were given."""
+        with Change(self), self._lock:
+            if self._reader() is reader:
+                self._given = given
+
+    def asked(self, reader: FeedKeys) -> None:
+        """Note that a consumer asks for its next batch.
+
+        Raises:
+            LoaderClosedError: if another reader has begun. What this one has prefetched is given to that.
+        """
+        if self._reader() is not reader:
+            raise other_has_begun()
+        if self._next_given() > self._ledger.done:
+            with Change(self), self._lock:
+                self._ledger.finish(self._next_given())
+
+    def arrived(self, reader: FeedKeys, tell: Callable[[], object]) -> bool:
+        """Return whether a reader gets a batch, the end or an error without waiting; if not, tell it when it does."""
+        with Change(self), self._lock:
+            is_there = reader.number < self._ledger.formed or self._ledger.can_take()
+            if is_there or self._ledger.is_over or self.ends_at_once or self._reader() is not reader:
+                return True
+            self._tells.append(tell)
+            return False
+
+    def next_batch(self, reader: FeedKeys) -> list[SampleKey]:
+        """Return the batch with the reader's number; wait for it.
+
+        Raises:
+            StopIteration: at the end.
+            LoaderClosedError: if another reader has begun.
+            FeedClosedError: at the end, if an error of the source brought that.
+        """
+        while True:
+            with Change(self), self._lock:
+                ledger = self._ledger
+                if self._reader() is not reader:
+                    raise other_has_begun()
+                if self.ends_at_once:
+                    self.ends_at_once = False
+                    raise StopIteration
+                if reader.number == ledger.formed and ledger.can_take():
+                    ledger.take()
+                if reader.number < ledger.formed:
+                    return _keys(ledger.batch(reader.number))
+                if ledger.is_over and self._error is not None:
+                    raise self._closed_error()
+                if ledger.is_over:
+                    raise StopIteration
+                self._readers[waiter := ThreadWaiter()] = None
+            try:
+                waiter.wait(None)
+            finally:
+                self._readers.pop(waiter, None)
+
+    def _next_given(self) -> int:
+        """Return the number of the first batch that no consumer was given."""
+        return self._first + self._given()
+
+    # ------------------------------------------------------------------------------------------------------- states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as of the batches that consumers were given. It is in states of the loader.
+
+        Samples that wait, and items that are not settled, are in it, pickled.
+        """
+        return self.state_at(self._run, self._next_given())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, in place of what there is. Leases that were given out before have ended.
+
+        Raises:
+            StateMismatchError: if the state is of something else.
+        """
+        identity.check(state, identity.of(self))
+        with Change(self), self._lock:
+            self._ledger.load(pickle.loads(state["units"]))
+            self._drawn, self._items = state["drawn"], None
+            if self._source is not None:
+                if state["source"] is not None:
+                    self._source.load_state_dict(pickle.loads(state["source"]))
+                    self._items = iter(self._source)
+                else:
+                    self._items = itertools.islice(self._source, self._drawn, None)
+            self._reader, self._run = _nobody, self._run + 1
+            self._first, self._given = self._ledger.formed, int
+
+    def place(self) -> Place:
+        """Return, in place of a state, which batch comes next."""
+        return Place(self._key, self._run, self._ledger.formed)
+
+    def state_after(self, items: int) -> dict[str, Any]:
+        """Return the state after so many batches of the newest reader."""
+        return self.state_at(self._run, self._first + items)
+
+    def state_at(self, run: int, batch: int) -> dict[str, Any]:
+        """Return the state before a batch of a reader; of one that was left, as it is now."""
+        with Change(self), self._lock:
+            units = self._ledger.state(batch if run == self._run else self._next_given())
+            source = self._source if is_stateful(self._source) else None
+            return {
+                "version": 1,
+                "id": secrets.token_hex(8),
+                **identity.of(self),
+                "is_over": self._ledger.is_ending and not (units["ready"] or units["batches"]),
+                "drawn": self._drawn,
+                "source": None if source is None else pickle.dumps(source.state_dict()),
+                "units": pickle.dumps(units, pickle.HIGHEST_PROTOCOL),
+            }
+
+    def _state_identity(self) -> dict[str, Any]:
+        return {"group_size": self.group_size}
+
+
+def _nobody() -> None:
+    """Stand for a reader that is gone."""
+
+
+def _keys(batch: list[Unit]) -> list[SampleKey]:
+    return [
+        (unit.id, index, unit.version, unit.uses, sample) for unit in batch for index, sample in enumerate(unit.samples)
+    ]
+
+
+def _rules(given: dict[str, Any]) -> Rules:
+    """Check the arguments of a feed; return its rules.
+
+    Raises:
+        ConfigurationError: for what cannot work.
+    """
+    for name, kind in _CHECKS.items():
+        if (check := check_of(kind)) is not None:
+            check(name, given[name])
+    source, fn = given["source"], given["fn"]
+    for name in ("max_cost", "lease_timeout"):
+        if given[name] is not None and not given[name] > 0:
+            raise ConfigurationError(f"{name} should be a number above 0, or None, but is {given[name]!r}")
+    if source is not None and not hasattr(type(source), "__iter__"):
+        raise ConfigurationError(f"source should be an iterable of items, but is {source!r}")
+    if fn is not None and not callable(fn):
+        raise ConfigurationError(f"fn should be a function of a Sample, but is {fn!r}")
+    group, most, steps = given["group_size"] or 1, given["max_samples"], given["steps_per_version"]
+    for name in ("batch_size", "max_samples"):
+        if given[name] is not None and given[name] % group:
+            raise ConfigurationError(f"{name} should be a multiple of group_size, {group}, but is {given[name]}")
+    size, staleness = given["batch_size"] // group, given["max_staleness"]
+    limit = (_BATCHES_WITHOUT_BOUND if staleness is None else staleness * steps + 1) * size
+    if most is not None:
+        limit = most // group if staleness is None else min(limit, most // group)
+    if limit < size:
+        raise ConfigurationError(
+            f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
+        )
+    same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last")
+    return Rules(size, limit, staleness, steps, **{name: given[name] for name in same})

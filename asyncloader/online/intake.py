@@ -1,0 +1,328 @@
+"""Intake: the producers' side of a feed. Leases, puts, and how producers wait for room.
+
+Whatever changes the ledger wakes those who can go on by it, after the lock was let go. So nobody waits for what is
+there, and nobody is called back with the lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from time import monotonic
+from typing import Any
+
+from asyncloader.errors import ConfigurationError
+from asyncloader.online.errors import FeedClosedError, FeedFullError
+from asyncloader.online.lease import LeaseRequest, Leases
+from asyncloader.online.ledger import Ledger, Rules, Unit
+from asyncloader.online.stats import Stopwatch
+from asyncloader.online.time_limit import TimeLimit
+from asyncloader.online.waiters import TaskWaiter, ThreadWaiter, Waiters, first, wake_all
+
+
+class Intake:
+    """The producers' side of a feed.
+
+    Args:
+        source: Items to lease; None for no leases.
+        rules: What its ledger goes by.
+        group_size: Samples of a unit; None for single ones.
+        lease_timeout: How long a lease lasts, in seconds; None for ever.
+    """
+
+    def __init__(
+        self, source: Iterable[Any] | None, rules: Rules, group_size: int | None, lease_timeout: float | None
+    ) -> None:
+        self.group_size = group_size
+        self._ledger = Ledger(rules)
+        self._source: Any = source
+        self._items: Iterator[Any] | None = None
+        self._drawn = 0
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[int, bool]] = deque()  # leases that were given back
+        self._leasers: Waiters = {}
+        self._putters: Waiters = {}
+        self._readers: Waiters = {}
+        self._tells: list[Callable[[], object]] = []  # of readers that do not wait
+        self._closed_by = ""
+        self._error: BaseException | None = None  # of the source
+        self._trainer_waits, self._producers_wait = Stopwatch(), Stopwatch()
+        self._limit = None if lease_timeout is None else TimeLimit(self, lease_timeout)
+
+    def lease(self) -> LeaseRequest:
+        """Wait for the next item of the source, in ``async with`` or, in a thread, in ``with``.
+
+        The block is given an :class:`AsyncLease` or a :class:`Lease`. If it ends without samples, the item is leased
+        again; if an error or nothing at all ended it, that counts as a failure.
+
+        Raises:
+            FeedClosedError: if there will be no more items, on entering the block.
+            ConfigurationError: if the feed has no source.
+        """
+        self._check_source()
+        return LeaseRequest(self)
+
+    def leases(self) -> Leases:
+        """Iterate over leases, with ``async for`` or, in a thread, with ``for``, until there will be no more items.
+
+        Each lease is for an ``async with`` block, or a ``with`` block, in this task or thread or another one.
+
+        Raises:
+            ConfigurationError: if the feed has no source.
+        """
+        self._check_source()
+        return Leases(self)
+
+    async def put(
+        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
+    ) -> None:
+        """Put a sample, or the list of a group, that was made without a lease; wait until there is room.
+
+        Args:
+            samples: One sample; with ``group_size`` a list of so many.
+            version: Of the weights that made them, the oldest of them; by default the newest.
+            cost: Of all of them, tokens for example; by default their number.
+            priority: With ``order="priority"``: those with more come first.
+
+        Raises:
+            FeedClosedError: if the feed is closed.
+            ValueError: if the feed cannot take them.
+        """
+        await self._until(self._putting([samples], version, cost, priority), self._putters)
+
+    async def put_many(self, many: Iterable[Any], *, version: int | None = None) -> None:
+        """Put many samples, or groups, one after the other: see `put`. Those before an error are put."""
+        await self._until(self._putting(list(many), version, None, 0.0), self._putters)
+
+    def put_nowait(
+        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
+    ) -> None:
+        """Put a sample, or a group, without waiting: see `put`. In any thread.
+
+        Raises:
+            FeedFullError: if there is no room.
+        """
+        putting = self._putting([samples], version, cost, priority)
+        with Change(self), self._lock:
+            if self._putters or putting() is None:
+                raise FeedFullError(f"there are {len(self._ledger.units)} samples or groups that are not trained yet")
+
+    def put_sync(
+        self,
+        samples: Any,
+        *,
+        version: int | None = None,
+        cost: float | None = None,
+        priority: float = 0.0,
+        timeout: float | None = None,
+    ) -> None:
+        """Put a sample, or a group, from a thread, which waits until there is room: see `put`.
+
+        Args:
+            samples: As in `put`.
+            version: As in `put`.
+            cost: As in `put`.
+            priority: As in `put`.
+            timeout: How long to wait, in seconds; None for ever.
+
+        Raises:
+            FeedFullError: if there was no room in time.
+        """
+        if self._until_sync(self._putting([samples], version, cost, priority), self._putters, timeout) is None:
+            raise FeedFullError(f"there was no room for another sample within {timeout} s")
+
+    def _putting(
+        self, many: list[Any], version: int | None, cost: float | None, priority: float
+    ) -> Callable[[], object | None]:
+        """Return what puts these, as far as there is room, with the lock held; the function returns None if not all."""
+        left = deque(many)
+
+        def put() -> object | None:
+            while left:
+                if self._ledger.closed:
+                    raise self._closed_error()
+                own = self._ledger.version if version is None else version
+                unit = self._checked(left[0], own, cost)
+                if not self._ledger.has_room:
+                    return None
+                self._ledger.put(*unit, priority)
+                left.popleft()
+            return True
+
+        return put
+
+    def _checked(self, samples: Any, version: int, cost: float | None) -> tuple[list[Any], int, float]:
+        """Return the samples of a unit as a list, their version, and their cost.
+
+        Raises:
+            ValueError: for what no feed like this can take.
+        """
+        if self.group_size is None:
+            samples = [samples]
+        elif not isinstance(samples, (list, tuple)) or len(samples) != self.group_size:
+            got = f"{len(samples)}" if isinstance(samples, (list, tuple)) else f"a {type(samples).__name__}"
+            raise ValueError(f"a group is a list of {self.group_size} samples (group_size), but got {got}")
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= self._ledger.version:
+            raise ValueError(
+                f"version should be an integer from 0 to that of the feed, {self._ledger.version}, but got {version!r}"
+            )
+        most = self._ledger.rules.max_cost
+        if most is not None and (cost is None or cost > most):
+            raise ValueError(f"cost should be at most max_cost, {most}, but got {cost!r}")
+        return list(samples), version, float(len(samples) if cost is None else cost)
+
+    def _check_source(self) -> None:
+        if self._source is None:
+            raise ConfigurationError("there is nothing to lease: the feed was made without a source")
+
+    def _try_lease(self) -> Unit | None:
+        ledger = self._ledger
+        if ledger.closed:
+            raise self._closed_error()
+        unit = ledger.lease() if ledger.pending else None
+        if unit is None and ledger.has_room and not ledger.source_over:
+            try:
+                if self._items is None:
+                    assert self._source is not None
+                    self._items = iter(self._source)
+                item = next(self._items)
+            except StopIteration:
+                ledger.source_over = True
+            except Exception as error:
+                self._error, ledger.closed = error, True
+                self._closed_by = f"its source has raised {type(error).__name__}"
+                raise
+            else:
+                self._drawn += 1
+                unit = ledger.lease(item)
+        if unit is None and ledger.is_settled:
+            raise FeedClosedError("the source has ended, and all its items are settled")
+        if unit is not None and self._limit is not None:
+            assert unit.lease is not None
+            self._limit.begin(unit.lease)
+        return unit
+
+    def wait_lease(self) -> Unit:
+        """Wait for a lease, in a thread; return its unit."""
+        unit: Unit = self._until_sync(self._try_lease, self._leasers, None)
+        return unit
+
+    async def await_lease(self) -> Unit:
+        """Wait for a lease; return its unit."""
+        unit: Unit = await self._until(self._try_lease, self._leasers)
+        return unit
+
+    def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
+        """Put what was made under a lease."""
+        with Change(self), self._lock:
+            if self._ledger.closed:
+                raise self._closed_error()
+            self._ledger.running(lease)
+            self._ledger.put(*self._checked(samples, version, cost), priority, lease)
+
+    def drop_leased(self, lease: int, cost: float) -> None:
+        """Settle what is leased without samples."""
+        with Change(self), self._lock:
+            self._ledger.drop(lease, cost)
+
+    def give_back(self, lease: int, *, failed: bool) -> None:
+        """Give a lease back, in any thread; also inside the garbage collector, while this thread has the lock."""
+        self._returned.append((lease, failed))
+        self._take_returned()
+
+    def _take_returned(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    lease, failed = self._returned.popleft()
+                    self._ledger.give_back(lease, failed=failed)
+                wakes = self._wakes()
+            finally:
+                self._lock.release()
+            wake_all(wakes)
+
+    # ------------------------------------------------------------------------------------------------------ waiting
+
+    async def _until(self, attempt: Callable[[], Any], waiters: Waiters) -> Any:
+        """Return what an attempt returns, with the lock held, when that is not None. Attempts are made in turn."""
+        waiter = None
+        while True:
+            with Change(self), self._lock:
+                if (waiter is not None or not waiters) and (found := attempt()) is not None:
+                    return found
+                waiters[waiter := TaskWaiter()] = None
+            try:
+                await waiter.future
+            except BaseException:
+                with Change(self), self._lock:  # which wakes another one, if this one was woken
+                    waiters.pop(waiter, None)
+                raise
+
+    def _until_sync(self, attempt: Callable[[], Any], waiters: Waiters, timeout: float | None) -> Any:
+        """Do as `_until`, in a thread; return None if that takes too long. Seconds."""
+        deadline = None if timeout is None else monotonic() + timeout
+        waiter = None
+        while True:
+            with Change(self), self._lock:
+                if (waiter is not None or not waiters) and (found := attempt()) is not None:
+                    return found
+                waiters[waiter := ThreadWaiter()] = None
+            in_time = False
+            try:
+                in_time = waiter.wait(None if deadline is None else max(0.0, deadline - monotonic()))
+            finally:
+                if not in_time:
+                    with Change(self), self._lock:
+                        waiters.pop(waiter, None)
+            if not in_time:
+                return None
+
+    def _wakes(self) -> list[Callable[[], object]]:
+        """Return what wakes those who can go on, with the lock held; to be called without it."""
+        ledger = self._ledger
+        wakes: list[Callable[[], object]] = []
+        if self._leasers or self._putters:
+            room = max(0, ledger.rules.limit - len(ledger.units))
+            items = len(ledger.pending) + (0 if ledger.source_over else room)
+            everybody = len(self._leasers) + len(self._putters)
+            wakes += first(self._leasers, everybody if ledger.is_settled else items)
+            wakes += first(self._putters, everybody if ledger.closed else room)
+        if (self._tells or self._readers) and (ledger.can_take() or ledger.is_over):
+            wakes += first(self._readers, len(self._readers))
+            wakes += self._tells
+            self._tells.clear()
+        self._producers_wait.turn(bool(self._leasers or self._putters))
+        self._trainer_waits.turn(bool(self._tells or self._readers) and ledger.done == ledger.formed)
+        return wakes
+
+    def _closed_error(self) -> FeedClosedError:
+        error = FeedClosedError(f"the feed takes no more: {self._closed_by}")
+        error.__cause__ = self._error
+        return error
+
+
+class Change:
+    """Wakes those who can go on by a change of the ledger: ``with Change(feed), feed._lock:``.
+
+    The lock is taken inside, by itself: the handler of a signal that raised in a method of ours would leave it held.
+
+    Args:
+        feed: Is changed.
+    """
+
+    __slots__ = ("_feed",)
+
+    def __init__(self, feed: Intake) -> None:
+        self._feed = feed
+
+    def __enter__(self) -> None:
+        """Nothing is to be done before."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        feed = self._feed
+        with feed._lock:
+            wakes = feed._wakes()
+        wake_all(wakes)
+        if feed._returned:
+            feed._take_returned()

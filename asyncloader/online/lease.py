@@ -1,0 +1,189 @@
+"""Leases: a producer's right to make the samples of one item. A block that is left without samples gives it back."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Protocol
+
+from asyncloader.online.errors import FeedClosedError
+
+
+class GivesLeases(Protocol):
+    """A feed, as leases know it."""
+
+    def wait_lease(self) -> Any:
+        """Wait for a lease, in a thread; return its unit."""
+
+    async def await_lease(self) -> Any:
+        """Wait for a lease; return its unit."""
+
+    def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
+        """Put what was made under a lease."""
+
+    def drop_leased(self, lease: int, cost: float) -> None:
+        """Settle what is leased without samples."""
+
+    def give_back(self, lease: int, *, failed: bool) -> None:
+        """Have what is leased be leased again."""
+
+
+class _Held:
+    """The base of both kinds of leases.
+
+    Args:
+        feed: Has given it.
+        unit: What is leased.
+
+    Attributes:
+        id: Of the item; ascending in the order of the source.
+        value: The item, as the source gave it.
+        version: Of the weights, when the lease was given.
+        tries: How many leases of this item have failed before.
+    """
+
+    def __init__(self, feed: GivesLeases, unit: Any) -> None:
+        self.id: int = unit.id
+        self.value: Any = unit.item
+        self.version: int = unit.version
+        self.tries: int = unit.tries
+        self._feed = feed
+        self._lease: int = unit.lease
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of item {self.id}, version {self.version}>"
+
+    def drop(self, cost: float = 0.0) -> None:
+        """Settle the item without samples.
+
+        Args:
+            cost: What it has cost, for the statistics.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+        """
+        self._feed.drop_leased(self._lease, cost)
+
+    def retry(self) -> None:
+        """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times."""
+        self._feed.give_back(self._lease, failed=True)
+
+    def _put(self, samples: Any, version: int | None, cost: float | None, priority: float) -> None:
+        version = self.version if version is None else version
+        self._feed.put_leased(self._lease, samples, version, cost, priority)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Give the item back, unless it was settled. A cancelled task, or one that is interrupted, has not failed."""
+        self._feed.give_back(self._lease, failed=error is None or isinstance(error, Exception))
+
+
+class Lease(_Held):
+    """A lease of a thread: ``with feed.lease() as item``. Its methods do not wait, and may be called in any thread."""
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(error)
+
+    def put(
+        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
+    ) -> None:
+        """Put the sample of this item, or the list of its group, which settles the lease.
+
+        Args:
+            samples: One sample; with ``group_size`` a list of so many.
+            version: Of the weights that made them, the oldest of them; by default that of the lease.
+            cost: Of all of them, tokens for example; by default their number.
+            priority: With ``order="priority"``: those with more come first.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+            FeedClosedError: if the feed is closed.
+            ValueError: if the feed does not take them. The lease goes on.
+        """
+        self._put(samples, version, cost, priority)
+
+
+class AsyncLease(_Held):
+    """A lease of a task: ``async with feed.lease() as item``."""
+
+    async def put(
+        self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
+    ) -> None:
+        """Put the sample of this item, or the list of its group: see :meth:`Lease.put`."""
+        self._put(samples, version, cost, priority)
+
+    async def __aenter__(self) -> AsyncLease:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(error)
+
+
+class LeaseRequest:
+    """What `Feed.lease` returns: a context manager of both kinds, which waits for a lease.
+
+    Args:
+        feed: Is asked for one.
+    """
+
+    def __init__(self, feed: GivesLeases) -> None:
+        self._feed = feed
+        self._held: _Held | None = None
+
+    def __enter__(self) -> Lease:
+        held = self._held = Lease(self._feed, self._feed.wait_lease())
+        return held
+
+    async def __aenter__(self) -> AsyncLease:
+        held = self._held = AsyncLease(self._feed, await self._feed.await_lease())
+        return held
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held is not None:
+            self._held._leave(error)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held is not None:
+            self._held._leave(error)
+
+
+class Leases:
+    """What `Feed.leases` returns: iterates over leases, until there will be no more items.
+
+    Args:
+        feed: Is asked for them.
+    """
+
+    def __init__(self, feed: GivesLeases) -> None:
+        self._feed = feed
+
+    def __iter__(self) -> Leases:
+        return self
+
+    def __next__(self) -> Lease:
+        try:
+            return Lease(self._feed, self._feed.wait_lease())
+        except FeedClosedError as error:
+            if error.__cause__ is not None:  # of the source
+                raise
+            raise StopIteration from None
+
+    def __aiter__(self) -> Leases:
+        return self
+
+    async def __anext__(self) -> AsyncLease:
+        try:
+            return AsyncLease(self._feed, await self._feed.await_lease())
+        except FeedClosedError as error:
+            if error.__cause__ is not None:
+                raise
+            raise StopAsyncIteration from None

@@ -1,0 +1,498 @@
+"""Ledger: which samples of a feed exist, where each of them is, and what may happen next. No I/O, clock or thread.
+
+    lease ──> running ── put ──> ready ── take ──> in a batch ── done ──> settled: trained
+      ^          │                 │                    └ max_uses: ready again
+      │          │ give back       │ too old ──> settled: stale
+      └─ pending <─────────────────┘ on_stale="recycle"         running ── drop ──> settled: dropped
+
+A *unit* is what is leased, put and trained as a whole: one sample, or a group of ``group_size``. A unit is in one of
+these places, and charged against the bound until it is settled.
+
+The bound. Each version of the weights trains ``steps_per_version`` batches at least. So batch j is trained by version
+``version + ceil((j - done) / steps_per_version)`` at the latest, where `done` batches were trained so far.
+The last batch j for which that is at most u + max_staleness is the deadline of a unit of version u. Two rules hold it:
+
+- *Admission*: a unit is admitted while all units that are not settled fit into the batches before its deadline, which
+  is (max_staleness * steps_per_version + 1) batches from now. With one step per version that is the formula of AReaL,
+  (max_staleness + version + 1) * batch_size - accepted - running.
+- *Waiting for slow units*: a batch without a running unit is formed only if all units with the same or an earlier
+  deadline still fit into the batches that are left for them. So a slow unit is waited for, and never too old for being
+  slow. A unit can be too old only if versions jump, or if it was put with an old version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+from asyncloader.online.errors import LeaseLostError
+
+OnStale = Literal["drop", "keep", "recycle"]
+FeedOrder = Literal["first_come", "freshest", "priority"]
+
+OUTCOMES = ("trained", "stale", "dropped", "failed", "recycled", "late")
+NOTHING: Any = object()
+
+
+class Rules(NamedTuple):
+    """What a ledger goes by.
+
+    Attributes:
+        size: Units of a batch.
+        limit: Units that may be unsettled at once.
+        max_staleness: Versions that a unit may be old when it is trained; None for any.
+        steps: Batches that a version is trained with.
+        on_stale: What becomes of units that are older.
+        order: Which units come first.
+        window: A unit that is leased or pending is not overtaken by those whose number is higher by so much; None: by
+            any.
+        max_uses: How often a unit is trained.
+        max_cost: The most that units of a batch cost together; None for no bound.
+        max_retries: How often a unit is leased again after a failure.
+        drop_last: What fills no batch at the end is not trained.
+    """
+
+    size: int
+    limit: int
+    max_staleness: int | None = None
+    steps: int = 1
+    on_stale: OnStale = "drop"
+    order: FeedOrder = "first_come"
+    window: int | None = None
+    max_uses: int = 1
+    max_cost: float | None = None
+    max_retries: int = 3
+    drop_last: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A sample, or a group of samples, from its lease or its put until it is settled.
+
+    Attributes:
+        id: Ascending in the order in which units were leased or put.
+        item: What the source gave; `NOTHING` for a unit that was put without a lease.
+        samples: What was put; empty before.
+        version: Of the weights that made it, or of its lease.
+        cost: Of all its samples.
+        priority: Units with more come first, where the order is by priority.
+        tries: How many leases of it have failed.
+        uses: How often it was trained.
+        lease: The lease that it runs under.
+    """
+
+    id: int
+    item: Any = NOTHING
+    samples: list[Any] = field(default_factory=list)
+    version: int = 0
+    cost: float = 0.0
+    priority: float = 0.0
+    tries: int = 0
+    uses: int = 0
+    lease: int | None = None
+
+
+class Ledger:
+    """All units of a feed that are not settled. Whoever calls holds the feed's lock.
+
+    Args:
+        rules: What it goes by.
+
+    Attributes:
+        version: Of the weights.
+        formed: How many batches were formed.
+        done: How many of these were trained: the consumer has asked for the one that follows.
+        units: All that are not settled, by id.
+        pending: Of these, those that wait for a producer; they come before new ones.
+        source_over: The source has no more items.
+        closed: Nothing more is leased or put.
+        counts: Units by what became of them: "trained", "stale", "dropped", "failed". Beside these, "recycled" counts
+            units that were too old and leased again, and "late" those that were trained beyond the bound.
+        costs: Their costs.
+        ages: Units that were trained, by how many versions they were old when their batch was due.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.version = 0
+        self.formed = self.done = 0
+        self.units: dict[int, Unit] = {}
+        self.pending: deque[Unit] = deque()
+        self.source_over = self.closed = False
+        self.counts: Counter[str] = Counter()
+        self.costs: Counter[str] = Counter()
+        self.ages: Counter[int] = Counter()
+        self._running: dict[int, Unit] = {}  # by lease
+        self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
+        self._batches: deque[list[Unit]] = deque()  # from number `done` on
+        self._again: deque[list[Unit]] = deque()  # batches that were formed, and not trained, before a new beginning
+        self._next_id = self._next_lease = 0
+        self._choice: list[Unit] | None = None  # the next batch, if that is known
+        # Units that were not trained yet, by version.
+        self._new_ready: Counter[int] = Counter()
+        self._new_running: Counter[int] = Counter()
+
+    # ---------------------------------------------------------------------------------------------------- producers
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another unit is admitted."""
+        return len(self.units) < self.rules.limit
+
+    @property
+    def num_running(self) -> int:
+        """How many units are leased."""
+        return len(self._running)
+
+    @property
+    def num_ready(self) -> int:
+        """How many units wait for the trainer."""
+        return len(self._ready) + sum(map(len, self._again))
+
+    @property
+    def num_in_batches(self) -> int:
+        """How many units are in batches that were formed and are not trained."""
+        return sum(map(len, self._batches))
+
+    def batch(self, number: int) -> list[Unit]:
+        """Return a batch that was formed and is not trained."""
+        return self._batches[number - self.done]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no unit will be leased any more."""
+        may_return = self.rules.on_stale == "recycle" and (self._ready or self._again)
+        return self.closed or (self.source_over and not (self.pending or self._running or may_return))
+
+    def lease(self, item: Any = NOTHING) -> Unit:
+        """Lease an item of the source, where there is room; without one, the first unit that is pending."""
+        unit = self.pending.popleft() if item is NOTHING else self._admit(item)
+        unit.version, unit.lease = self.version, self._next_lease
+        self._next_lease += 1
+        self._running[unit.lease] = unit
+        self._new_running[unit.version] += 1
+        return unit
+
+    def running(self, lease: int) -> Unit:
+        """Return the unit of a lease.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+        """
+        unit = self._running.get(lease)
+        if unit is None:
+            raise LeaseLostError(
+                "this lease has ended: its item was put or dropped before, or was given back (by retry(), after its "
+                "time limit, or as a state was loaded), and is another producer's now"
+            )
+        return unit
+
+    def put(self, samples: list[Any], version: int, cost: float, priority: float, lease: int | None = None) -> Unit:
+        """Take the samples of a unit: of a lease, or new ones, where there is room.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+        """
+        unit = self._admit(NOTHING) if lease is None else self._end_lease(lease)
+        unit.samples, unit.version, unit.cost, unit.priority = samples, version, cost, priority
+        self._accept(unit)
+        return unit
+
+    def drop(self, lease: int, cost: float = 0.0) -> None:
+        """Settle the unit of a lease without samples.
+
+        Raises:
+            LeaseLostError: if the lease has ended.
+        """
+        unit = self._end_lease(lease)
+        unit.cost = cost
+        self._settle(unit, "dropped")
+
+    def give_back(self, lease: int, *, failed: bool) -> None:
+        """Have another producer lease the unit; settle it if too many have failed. Ignore a lease that has ended."""
+        if lease not in self._running:
+            return
+        unit = self._end_lease(lease)
+        unit.tries += failed
+        if unit.tries > self.rules.max_retries:
+            self._settle(unit, "failed")
+        else:
+            self.pending.append(unit)
+
+    def _admit(self, item: Any) -> Unit:
+        unit = self.units[self._next_id] = Unit(self._next_id, item)
+        self._next_id += 1
+        return unit
+
+    def _end_lease(self, lease: int) -> Unit:
+        unit = self.running(lease)
+        del self._running[lease]
+        self._new_running[unit.version] -= 1
+        unit.lease, self._choice = None, None
+        return unit
+
+    def _accept(self, unit: Unit) -> None:
+        """Have a unit wait for the trainer, unless it is too old."""
+        if self._is_unfit(unit):
+            self._turn_away(unit)
+        else:
+            self._make_ready(unit)
+
+    def _make_ready(self, unit: Unit) -> None:
+        self._ready[unit.id] = unit
+        if not unit.uses:
+            self._new_ready[unit.version] += 1
+        self._choice = None
+
+    def _unready(self, unit: Unit) -> None:
+        del self._ready[unit.id]
+        if not unit.uses:
+            self._new_ready[unit.version] -= 1
+        self._choice = None
+
+    def _settle(self, unit: Unit, outcome: str) -> None:
+        del self.units[unit.id]
+        self.counts[outcome] += 1
+        self.costs[outcome] += unit.cost  # type: ignore[assignment]
+        unit.samples = []
+
+    # ------------------------------------------------------------------------------------------------------ trainer
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing will be put any more."""
+        return self.closed or (self.source_over and not (self.pending or self._running))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no batch, and none will come."""
+        may_return = self.rules.max_uses > 1 and self._batches
+        if not self.is_ending or self._again or may_return:
+            return False
+        return not self._ready or (self.rules.drop_last and not self.can_take() and self.done == self.formed)
+
+    def set_version(self, version: int) -> None:
+        """Note that weights were updated; what is too old now is settled, or leased again."""
+        self.version, self._choice = version, None
+        for unit in [unit for unit in self._ready.values() if self._is_unfit(unit)]:
+            self._unready(unit)
+            self._turn_away(unit)
+
+    def can_take(self) -> bool:
+        """Whether a batch can be formed now."""
+        if self._choice is None:
+            self._choice = self._choose()
+        return self._choice is not None
+
+    def take(self) -> list[Unit]:
+        """Form the next batch, if `can_take`."""
+        if not self.can_take() or (batch := self._choice) is None:
+            raise RuntimeError("there is no batch")
+        if self._again and batch is self._again[0]:
+            self._again.popleft()
+        else:
+            for unit in batch:
+                self._unready(unit)
+        self._batches.append(batch)
+        self.formed += 1
+        self._choice = None
+        if self.formed - 1 == self.done:
+            self._note_age(batch)
+        return batch
+
+    def finish(self, done: int) -> None:
+        """Note that the consumer asks for batch number `done`: those before are trained."""
+        while self.done < min(done, self.formed):
+            self.done += 1
+            for unit in self._batches.popleft():
+                unit.uses += 1
+                if unit.uses < self.rules.max_uses and not self._is_unfit(unit):
+                    self._make_ready(unit)
+                else:
+                    self._settle(unit, "trained")
+            if self._batches:
+                self._note_age(self._batches[0])
+        self._choice = None
+
+    def begin(self) -> None:
+        """Have batches that were formed and not trained be formed again: their consumer has left."""
+        self._again.extendleft(reversed(self._batches))
+        self._batches.clear()
+        self.formed, self._choice = self.done, None
+
+    def _note_age(self, batch: list[Unit]) -> None:
+        """Note how old a batch is that the consumer asks for."""
+        for unit in batch:
+            self.ages[self.version - unit.version] += 1
+            self.counts["late"] += self._is_stale(unit)
+
+    # ----------------------------------------------------------------------------------------------------- the bound
+
+    def _version_at(self, batch: int) -> int:
+        """Return the version that will train a batch at the latest."""
+        return self.version - (self.done - batch) // self.rules.steps
+
+    def _is_stale(self, unit: Unit) -> bool:
+        most = self.rules.max_staleness
+        return most is not None and self.version - unit.version > most
+
+    def _is_unfit(self, unit: Unit) -> bool:
+        return self.rules.on_stale != "keep" and self._is_stale(unit)
+
+    def _turn_away(self, unit: Unit) -> None:
+        """Settle a unit that is too old, or have it leased again."""
+        if unit.uses:
+            self._settle(unit, "trained")
+        elif self.rules.on_stale == "recycle" and unit.item is not NOTHING:
+            self.counts["recycled"] += 1
+            unit.samples = []
+            self.pending.append(unit)
+        else:
+            self._settle(unit, "stale")
+
+    def _choose(self) -> list[Unit] | None:
+        """Return the next batch; None if the trainer has to wait for it."""
+        rules, ending = self.rules, self.is_ending
+        if self._again and (found := self._choose_again()) is not NOTHING:
+            again: list[Unit] | None = found
+            return again
+        if not self._ready or (len(self._ready) < rules.size and not ending and rules.max_cost is None):
+            return None
+        if (musts := self._musts()) is None:
+            return None
+        batch: dict[int, Unit] = {}
+        for version, count in musts:
+            new = [unit for unit in self._in_order(self._ready.values()) if unit.version <= version and not unit.uses]
+            count -= sum(unit.id in batch for unit in new)
+            missing = [unit for unit in new if unit.id not in batch]
+            batch.update((unit.id, unit) for unit in missing[: max(0, min(count, rules.size - len(batch)))])
+        rest = (unit for unit in self._in_order(self._in_window()) if unit.id not in batch)
+        batch.update([(unit.id, unit) for unit in islice(rest, rules.size - len(batch))])
+        chosen = list(batch.values())
+        within = self._within_cost(chosen)
+        is_whole = len(within) == rules.size or len(within) < len(chosen)
+        return within if within and (is_whole or (ending and not rules.drop_last)) else None
+
+    def _choose_again(self) -> Any:
+        """Return the batch that was formed before, or None to wait; `NOTHING` if its units go other ways now."""
+        batch, most = self._again[0], self.rules.max_staleness
+        if most is None or all(self._version_at(self.formed) - unit.version <= most for unit in batch):
+            return batch
+        if self.formed > self.done:
+            return None
+        self._again.popleft()
+        for unit in batch:
+            self._accept(unit)
+        return self._choose()
+
+    def _musts(self) -> list[tuple[int, int]] | None:
+        """Return how many units of each version, or older, have to be in the next batch, so that none gets too old.
+
+        None if the next batch has to wait: for running units, or for the batches before it.
+        """
+        rules = self.rules
+        if (most := rules.max_staleness) is None:
+            return []
+        musts, ready, all_new = [], 0, 0
+        at = self._version_at(self.formed)
+        for version in sorted(self._new_ready.keys() | self._new_running.keys()):
+            new_ready, new_running = self._new_ready[version], 0 if self.closed else self._new_running[version]
+            if not (new_ready or new_running):
+                del self._new_ready[version], self._new_running[version]
+                continue
+            if version + most < self.version:  # too old in any case
+                continue
+            if version + most < at:  # not too old yet: trained soon, or never
+                return None
+            ready, all_new = ready + new_ready, all_new + new_ready + new_running
+            later = self.done + rules.steps * (version + most - self.version) - self.formed  # batches, after this one
+            if (count := all_new - later * rules.size) > 0:
+                if count > ready < all_new:
+                    return None
+                musts.append((version, min(count, ready)))
+        return musts
+
+    def _in_window(self) -> Iterable[Unit]:
+        """Return the units that are ready, without those that would overtake too many others."""
+        waited_for = [unit.id for unit in (*self.pending, *(() if self.closed else self._running.values()))]
+        if self.rules.window is None or not waited_for:
+            return self._ready.values()
+        end = min(waited_for) + self.rules.window
+        return [unit for unit in self._ready.values() if unit.id < end]
+
+    def _in_order(self, units: Iterable[Unit]) -> Iterable[Unit]:
+        """Return units with those first that the order prefers."""
+        if self.rules.order == "freshest":
+            return sorted(units, key=lambda unit: -unit.version)
+        if self.rules.order == "priority":
+            return sorted(units, key=lambda unit: -unit.priority)
+        return units
+
+    def _within_cost(self, units: list[Unit]) -> list[Unit]:
+        """Return the first units that cost no more together than a batch may; one in any case."""
+        if self.rules.max_cost is None:
+            return units
+        total = 0.0
+        for count, unit in enumerate(units):
+            total += unit.cost
+            if count and total > self.rules.max_cost:
+                return units[:count]
+        return units
+
+    # ------------------------------------------------------------------------------------------------------- states
+
+    def state(self, done: int) -> dict[str, Any]:
+        """Return what is not settled as the batches before number `done` are trained. Units that run are pending."""
+        trained = list(islice(self._batches, max(0, done - self.done)))
+        batches = [*islice(self._batches, len(trained), None), *self._again]
+        counts, costs = self.counts.copy(), self.costs.copy()
+        again: list[Unit] = []
+        gone: set[int] = set()
+        for unit in (unit for batch in trained for unit in batch):
+            if unit.uses + 1 < self.rules.max_uses and not self._is_unfit(unit):
+                again.append(unit)
+            else:
+                gone.add(unit.id)
+                counts["trained"] += 1
+                costs["trained"] += unit.cost  # type: ignore[assignment]
+        used = {unit.id for unit in again}
+        return {
+            "version": self.version,
+            "next_id": self._next_id,
+            "source_over": self.source_over,
+            "counts": dict(counts),
+            "costs": dict(costs),
+            "ages": dict(self.ages),
+            "units": [_written(unit, unit.id in used) for unit in self.units.values() if unit.id not in gone],
+            "ready": [unit.id for unit in (*self._ready.values(), *again)],
+            "batches": [[unit.id for unit in batch] for batch in batches],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state, in place of what there is. Leases that were given out before have ended."""
+        self.version, self._next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
+        self.counts, self.costs, self.ages = map(Counter, (state["counts"], state["costs"], state["ages"]))
+        self.units = {
+            written[0]: Unit(written[0], *written[1] or (NOTHING,), *written[2:]) for written in state["units"]
+        }
+        self._running.clear()
+        self._new_running.clear()
+        self._ready.clear()
+        self._new_ready.clear()
+        self._batches.clear()
+        self.done = self.formed
+        for number in state["ready"]:
+            self._make_ready(self.units[number])
+        self._again = deque([self.units[number] for number in batch] for batch in state["batches"])
+        placed = {*state["ready"], *(number for batch in state["batches"] for number in batch)}
+        self.pending = deque(unit for number, unit in self.units.items() if number not in placed)
+        self._choice = None
+
+
+def _written(unit: Unit, was_used: bool) -> tuple[Any, ...]:
+    """Return the arguments to make a unit of."""
+    item = () if unit.item is NOTHING else (unit.item,)
+    return (unit.id, item, unit.samples, unit.version, unit.cost, unit.priority, unit.tries, unit.uses + was_used)

@@ -1,0 +1,575 @@
+"""Feeds: producers lease and put, a loader trains; whatever ends, nobody waits in vain, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader import BatchTimeoutError, ConfigurationError, DataLoader, LoaderClosedError, StateMismatchError
+from asyncloader.online import Feed, FeedClosedError, FeedFullError, LeaseLostError, Sample
+from tests.patience import wait_until
+
+WORKERS = [
+    pytest.param({}, id="none"),
+    pytest.param({"num_workers": 2, "worker_backend": "thread"}, id="threads"),
+    pytest.param({"num_workers": 2}, id="processes"),
+]
+
+
+def with_version(sample: Sample[int]) -> tuple[int, int]:
+    """Make a sample of what was put: that, and its version."""
+    return sample.value, sample.version
+
+
+async def produce(feed: Feed[Any]) -> None:
+    """Lease items and put them, the longest ones last."""
+    async for item in feed.leases():
+        async with item:
+            for _ in range(item.id % 3):
+                await asyncio.sleep(0)
+            await item.put(item.value)
+
+
+def fill(feed: Feed[Any], count: int) -> None:
+    """Lease and put so many items."""
+    for _ in range(count):
+        with feed.lease() as item:
+            item.put(item.value)
+
+
+@contextlib.contextmanager
+def producing(feed: Feed[Any], count: int) -> Iterator[None]:
+    """Have threads lease items and put them, until there are no more."""
+
+    def work() -> None:
+        for item in feed.leases():
+            with item:
+                item.put(item.value)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("staleness", [0, 1, 2, None])
+async def test_tasks_and_the_trainer_on_one_loop(staleness: Any, options: dict[str, Any]) -> None:
+    """Each item is trained once, and no older than the bound, with whatever the loader prefetches."""
+    feed = Feed(range(40), batch_size=4, max_staleness=staleness, fn=with_version)
+    tasks = [asyncio.create_task(produce(feed)) for _ in range(5)]
+    values, ages = [], []
+    async for value, version in DataLoader(feed, **options):
+        values += value.tolist()
+        ages += (feed.version - version).tolist()
+        feed.version += 1
+    await asyncio.gather(*tasks)
+    assert sorted(values) == [*range(40)]
+    assert max(ages) <= (40 if staleness is None else staleness)
+    stats = feed.stats()
+    assert (stats.counts["trained"], stats.counts["late"]) == (40, 0)
+    assert stats.ages == dict(sorted(Counter(ages).items()))
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_threads_and_a_trainer_that_blocks(options: dict[str, Any]) -> None:
+    """With groups: each is whole, in one batch, side by side."""
+    feed = Feed([[n, n + 1] for n in range(0, 40, 2)], batch_size=4, group_size=2, max_staleness=1)
+    with producing(feed, 3):
+        groups = []
+        for batch in DataLoader(feed, **options):
+            groups += batch.reshape(-1, 2).tolist()
+            feed.version += 1
+    assert sorted(groups) == [[n, n + 1] for n in range(0, 40, 2)]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+async def test_a_slow_sample_is_waited_for(options: dict[str, Any]) -> None:
+    """Fast ones overtake it only as long as it does not get too old for that."""
+    feed = Feed(range(24), batch_size=2, max_staleness=2, fn=with_version)
+    loader = aiter(DataLoader(feed, **options))
+    async with feed.lease() as slow:
+        others = asyncio.create_task(produce(feed))
+        seen = []
+        with contextlib.suppress(TimeoutError):
+            while True:
+                seen += (await asyncio.wait_for(anext(loader), 0.5 if seen else 20))[0].tolist()
+                feed.version += 1
+        assert 0 not in seen
+        assert len(seen) >= 4
+        await slow.put(slow.value)
+    async for value, version in loader:
+        seen += value.tolist()
+        assert (feed.version - version).max() <= 2
+        feed.version += 1
+    await others
+    assert sorted(seen) == [*range(24)]
+    assert not feed.stats().counts["stale"]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+async def test_a_trainer_that_updates_seldom(options: dict[str, Any]) -> None:
+    """Versions may come later than the bound allows for: then samples are younger, and nobody waits for ever."""
+    feed = Feed(range(40), batch_size=2, max_staleness=1, fn=with_version)
+    task = asyncio.create_task(produce(feed))
+    batches = 0
+    async for _ in DataLoader(feed, **options):
+        batches += 1
+        feed.version = batches // 5
+    await task
+    assert batches == 20
+
+
+async def test_what_a_jump_makes_too_old() -> None:
+    """It is dropped, kept, or made again."""
+    for on_stale, values, outcome in (
+        ("drop", [4], "stale"),
+        ("keep", [0, 1], "late"),
+        ("recycle", [0, 1], "recycled"),
+    ):
+        feed = Feed(range(2), batch_size=2, max_staleness=1, on_stale=on_stale)
+        fill(feed, 2)
+        feed.version = 5
+        if on_stale == "drop":
+            feed.put_nowait(4)
+        if on_stale == "recycle":
+            fill(feed, 2)
+        feed.close()
+        assert torch.cat(list(DataLoader(feed))).tolist() == values
+        assert feed.stats().counts[outcome] == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- leases
+
+
+async def test_an_item_is_leased_again() -> None:
+    """After an error, without samples, after `retry`; not for ever. A task that was cancelled has not failed."""
+    feed = Feed(["a"], batch_size=1, max_retries=2)
+    for tries in range(2):
+        with pytest.raises(OSError, match="engine"):
+            async with feed.lease() as item:
+                assert (item.value, item.id, item.tries) == ("a", 0, tries)
+                raise OSError("engine")
+    for _ in range(5):
+        with pytest.raises(asyncio.CancelledError):
+            async with feed.lease() as item:
+                raise asyncio.CancelledError
+    with feed.lease() as again:
+        again.retry()
+        with pytest.raises(LeaseLostError, match="this lease has ended"):
+            again.put("late")
+    assert feed.stats().counts["failed"] == 1
+    with pytest.raises(FeedClosedError, match="the source has ended, and all its items are settled"):
+        async with feed.lease():
+            pass
+    assert list(DataLoader(feed)) == []
+
+
+async def test_an_item_is_settled_once() -> None:
+    """By its samples, or without any."""
+    feed = Feed(range(2), batch_size=1)
+    async with feed.lease() as item:
+        await item.put("x")
+        with pytest.raises(LeaseLostError):
+            await item.put("x")
+    with feed.lease() as other:
+        other.drop()
+    feed.close()
+    assert feed.stats().counts["dropped"] == 1
+    assert list(DataLoader(feed)) == [["x"]]
+
+
+async def test_a_time_limit() -> None:
+    """A producer that hangs loses its lease, and another one is woken."""
+    feed = Feed(range(1), batch_size=1, max_samples=1, lease_timeout=0.1)
+    async with feed.lease() as slow, feed.lease() as again:
+        assert (again.id, again.tries) == (slow.id, 1)
+        with pytest.raises(LeaseLostError):
+            await slow.put("too late")
+        await again.put("in time")
+    feed.close()
+    assert list(DataLoader(feed)) == [["in time"]]
+    wait_until(lambda: not any(thread.name == "asyncloader leases" for thread in threading.enumerate()))
+
+
+def test_the_time_limit_ends_with_the_feed() -> None:
+    """There is no thread left."""
+    feed = Feed(range(1), batch_size=1, lease_timeout=100)
+    with feed.lease() as item:
+        item.put(1)
+    del feed, item
+    gc.collect()
+    wait_until(lambda: not any(thread.name == "asyncloader leases" for thread in threading.enumerate()))
+
+
+def test_a_lease_that_is_collected_under_the_lock() -> None:
+    """The item is given back when the lock is let go."""
+    feed = Feed(range(1), batch_size=1)
+    unit = feed.wait_lease()
+    with feed._lock:
+        feed.give_back(unit.lease, failed=False)
+        assert feed._ledger.num_running == 1
+    feed.stats()
+    assert feed.stats().pending == 1
+
+
+async def test_a_producer_that_is_cancelled_wakes_the_next_one() -> None:
+    """The room that it was woken for is not lost."""
+    feed = Feed(range(3), batch_size=1, max_samples=1)
+    holder = feed.lease()
+    held = await holder.__aenter__()
+    first, second = (asyncio.create_task(feed.lease().__aenter__()) for _ in range(2))
+    await asyncio.sleep(0)
+    held.drop()  # which wakes the first one
+    first.cancel()
+    item = await asyncio.wait_for(second, 20)
+    assert item.id == 1
+    assert first.cancelled()
+
+
+# ------------------------------------------------------------------------------------------------------------- puts
+
+
+async def test_samples_without_leases() -> None:
+    """From tasks and threads; whoever finds no room waits, or is told."""
+    feed = Feed(batch_size=2, max_samples=4)
+    await feed.put(0)
+    feed.put_nowait(1)
+    feed.put_sync(2)
+    many = asyncio.create_task(feed.put_many(range(3, 8)))
+    await asyncio.sleep(0)
+    with pytest.raises(FeedFullError, match="4 samples"):
+        feed.put_nowait(9)
+    with pytest.raises(FeedFullError, match=r"within 0\.05 s"):
+        await asyncio.to_thread(feed.put_sync, 9, timeout=0.05)
+    batches = []
+    async for batch in DataLoader(feed):
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            waiting = asyncio.create_task(asyncio.to_thread(feed.put_sync, 8))
+        if len(batches) == 4:
+            await asyncio.gather(many, waiting)
+            feed.close()
+    assert sorted(itertools.chain(*batches)) == [*range(9)]
+    with pytest.raises(FeedClosedError, match="it was closed"):
+        feed.put_nowait(9)
+
+
+async def test_those_who_wait_are_woken_by_the_end() -> None:
+    """Tasks and threads, producers and the trainer; with the reason."""
+    feed = Feed(itertools.count(), batch_size=1, max_samples=1)
+    iterator = aiter(DataLoader(feed))
+    with feed.lease():
+        tasks = [
+            asyncio.create_task(feed.lease().__aenter__()),
+            asyncio.create_task(feed.put(1)),
+            asyncio.create_task(asyncio.to_thread(feed.put_sync, 1)),
+            asyncio.create_task(asyncio.to_thread(feed.lease().__enter__)),
+        ]
+        trainer = asyncio.create_task(anext(iterator))
+        await asyncio.to_thread(wait_until, lambda: feed.stats().producers_waiting == 4)
+        feed.close("training is over")
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        assert [str(error) for error in found] == ["the feed takes no more: training is over"] * 4
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(trainer, 20)
+
+
+async def test_a_block_that_is_left_closes_the_feed() -> None:
+    """An error of the trainer ends its producers."""
+    with pytest.raises(KeyError), Feed(range(9), batch_size=1, max_samples=1) as feed:
+        task = asyncio.create_task(produce(feed))
+        async for _ in DataLoader(feed):
+            raise KeyError
+    await asyncio.wait_for(task, 20)
+
+
+@pytest.mark.parametrize("options", WORKERS)
+async def test_a_source_that_raises(options: dict[str, Any]) -> None:
+    """Whoever leases is told, and the trainer after what is there."""
+
+    def items() -> Iterator[int]:
+        yield from range(3)
+        raise OSError("no more prompts")
+
+    feed = Feed(items(), batch_size=2, max_samples=8)
+    with pytest.raises(OSError, match="no more prompts"):
+        await produce(feed)
+    with pytest.raises(FeedClosedError, match="its source has raised OSError") as raised:
+        await produce(feed)
+    assert isinstance(raised.value.__cause__, OSError)
+    batches = []
+    with pytest.raises(FeedClosedError, match="its source has raised OSError"):
+        async for batch in DataLoader(feed, **options):
+            batches.append(batch.tolist())
+    assert sorted(itertools.chain(*batches)) == [0, 1, 2]
+
+
+def test_bad_input() -> None:
+    """A clear error, and nothing is lost by it."""
+    feed = Feed(range(1), batch_size=4, group_size=2, max_cost=10)
+    with feed.lease() as item:
+        with pytest.raises(ValueError, match=r"a group is a list of 2 samples \(group_size\), but got 3"):
+            item.put([1, 2, 3])
+        with pytest.raises(ValueError, match="but got a int"):
+            item.put(1)
+        with pytest.raises(ValueError, match="from 0 to that of the feed, 0, but got 1"):
+            item.put([1, 2], version=1, cost=1)
+        with pytest.raises(ValueError, match="at most max_cost, 10, but got None"):
+            item.put([1, 2])
+        with pytest.raises(ValueError, match="at most max_cost, 10, but got 11"):
+            item.put([1, 2], cost=11)
+        item.put([1, 2], cost=10)
+    feed.version = 3
+    with pytest.raises(ValueError, match="does not go back from 3, but got 2"):
+        feed.version = 2
+    feed.close()
+    assert torch.cat(list(DataLoader(feed))).tolist() == [1, 2]
+    with pytest.raises(ConfigurationError, match="made without a source"):
+        Feed(batch_size=1).lease()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch_size should be an integer of at least 1"),
+        ({"max_staleness": -1}, "max_staleness should be an integer of at least 0"),
+        ({"batch_size": 4, "group_size": 3}, "batch_size should be a multiple of group_size, 3, but is 4"),
+        ({"max_samples": 2}, "a batch of 4 samples could never be formed"),
+        ({"window": 0}, "window should be an integer of at least 1"),
+        ({"on_stale": "dorp"}, "Did you mean 'drop'"),
+        ({"order": "newest"}, "order should be one of"),
+        ({"max_cost": 0}, "max_cost should be a number above 0"),
+        ({"source": 3}, "source should be an iterable of items"),
+        ({"fn": 3}, "fn should be a function of a Sample"),
+    ],
+)
+def test_what_cannot_work(options: dict[str, Any], words: str) -> None:
+    """It is refused at construction."""
+    with pytest.raises(ConfigurationError, match=words):
+        Feed(**{"batch_size": 4, **options})
+
+
+def test_the_feed_brings_its_batches() -> None:
+    """The loader has no batch size, sampler or order for it."""
+    feed = Feed(batch_size=2)
+    with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
+        DataLoader(feed, batch_size=2)
+    with pytest.raises(ConfigurationError, match="Feed brings its own order"):
+        DataLoader(feed, shuffle=True)
+
+
+def test_a_workers_copy_makes_samples_only() -> None:
+    """The feed stays in the process of the trainer."""
+    copy = pickle.loads(pickle.dumps(Feed(range(3), batch_size=1, fn=with_version)))
+    assert copy[(0, 0, 7, 0, "x")] == ("x", 7)
+    assert not hasattr(copy, "lease")
+
+
+# ------------------------------------------------------------------------------------------------ order and batches
+
+
+def test_priorities_and_uses() -> None:
+    """The highest first; each is trained so often."""
+    feed = Feed(batch_size=2, max_samples=6, order="priority", max_uses=2)
+    for n in range(6):
+        feed.put_nowait(n, priority=n % 3)
+    feed.close()
+    batches = [batch.tolist() for batch in DataLoader(feed)]
+    assert batches[:3] == [[2, 5], [1, 4], [2, 5]]  # the first ones are ready again when the second batch was taken
+    assert sorted(itertools.chain(*batches)) == sorted([*range(6), *range(6)])
+
+
+def test_batches_by_cost() -> None:
+    """A batch is full with so many tokens, or so many samples."""
+    feed = Feed(batch_size=3, max_samples=9, max_cost=10)
+    for n, cost in enumerate((4, 6, 1, 10, 3, 3, 3, 1)):
+        feed.put_nowait(n, cost=cost)
+    feed.close()
+    assert [batch.tolist() for batch in DataLoader(feed)] == [[0, 1], [2], [3], [4, 5, 6], [7]]
+
+
+def test_a_window() -> None:
+    """Fast ones overtake a slow one by so many."""
+    feed = Feed(range(6), batch_size=1, max_samples=6, window=3)
+    with feed.lease() as slow:
+        fill(feed, 5)
+        iterator = iter(DataLoader(feed, num_workers=1, worker_backend="thread", timeout=0.2))
+        assert [next(iterator).tolist() for _ in range(2)] == [[1], [2]]
+        with pytest.raises(BatchTimeoutError):
+            next(iterator)
+        slow.put(0)
+    feed.close()
+    assert torch.cat(list(iterator)).tolist() == [3, 4, 5, 0]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_fills_no_batch(drop_last: bool) -> None:
+    """At the end it is trained, or not."""
+    feed = Feed(range(3), batch_size=2, drop_last=drop_last)
+    fill(feed, 3)
+    with pytest.raises(FeedClosedError):
+        fill(feed, 1)
+    assert [batch.tolist() for batch in DataLoader(feed)] == ([[0, 1]] if drop_last else [[0, 1], [2]])
+
+
+# ----------------------------------------------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("taken", range(6))
+def test_a_state_after_each_batch(taken: int, options: dict[str, Any]) -> None:
+    """With samples that wait, batches that were prefetched, and leases that are out: all of it is trained once."""
+    feed = Feed(range(12), batch_size=2, max_samples=12)
+    fill(feed, 9)
+    with feed.lease(), feed.lease() as dropped:
+        dropped.drop()
+        iterator = iter(DataLoader(feed, **options))
+        before = [value for _ in range(min(taken, 4)) for value in next(iterator).tolist()]
+        loader = DataLoader(feed, **options)
+        state = pickle.dumps(iterator.state_dict())
+        feed.close()
+
+    again = Feed(range(12), batch_size=2, max_samples=12)
+    loader = DataLoader(again, **options)
+    loader.load_state_dict(pickle.loads(state))
+    with producing(again, 2):
+        after = torch.cat(list(loader)).tolist()
+    assert sorted(before + after) == [n for n in range(12) if n != 10]
+    assert again.stats().counts["trained"] == 11
+
+
+def test_a_state_has_what_was_put_since() -> None:
+    """A state of the loader is that of the feed when it is asked for, at the last batch that was given."""
+    feed = Feed(batch_size=2, max_samples=8)
+    feed.put_nowait(0)
+    feed.put_nowait(1)
+    loader = DataLoader(feed)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    first = loader.state_dict()
+    feed.put_nowait(2)
+    second = loader.state_dict()
+    for state, values in ((first, [[3]]), (second, [[2, 3]])):
+        other = Feed(batch_size=2)
+        resumed = DataLoader(other)
+        resumed.load_state_dict(state)
+        other.put_nowait(3)
+        other.close()
+        assert [batch.tolist() for batch in resumed] == values
+
+
+def test_the_state_of_the_feed_alone() -> None:
+    """For whoever saves it beside the loader's; with the version, and a source that has a state."""
+
+    class Prompts:
+        """Counts, and knows where it is."""
+
+        at = 0
+
+        def __iter__(self) -> Prompts:
+            return self
+
+        def __next__(self) -> int:
+            self.at += 1
+            return self.at
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    feed = Feed(Prompts(), batch_size=2, max_samples=8)
+    fill(feed, 5)
+    feed.version = 7
+    iterator = iter(DataLoader(feed))
+    assert next(iterator).tolist() == [1, 2]
+    state = pickle.loads(pickle.dumps(feed.state_dict()))
+    other = Feed(Prompts(), batch_size=3, max_samples=9)
+    other.load_state_dict(state)
+    fill(other, 1)
+    assert other.version == 7
+    assert next(iter(DataLoader(other))).tolist() == [3, 4, 5]
+    with pytest.raises(StateMismatchError, match="group_size"):
+        Feed(Prompts(), batch_size=2, group_size=2).load_state_dict(state)
+
+
+def test_leases_of_before_a_state_have_ended() -> None:
+    """Their items are leased again."""
+    feed = Feed(range(2), batch_size=1)
+    state = feed.state_dict()
+    with feed.lease() as item:
+        feed.load_state_dict(state)
+        with pytest.raises(LeaseLostError):
+            item.put(0)
+    fill(feed, 2)
+    feed.close()
+    assert torch.cat(list(DataLoader(feed))).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_a_loop_that_was_left_loses_nothing(options: dict[str, Any]) -> None:
+    """The next one begins with the batches that the first one had prefetched."""
+    feed = Feed(batch_size=1, max_samples=8)
+    for n in range(8):
+        feed.put_nowait(n)
+    loader = DataLoader(feed, **options)
+    seen = []
+    for step, batch in enumerate(loader):
+        seen += batch.tolist()
+        if step == 2:
+            break
+    feed.close()
+    old = iter(loader)
+    new = iter(loader)
+    seen += torch.cat(list(new)).tolist()
+    assert seen == [*range(8)]
+    with pytest.raises(LoaderClosedError, match="another iterator"):
+        next(old)
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_a_state_at_the_end(options: dict[str, Any]) -> None:
+    """Of a closed feed: the next epoch takes what comes then."""
+    feed = Feed(batch_size=1)
+    feed.put_nowait(0)
+    feed.close()
+    loader = DataLoader(feed, **options)
+    assert [batch.tolist() for batch in loader] == [[0]]
+    state = loader.state_dict()
+    again = Feed(batch_size=1)
+    resumed = DataLoader(again, **options)
+    resumed.load_state_dict(state)
+    again.put_nowait(1)
+    again.close()
+    assert [batch.tolist() for batch in resumed] == [[1]]
+
+
+def test_the_statistics_say_who_limits() -> None:
+    """A trainer that waits, or producers that do."""
+    feed = Feed(batch_size=1, max_samples=1)
+    iterator = iter(DataLoader(feed))
+    threading.Timer(0.2, feed.put_nowait, (0,)).start()
+    assert next(iterator).tolist() == [0]
+    stats = feed.stats()
+    assert stats.trainer_waited_s > 0.1
+    assert stats.verdict.startswith("producers limit: the trainer has waited")
+    with pytest.raises(FeedFullError):
+        feed.put_sync(1, timeout=1)
+    assert feed.stats().producers_waited_s > 0.9
+    assert feed.stats().verdict.startswith("the trainer limits: producers have waited")
+    feed.close()

@@ -1,0 +1,264 @@
+"""The ledger of a feed: leases, the bound on staleness, batches and states, in all orders of events."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncloader.online.errors import LeaseLostError
+from asyncloader.online.ledger import Ledger, Rules, Unit
+from tests import effort
+
+
+def check(ledger: Ledger) -> None:
+    """See that each unit is in one place, and the counts are those of the places."""
+    batches = [unit for batch in (*ledger._batches, *ledger._again) for unit in batch]
+    places = [*ledger.pending, *ledger._running.values(), *ledger._ready.values(), *batches]
+    assert sorted(unit.id for unit in places) == sorted(ledger.units)
+    assert all(ledger.units[unit.id] is unit for unit in places)
+    assert len(ledger.units) <= ledger.rules.limit
+    assert len(ledger._batches) == ledger.formed - ledger.done
+    assert all(unit.samples for unit in (*ledger._ready.values(), *batches))
+    assert +ledger._new_running == Counter(unit.version for unit in ledger._running.values())
+    assert +ledger._new_ready == Counter(unit.version for unit in ledger._ready.values() if not unit.uses)
+    settled = ("trained", "stale", "dropped", "failed")
+    assert ledger._next_id == len(ledger.units) + sum(ledger.counts[name] for name in settled)
+
+
+class Play(RuleBasedStateMachine):
+    """Producers and a trainer. A version is new when it was trained with; sometimes versions jump."""
+
+    may_jump = False
+
+    @initialize(data=st.data())
+    def make(self, data: st.DataObject) -> None:
+        """Begin with some rules."""
+        size, steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+        staleness = data.draw(st.sampled_from([0, 1, 2, None]))
+        limit = (3 if staleness is None else staleness * steps + 1) * size
+        self.rules = Rules(
+            size,
+            data.draw(st.integers(size, limit)),
+            staleness,
+            steps,
+            data.draw(st.sampled_from(["drop", "keep", "recycle"])),
+            data.draw(st.sampled_from(["first_come", "freshest", "priority"])),
+            data.draw(st.none() | st.integers(1, 2 * size)),
+            data.draw(st.integers(1, 2)),
+            data.draw(st.none() | st.integers(1, 4)) if self.may_jump else None,
+            data.draw(st.integers(0, 2)),
+            data.draw(st.booleans()),
+        )
+        self.ledger = Ledger(self.rules)
+        self.items = 0
+        self.is_trained = False  # the trainer holds a batch
+        self.first = self.given = 0  # batches: before those of this reader, and of this reader given to the trainer
+        self.since_update = 0
+        self.uses: Counter[int] = Counter()
+        self.saved: Any = None
+
+    # -------------------------------------------------------------------------------------------------- producers
+
+    @rule()
+    def lease(self) -> None:
+        """A producer asks for a lease."""
+        ledger = self.ledger
+        if ledger.closed:
+            return
+        if ledger.pending:
+            unit = ledger.lease()
+        elif ledger.has_room and not ledger.source_over:
+            unit = ledger.lease(self.items)
+            self.items += 1
+        else:
+            return
+        assert unit.version == ledger.version
+
+    def _some(self, data: st.DataObject) -> Unit | None:
+        leases = sorted(self.ledger._running)
+        return self.ledger._running[data.draw(st.sampled_from(leases))] if leases and not self.ledger.closed else None
+
+    @rule(data=st.data(), cost=st.integers(0, 4), priority=st.integers(0, 2))
+    def put(self, data: st.DataObject, cost: int, priority: int) -> None:
+        """A producer is done."""
+        if (unit := self._some(data)) is not None:
+            lease = unit.lease
+            assert lease is not None
+            version = data.draw(st.integers(0, unit.version)) if self.may_jump else unit.version
+            self.ledger.put([unit.id], version, cost, priority, lease)
+            with pytest.raises(LeaseLostError):
+                self.ledger.put([unit.id], version, cost, priority, lease)
+
+    @rule(priority=st.integers(0, 2))
+    def push(self, priority: int) -> None:
+        """A sample comes without a lease."""
+        ledger = self.ledger
+        if ledger.has_room and not ledger.is_ending:
+            ledger.put([ledger._next_id], ledger.version, 1, priority)
+
+    @rule(data=st.data(), failed=st.booleans())
+    def give_back(self, data: st.DataObject, failed: bool) -> None:
+        """A producer fails, dies, or takes too long."""
+        if (unit := self._some(data)) is not None:
+            assert unit.lease is not None
+            self.ledger.give_back(unit.lease, failed=failed)
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """A producer has nothing to put."""
+        if (unit := self._some(data)) is not None:
+            assert unit.lease is not None
+            self.ledger.drop(unit.lease)
+
+    # ---------------------------------------------------------------------------------------------------- trainer
+
+    @rule()
+    def take(self) -> None:
+        """The loader reads on."""
+        if self.ledger.can_take():
+            batch = self.ledger.take()
+            assert 0 < len(batch) <= self.rules.size
+            assert len({unit.id for unit in batch}) == len(batch)
+
+    @rule()
+    def ask(self) -> None:
+        """The trainer asks for its next batch, and is given it if it is there."""
+        ledger = self.ledger
+        ledger.finish(self.first + self.given)
+        self.is_trained = False
+        if ledger.formed == ledger.done and ledger.can_take():
+            ledger.take()
+        if ledger.formed > ledger.done:
+            self._train(ledger.batch(ledger.done))
+
+    def _train(self, batch: list[Unit]) -> None:
+        self.given += 1
+        self.since_update += 1
+        self.is_trained = True
+        for unit in batch:
+            self.uses[unit.id] += 1
+            assert self.uses[unit.id] == unit.uses + 1 <= self.rules.max_uses
+            if not self.may_jump and self.rules.max_staleness is not None:
+                assert self.ledger.version - unit.version <= self.rules.max_staleness
+
+    @rule()
+    def update(self) -> None:
+        """The weights are updated, or not, after so many batches."""
+        if self.is_trained and self.since_update >= self.rules.steps:
+            self.since_update = 0
+            self.ledger.set_version(self.ledger.version + 1)
+
+    @rule(by=st.integers(1, 3))
+    @precondition(lambda self: self.may_jump)
+    def jump(self, by: int) -> None:
+        """The version jumps."""
+        self.ledger.set_version(self.ledger.version + by)
+
+    @rule()
+    def leave(self) -> None:
+        """The trainer leaves, and comes again."""
+        self.ledger.finish(self.first + self.given)
+        self.ledger.begin()
+        self.first, self.given, self.is_trained = self.ledger.formed, 0, False
+
+    # ----------------------------------------------------------------------------------------------------- states
+
+    @rule()
+    def save(self) -> None:
+        """A state is taken."""
+        state = pickle.dumps(self.ledger.state(self.first + self.given))
+        self.saved = state, self.items, self.uses.copy(), self.since_update
+
+    @rule()
+    def load(self) -> None:
+        """The job is killed, and goes on from the last state."""
+        if self.saved is None:
+            return
+        state, self.items, self.uses, self.since_update = (
+            self.saved[0],
+            *self.saved[1:2],
+            self.saved[2].copy(),
+            self.saved[3],
+        )
+        self.ledger = Ledger(self.rules)
+        self.ledger.load(pickle.loads(state))
+        self.first = self.given = 0
+        self.is_trained = False
+
+    @rule(is_source=st.booleans())
+    def end(self, is_source: bool) -> None:
+        """The source ends, or the feed is closed."""
+        if self.items > 12 and is_source:
+            self.ledger.source_over = True
+        elif self.items > 16:
+            self.ledger.closed = True
+
+    # ------------------------------------------------------------------------------------------------- what holds
+
+    @invariant()
+    def everything_is_in_its_place(self) -> None:
+        """Nothing is lost, nothing is there twice."""
+        if hasattr(self, "ledger"):
+            check(self.ledger)
+
+    @invariant()
+    def nobody_waits_in_vain(self) -> None:
+        """If the trainer waits, a producer can do something about it."""
+        if not hasattr(self, "ledger"):
+            return
+        ledger = self.ledger
+        if ledger.formed == ledger.done and not (ledger.can_take() or ledger.is_over):
+            assert not ledger.closed
+            assert ledger._running or ledger.pending or (ledger.has_room and not ledger.source_over)
+
+    @invariant()
+    def what_is_slow_is_trained(self) -> None:
+        """Nothing gets too old by waiting, and nothing is trained too old."""
+        if hasattr(self, "ledger") and not self.may_jump:
+            counts = self.ledger.counts
+            assert not counts["stale"]
+            assert not counts["recycled"]
+            assert not counts["late"]
+
+    def teardown(self) -> None:
+        """All that is there is trained, if it is waited for."""
+        if not hasattr(self, "ledger"):
+            return
+        ledger = self.ledger
+        ledger.source_over = True
+        for _ in range(200):
+            if ledger.pending and not ledger.closed:
+                ledger.lease()
+            for unit in list(ledger._running.values()):
+                if not ledger.closed:
+                    assert unit.lease is not None
+                    ledger.put([unit.id], unit.version, 1, 0, unit.lease)
+            self.ask()
+            check(ledger)
+            if ledger.is_over:
+                break
+        assert ledger.is_over
+        left = ledger._ready if self.rules.drop_last else {}
+        unsettled = [*ledger._running.values(), *ledger.pending] if ledger.closed else []
+        assert set(ledger.units) == {*left, *(unit.id for unit in unsettled)} | {
+            unit.id for batch in ledger._batches for unit in batch
+        }
+
+
+class Jumps(Play):
+    """With versions that jump, samples that were put with old ones, and batches of different sizes."""
+
+    may_jump = True
+
+
+many = settings(max_examples=effort.examples(150), stateful_step_count=50, deadline=None)
+TestPlay = Play.TestCase
+TestPlay.settings = many
+TestJumps = Jumps.TestCase
+TestJumps.settings = many
