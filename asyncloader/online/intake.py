@@ -48,6 +48,7 @@ class Intake:
         self._closed_by = ""
         self._error: BaseException | None = None  # of the source
         self._trainer_waits, self._producers_wait = Stopwatch(), Stopwatch()
+        self._somebody_waited = False  # and stopwatches run
         self._limit = None if lease_timeout is None else TimeLimit(self, lease_timeout)
 
     def lease(self) -> LeaseRequest:
@@ -292,6 +293,7 @@ class Intake:
             wakes += first(self._readers, len(self._readers))
             wakes += self._tells
             self._tells.clear()
+        self._somebody_waited = bool(self._leasers or self._putters or self._tells or self._readers)
         self._producers_wait.turn(bool(self._leasers or self._putters))
         self._trainer_waits.turn(bool(self._tells or self._readers) and ledger.done == ledger.formed)
         return wakes
@@ -321,8 +323,10 @@ class Change:
 
     def __exit__(self, *exc_info: object) -> None:
         feed = self._feed
-        with feed._lock:
-            wakes = feed._wakes()
-        wake_all(wakes)
+        # Whoever waited when the lock was held is there; whoever came since has looked again.
+        if feed._leasers or feed._putters or feed._tells or feed._readers or feed._somebody_waited:
+            with feed._lock:
+                wakes = feed._wakes()
+            wake_all(wakes)
         if feed._returned:
             feed._take_returned()
