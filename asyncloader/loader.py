@@ -139,6 +139,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_worker_memory: The same for each worker that has come to have more than so many bytes to itself, as a number
             or as "4GB": what it shares with the trainer or with other workers does not count. Looked at about once a
             second.
+        fingerprint: Have a digest made of the data of each batch, where it is made. `stats` and states then have the
+            fingerprint of all batches that were given, and the timeline (``trace``) that of each. It takes as long as
+            reading the batch once, and needs the package xxhash (``asyncloader[fingerprint]``).
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -187,6 +190,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_workers: int | None = None,
         max_tasks_per_child: int | None = None,
         max_worker_memory: int | str | None = None,
+        fingerprint: bool = False,
     ) -> None:
         _import_iterators()
         sampler, batch_sampler = _accept(dataset, sampler, batch_sampler, shuffle)
@@ -196,17 +200,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             super().__init__(
                 cast(Dataset[T_co], dataset), batch_size, shuffle, sampler, batch_sampler,
                 first_workers(num_workers, max_workers), collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
-                multiprocessing_context, generator, in_order=in_order, pin_memory_device=pin_memory_device,
-                prefetch_factor=prefetch_factor if seen else None, persistent_workers=persistent_workers and seen,
-            )  # fmt: skip
+                multiprocessing_context, generator, in_order=in_order, persistent_workers=persistent_workers and seen,
+                pin_memory_device=pin_memory_device, prefetch_factor=prefetch_factor if seen else None)  # fmt: skip
         if not seen:
             vars(self).update(prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
         self.concurrency, self.max_buffered_bytes, self.worker_backend = concurrency, max_buffered_bytes, worker_backend
         self.on_error, self.max_errors, self.snapshot_every_n_steps = on_error, max_errors, snapshot_every_n_steps
-        self.on_timeout, self.on_crash, self.max_retries, self.trace = on_timeout, on_crash, max_retries, trace
-        self.scheduling, self.seeding, self.seeding_rank = scheduling, seeding, seeding_rank
+        self.on_timeout, self.on_crash, self.scheduling, self.seeding = on_timeout, on_crash, scheduling, seeding
+        self.max_retries, self.seeding_rank, self.fingerprint = max_retries, seeding_rank, fingerprint
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
-        self.max_tasks_per_child, self.max_worker_memory = max_tasks_per_child, max_worker_memory
+        self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
         self._newest, self._runs = _nothing, enrol(Runs(), equal_steps)
         self._loader_options()
 

@@ -11,6 +11,7 @@ import math
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from os import PathLike
 from typing import Annotated, Any, Literal, get_type_hints
@@ -150,6 +151,7 @@ class Options:
     max_workers: Annotated[int | None, Least(1), _KEPT]
     max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
+    fingerprint: Annotated[bool, _KEPT]
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -379,6 +381,7 @@ class Options:
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         self._check_max_errors()
+        self._check_fingerprint()
         if self.equal_steps is not None and not isinstance(self.dataset, IterableDataset):
             raise ConfigurationError(
                 "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
@@ -390,6 +393,14 @@ class Options:
             raise ConfigurationError(
                 f"on_timeout={self.on_timeout!r} is for what takes longer than timeout, which is 0, so nothing ever "
                 "does: set timeout, in seconds"
+            )
+
+    def _check_fingerprint(self) -> None:
+        if not isinstance(self.fingerprint, bool):
+            raise ConfigurationError(f"fingerprint should be True or False, but got {self.fingerprint!r}")
+        if self.fingerprint and find_spec("xxhash") is None:
+            raise ConfigurationError(
+                "fingerprint=True needs xxhash, which is not installed: pip install 'asyncloader[fingerprint]'"
             )
 
     def _check_prefetch_epochs(self) -> None:

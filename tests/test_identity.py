@@ -275,6 +275,7 @@ LOADER: dict[str, Decision] = {
     "max_workers": Free(None, 2, {"num_workers": "auto", "worker_backend": "thread"}),
     "max_tasks_per_child": Free(None, 3, {"num_workers": 1}),
     "max_worker_memory": Free(None, 1 << 40, {"num_workers": 1}),
+    "fingerprint": Free(False, True),
 }
 CASES = [
     (kind, option, decision)

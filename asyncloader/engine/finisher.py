@@ -19,9 +19,10 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader import threads
+from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 
-Tell: TypeAlias = Callable[[Any, BaseException | None, float], None]
+Tell: TypeAlias = Callable[[Outcome | None, BaseException | None, float], None]
 
 
 class Finisher:
@@ -42,14 +43,14 @@ class Finisher:
         self._copy = copy or (lambda batch: pin_memory(batch, device))  # type: ignore[no-untyped-call]
         has_device = self.pins and torch.accelerator.is_available()
         self._index = torch.accelerator.current_device_index() if has_device else -1
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Tell] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Outcome], Tell] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def finish(self, make: Callable[[], Any], tell: Tell) -> None:
+    def finish(self, make: Callable[[], Outcome], tell: Tell) -> None:
         """Have a batch made, which joins its slices or takes what is there, and pinned, if that is to be.
 
         Args:
-            make: Returns the batch. The thread drops it, with the data that it refers to, before the batch is pinned.
+            make: Returns the batch. The thread drops it, with the data that it refers to, before these are pinned.
             tell: Called on the loop with the batch or the error, and how many seconds pinning took.
         """
         if self._thread is None:
@@ -80,6 +81,7 @@ class Finisher:
             torch.accelerator.set_device_index(self._index)
         while (job := self._queue.get()) is not None:
             make: Any
+            batch: Outcome | None
             make, tell = job
             job = batch = error = None
             began = perf_counter()
@@ -88,16 +90,16 @@ class Finisher:
                 make = None
                 began = perf_counter()
                 if self.pins:
-                    batch = self._pinned(batch)
+                    batch = batch._replace(data=self._pinned(batch.data))
             except BaseException as raised:
                 batch, error = None, raised
             self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
             del make, tell, batch, error
 
-    def _pinned(self, batch: Any) -> Any:
+    def _pinned(self, data: Any) -> Any:
         try:
-            return self._copy(batch)
+            return self._copy(data)
         except BaseException as raised:  # of a type of the user's, with a pin_memory method
             raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._index}.")
-            raised.__traceback__ = None  # its frames refer to the batch
+            raised.__traceback__ = None  # its frames refer to the data
             raise

@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 from asyncloader.engine.tracks import Progressing, make_tracks
 from asyncloader.messages.snapshot import Frozen, Start, Untold
 from asyncloader.protocols import FollowsConsumers
+from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.sample_context import Placed
 
+_MASK = (1 << 64) - 1
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -51,6 +53,7 @@ class Given(NamedTuple):
         snapshot: The dataset's state after it, if one was taken.
         keys: Where they may be needed to make the batch again.
         bad_count: Samples of it that had raised.
+        digest: Of its data; 0 for none.
     """
 
     seq: int
@@ -59,6 +62,7 @@ class Given(NamedTuple):
     snapshot: Any = None
     keys: Any = None
     bad_count: int = 0
+    digest: int = 0
 
 
 class Call:
@@ -85,6 +89,8 @@ class Place(NamedTuple):
         tracks: Where workers are, for datasets that they have a place or a state in.
         next_worker: The worker that gets the first batch.
         untold: Why the state of a dataset could not be taken.
+        chain: The fingerprint of all batches that were given: the sum of what their numbers and digests make, so that
+            their order does not matter. None if nobody asks for it, or those before the run had none.
     """
 
     position: int
@@ -93,6 +99,7 @@ class Place(NamedTuple):
     tracks: dict[int, Progressing] | None
     next_worker: int | None
     untold: str
+    chain: int | None = None
 
     @property
     def workers(self) -> dict[int, Start] | None:
@@ -101,8 +108,8 @@ class Place(NamedTuple):
 
     def after(self, batch: Given, *, is_ahead: bool) -> Place:
         """Return the place at which another batch is done with, one before it may be missing."""
-        position, ahead, bad_count, tracks, next_worker, untold = self
-        seq, worker, number, snapshot, keys, bad = batch
+        position, ahead, bad_count, tracks, next_worker, untold, chain = self
+        seq, worker, number, snapshot, keys, bad, digest = batch
         if is_ahead and seq >= position:
             ahead |= {seq}
         elif seq >= position:
@@ -117,7 +124,9 @@ class Place(NamedTuple):
             track = copy.copy(tracks[worker])
             track.done(number, snapshot, keys)
             tracks, next_worker = {**tracks, worker: track}, worker + 1
-        return _new(Place, (position, ahead, bad_count + bad, tracks, next_worker, untold))
+        if digest and chain is not None:
+            chain = (chain + mix(seq, digest)) & _MASK
+        return _new(Place, (position, ahead, bad_count + bad, tracks, next_worker, untold, chain))
 
 
 class Progress:
@@ -133,6 +142,7 @@ class Progress:
         bad_count: Samples that had raised before, and were left out or replaced.
         sample: Number of the first sample of the batch at ``position`` in the order of the epoch.
         knows_places: Batches are to know such numbers.
+        chain: The fingerprint of the batches before the run: 0 if there are none; None if the run has none.
 
     Attributes:
         samplers_before: Where samplers were before the run.
@@ -163,10 +173,11 @@ class Progress:
         bad_count: int = 0,
         sample: int = 0,
         knows_places: bool = False,
+        chain: int | None = None,
     ) -> None:
         self.lock = threading.RLock()
         tracks = None if workers is None else make_tracks(workers, key, overlaps=overlaps)
-        place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "")
+        place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "", chain)
         self.counted: tuple[Place, tuple[Call, ...]] = place, ()
         self.began = position, sample
         self.first_keys: Any = None
@@ -189,6 +200,11 @@ class Progress:
     def now(self) -> Place:
         """How far consumers are."""
         return self.folded()[0]
+
+    def fingerprint(self) -> str | None:
+        """Return the fingerprint of all batches that were given: 16 hexadecimal digits, or None."""
+        chain = self.now.chain
+        return None if chain is None else f"{chain:016x}"
 
     @property
     def finished(self) -> bool:

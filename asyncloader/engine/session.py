@@ -370,7 +370,7 @@ class Session:
         if not self._pins:
             return run.scheduler.ready(item.seq, item, outcome.nbytes)
         emptied = item._replace(outcome=outcome._replace(data=None))
-        self._finish(ticket, emptied, [item.times], [outcome.data].pop)
+        self._finish(ticket, emptied, [item.times], [outcome].pop)
         return []
 
     def _conclude(self, ticket: Ticket, batch: Divided) -> list[Action]:
@@ -384,7 +384,7 @@ class Session:
             return self._make_again(ticket)
         if fate != "join":
             return self._came(Ticket(seq, batch.keys), Item(fate, seq))
-        self._finish(ticket, *batch.to_join(seq))
+        self._finish(ticket, *batch.to_join(seq, scheduler.slices.digest))
         return []
 
     def _make_again(self, ticket: Ticket) -> list[Action]:
@@ -394,8 +394,8 @@ class Session:
         scheduler.slices.slicer.refused()
         return scheduler.again(ticket.seq, ticket.keys)
 
-    def _finish(self, ticket: Ticket, item: Item, made: list[Made], make: Callable[[], Any]) -> None:
-        """Have the data of a batch joined, or pinned, or both, beside the loop: ``item`` is to have them then."""
+    def _finish(self, ticket: Ticket, item: Item, made: list[Made], make: Callable[[], Outcome]) -> None:
+        """Have the data of a batch joined, or pinned, or both, beside the loop: ``item`` is without them till then."""
         assert self._finisher is not None
         self._finisher.finish(make, partial(self._on_finished, self.run, ticket, item, made))
 
@@ -405,7 +405,7 @@ class Session:
         ticket: Ticket,
         item: Item,
         made: list[Made],
-        data: Any,
+        outcome: Outcome | None,
         error: BaseException | None,
         seconds: float,
     ) -> None:
@@ -417,11 +417,10 @@ class Session:
         times = run.meter.came(item.seq, made)
         if self._pins:
             run.meter.pinned(times, seconds)
-        outcome = item.outcome._replace(data=data)
-        if error is not None:
-            outcome = outcome._replace(kind=Kind.FAILURE, error=error)
+        if outcome is None:
+            outcome = item.outcome._replace(kind=Kind.FAILURE, error=error)
         elif run.scheduler.slices is not None and ticket.bounds is not None:
-            run.scheduler.slices.slicer.joined(columns_of(data))
+            run.scheduler.slices.slicer.joined(columns_of(outcome.data))
         self.apply(run.scheduler.ready(item.seq, item._replace(outcome=outcome, times=times), outcome.nbytes))
 
     @property

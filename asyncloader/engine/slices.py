@@ -42,6 +42,8 @@ _MOST_REFUSED = 8
 _DIVISIBLE = (list, tuple)
 """A sampler of the user's may yield keys of any other kind, which only the dataset understands."""
 
+Digest: TypeAlias = Callable[[Any], int]
+
 Fate: TypeAlias = 'Outcome | Literal["void", "join", "again"]'
 
 
@@ -127,13 +129,13 @@ class Divided:
             for sample in item.outcome.bad
         ]
 
-    def to_join(self, number: int) -> tuple[Item, list[Made], Callable[[], Any]]:
+    def to_join(self, number: int, digest: Digest | None = None) -> tuple[Item, list[Made], Callable[[], Outcome]]:
         """Return the batch of this number without its data, what is counted of its slices, and what joins these."""
         items = [item for _, item in self.in_order() if item.outcome.kind == Kind.BATCH]
         sizes, parts = [item.outcome.nbytes for item in items], [item.outcome.data for item in items]
         batch = Outcome(Kind.BATCH, bad=self.bad(), nbytes=min(sizes) if min(sizes) < 0 else sum(sizes))
         whole = None if self.slabs is None else self.slabs.whole
-        return Item(batch, number), [item.times for item in items], partial(join, parts, whole)
+        return Item(batch, number), [item.times for item in items], partial(_joined, parts, whole, batch, digest)
 
     def fate(self, on_error: OnError) -> Fate:
         """Say what becomes of the batch: what raised in one place would, perhaps, not in a whole batch."""
@@ -154,6 +156,13 @@ class Divided:
         return Outcome(Kind.LEFT_OUT, outcomes[0].record, bad=bad) if len(bad) == len(self.keys) else "join"
 
 
+def _joined(parts: list[Any], whole: Any, batch: Outcome, digest: Digest | None) -> Outcome:
+    """Return the batch with its data, and with their digest where that is wanted."""
+    data = join(parts, whole)
+    record = batch.record if digest is None else batch.record._replace(digest=digest(data))
+    return batch._replace(record=record, data=data)
+
+
 class Slices:
     """Divides the batches of one run. On the loop thread.
 
@@ -161,6 +170,7 @@ class Slices:
         slicer: Decides how large slices are.
         on_error: How bad samples are handled.
         obtain: Gets slabs for a batch with these large tensors and so many samples; None if there are none.
+        digest: Makes the digest of a batch, where batches have fingerprints. Used by the finisher.
     """
 
     def __init__(
@@ -168,8 +178,10 @@ class Slices:
         slicer: Slicer,
         on_error: OnError = "raise",
         obtain: Callable[[Columns, int], BatchSlabs | None] | None = None,
+        digest: Digest | None = None,
     ) -> None:
         self.slicer = slicer
+        self.digest = digest
         self.on_error = on_error
         self._obtain = obtain
         self._batches: dict[int, Divided] = {}  # of which slices are missing, by number

@@ -117,7 +117,8 @@ class Taking:
                 bad_before = place.bad_count + sum(each.given.bad_count for each in calls)
                 if (error := self.limit.count(outcome.bad, bad_before)) is not None:
                     item = failed(error)
-            given = _new(Given, (first.seq, first.worker, first.number, snapshot, first.keys, bad_count))
+            digest = item.outcome.record.digest if item.outcome.kind == Kind.BATCH else 0
+            given = _new(Given, (first.seq, first.worker, first.number, snapshot, first.keys, bad_count, digest))
             is_left_out = item.outcome.kind == Kind.LEFT_OUT
             if is_left_out:
                 after = place.after(given, is_ahead=bool(calls) or not progress.in_order), calls

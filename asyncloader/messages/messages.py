@@ -184,6 +184,7 @@ class WorkerSpec:
         modes: The modes of the iterating thread; None where the worker is not to have them.
         thread: Other properties of the iterating thread, which workers take over.
         epochs: The epochs that `set_epoch` had told the dataset when this worker's copy of it was made.
+        fingerprint: Make a digest of each batch.
     """
 
     dataset: Any
@@ -205,6 +206,7 @@ class WorkerSpec:
     modes: Modes | None = None
     thread: IteratingThread | None = None
     epochs: tuple[Told, ...] = ()
+    fingerprint: bool = False
 
     @property
     def overlaps(self) -> bool:

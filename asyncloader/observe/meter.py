@@ -79,9 +79,11 @@ class Meter:
         faults: Faults that were handled in this run.
         trace: Where a timeline is written.
         traffic: Counts what comes from other machines.
+        loader: The number of the loader in the timeline.
         options: Options of the loader that the verdict builds on.
 
     Attributes:
+        fingerprint: Tells that of the batches that were given.
         held_back: Batches that were taken, and are held until ranks have agreed on a step for them.
     """
 
@@ -93,8 +95,10 @@ class Meter:
         faults: Faults | None = None,
         trace: Trace | None = None,
         traffic: Traffic | None = None,
+        loader: int = 0,
         **options: Any,
     ) -> None:
+        self.fingerprint: Callable[[], str | None] = _not_noted
         self.faults = faults or Faults()
         self._epoch = epoch
         self._num_workers = num_workers
@@ -102,6 +106,7 @@ class Meter:
         self._window = window
         self._options = options
         self._trace = trace
+        self._loader = loader
         self._traffic = traffic or Traffic()
         self._received_before = self._traffic.received
         self._note: Callable[..., None] = _not_noted if trace is None else trace.note
@@ -244,7 +249,7 @@ class Meter:
 
     # --------------------------------------------------------------------------------------------- consumers
 
-    def took(self, asked_at: float, times: BatchTimes, used: int, ready: int) -> None:
+    def took(self, asked_at: float, times: BatchTimes, used: int, ready: int, digest: int = 0) -> None:
         """Count a batch that a consumer takes.
 
         Args:
@@ -252,12 +257,13 @@ class Meter:
             times: The batch's own.
             used: Batches being made or waiting.
             ready: Batches that lay ready.
+            digest: That of its data, or 0.
         """
         now = perf_counter()
         asked_at = asked_at or now
         ready_at, made_at = times.ready_at, times.made_at
         self._taken.add([used, ready, now - asked_at, now - ready_at, ready_at - made_at, asked_at - self._idle_from])
-        self._count_taken(times.seq, asked_at, now, ready)
+        self._count_taken(times.seq, asked_at, now, ready, digest)
 
     def took_here(self, asked_at: float, record: Record, made_at: float, ready: int) -> None:
         """Count a batch that this process has made itself, and pinned if it is to be, and that a consumer takes."""
@@ -267,9 +273,9 @@ class Meter:
         if self._trace is not None:
             stages = (("fetch", made_at - began - collate_s), ("collate", collate_s))
             self._note(timeline.batch, "", record.seq, -1, 0.0, began, stages, 0.0, now)
-        self._count_taken(record.seq, asked_at, now, ready)
+        self._count_taken(record.seq, asked_at, now, ready, record.digest)
 
-    def _count_taken(self, seq: int, asked_at: float, now: float, ready: int) -> None:
+    def _count_taken(self, seq: int, asked_at: float, now: float, ready: int, digest: int) -> None:
         if now > self._cpu_due_at:
             self._last_cpu_s = process_time()
             self._cpu_due_at = now + 0.001 + 0.01 * (now - self._began)
@@ -277,7 +283,8 @@ class Meter:
             self._first_at, self._first_cpu_s = now, self._last_cpu_s
         if self._trace is not None:
             last_at = self._last_at if self._taken_count else 0.0
-            self._note(timeline.taken, seq, last_at, asked_at if asked_at < now else 0.0, now, ready)
+            waited_from = asked_at if asked_at < now else 0.0
+            self._note(timeline.taken, seq, last_at, waited_from, now, ready, digest, self._loader, self._epoch)
             if self._trace.is_due:
                 self._trace.write()
         self._last_at = self._idle_from = now
@@ -363,6 +370,7 @@ class Meter:
             changes=tuple(self._changes),
             renewals=self._renewals,
             options=self._options,
+            fingerprint=self.fingerprint(),
             ranks_s=self._ranks_until,
         )
 

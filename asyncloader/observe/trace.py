@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -56,6 +57,8 @@ class Trace:
         self._nodes = {"": _TRAINER}
         self._named: set[tuple[int, int]] = set()
         self._lanes: dict[tuple[str, int], list[float]] = {}  # of each worker, until when its lanes are taken
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next_number = count()
         self._lock = threading.Lock()
         self._is_open = True
         self._pid = os.getpid()  # a fork of this process leaves the file alone
@@ -68,6 +71,16 @@ class Trace:
         The values of a `batch` begin with the machine that its worker is on, "" for this one.
         """
         self._events.append((event, *values))
+
+    def number_of(self, loader: Any) -> int:
+        """Return the number of a loader that writes here: they are counted as their first runs begin.
+
+        Args:
+            loader: An object that lives as long as the loader.
+        """
+        if (number := self._numbers.get(loader)) is None:
+            number = self._numbers[loader] = next(self._next_number)
+        return number
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -89,8 +102,8 @@ class Trace:
         if self._pid != os.getpid() or not self._lock.acquire(blocking=wait):
             return
         try:
-            count = len(self._events)
-            events, self._events[:count] = self._events[:count], []
+            until = len(self._events)
+            events, self._events[:until] = self._events[:until], []
             if not events or not self._is_open:
                 return
             text = b",\n".join(json.dumps(event).encode() for noted in events for event in self._expand(noted))
@@ -239,14 +252,28 @@ def pinned(seq: int, now: float, seconds: float) -> Iterator[dict[str, Any]]:
     yield _flow("t", _PIN, seq, now - seconds)
 
 
-def taken(seq: int, last_at: float, asked_at: float, now: float, ready: int) -> Iterator[dict[str, Any]]:
-    """A consumer took a batch, for which it waited if ``asked_at`` is not 0, after its last one."""
+def taken(
+    seq: int, last_at: float, asked_at: float, now: float, ready: int, digest: int = 0, loader: int = 0, epoch: int = 0
+) -> Iterator[dict[str, Any]]:
+    """A consumer took a batch.
+
+    Args:
+        seq: Its number in the plan.
+        last_at: When the last one was taken, 0.0 for never.
+        asked_at: Since when it was waited for, 0.0 if it was there.
+        now: When it was taken.
+        ready: How many more lay ready.
+        digest: That of its data; 0 if there is none.
+        loader: The number of the loader in this timeline.
+        epoch: The run of the loader.
+    """
+    fingerprint = {"fingerprint": f"{digest:016x}"} if digest else {}
     if last_at:
         began = last_at + _INSTANT_S  # after the slice in which the last one was taken
         yield _slice(_CONSUMER, "train", began, (asked_at or now) - began)
     if asked_at:
         yield _slice(_CONSUMER, "wait", asked_at, now - asked_at, batch=seq)
-    yield _slice(_CONSUMER, "take", now, 0.0, batch=seq)
+    yield _slice(_CONSUMER, "take", now, 0.0, batch=seq, loader=loader, epoch=epoch, **fingerprint)
     yield _flow("f", _CONSUMER, seq, now)
     yield {"ph": "C", "tid": _CONSUMER, "name": "ready", "ts": now, "args": {"batches": ready}}
 

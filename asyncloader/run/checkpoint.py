@@ -16,6 +16,7 @@
      "num_workers": how many there are, where their number looks after itself,
      "workers": where each worker is in a dataset that it has a place or a state in, "next_worker": whose turn it is,
      "excluded": samples that are left out, each with the run and the batch from which on (JSON), or None,
+     "fingerprint": that of the batches of the run that were given, 16 hexadecimal digits, or None,
      "fits": what of the loader must be the same; "samplers" and "datasets" in it are lists of identities (JSON)}
 
 Plain data, and a fresh dictionary at each call: strings, numbers, lists of them. States of the user's objects are in it
@@ -270,6 +271,7 @@ class Checkpointer:
             num_workers=self.progress.num_workers,
             workers=None if carried is None else as_plain(carried),
             excluded=self.exclusions.state(),
+            fingerprint=self.progress.fingerprint(),
         )
 
     def state_before(self, number: int) -> dict[str, Any]:
@@ -301,6 +303,7 @@ class Checkpointer:
             sample=progress.sample,
             workers=None if now.workers is None else as_plain(now.workers),
             next_worker=now.next_worker,
+            fingerprint=progress.fingerprint(),
         )
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> dict[str, Any]:
@@ -352,6 +355,7 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
         sample = -1 if sample < 0 or samples is None else sample + by * samples
     drawn = state["drawn"] + (0 if state["is_over"] else by)
     given: dict[str, Any] = {"ahead": [], "workers": None, "next_worker": None, "bad_count": 0, "check": [], "asked": 0}
+    given["fingerprint"] = None
     return {**state, **given, "position": number, "drawn": drawn, "sample": sample}
 
 
@@ -398,5 +402,6 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "has_past": False,
         "num_workers": None,
         "excluded": None,
+        "fingerprint": None,
     }
     return {**state, **more, "fits": dict(fits)}

@@ -95,7 +95,9 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         """Begin a run."""
         start, options = self._begin(partial(self._construct, loader), state, inline=True), self._options
         progress, faults = start.checkpointer.progress, Faults()
-        self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, self._runs.open_trace(options))
+        trace, number = self._runs.open_trace(options)
+        self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, trace, loader=number)
+        self._meter.fingerprint = progress.fingerprint
         taking = Taking(progress, ErrorLimit(options, progress, faults))
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
         aside = partial(alone, start.key) if options.seeds_each_sample else None

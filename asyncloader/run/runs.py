@@ -199,14 +199,18 @@ class Runs:
         if self.latest is not None:
             self.latest.progress.num_workers = None
 
-    def open_trace(self, options: Options) -> Trace | None:
-        """Return where the timeline of a run is written: one file for all runs, and for other loaders that name it."""
+    def open_trace(self, options: Options) -> tuple[Trace | None, int]:
+        """Return where the timeline of a run is written, and the number of this loader in there.
+
+        It is one file for all runs, and for other loaders that name it.
+        """
         if options.trace is None:
-            return active_trace()
+            trace = active_trace()
+            return trace, 0 if trace is None else trace.number_of(self)
         if self._trace is None or self._trace.path != Path(options.trace):
             self._trace = shared_trace(options.trace, self)
             weakref.finalize(self, self._trace.write, wait=False)
-        return self._trace
+        return self._trace, self._trace.number_of(self)
 
 
 def _changed(before: list[int | None], since: Sequence[int | None]) -> list[int | None]:

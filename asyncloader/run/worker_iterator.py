@@ -177,6 +177,7 @@ class WorkerIterator(BaseIterator[T_co]):
         """Have consumers take from a run that has begun."""
         self._run = run
         self._meter = self._runs.meter = run.meter
+        run.meter.fingerprint = run.progress.fingerprint
         self._seeding.end_others(run.epoch.key)
 
     def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:

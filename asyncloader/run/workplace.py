@@ -33,6 +33,7 @@ from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
 from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.slab import slab_pool
+from asyncloader.worker.digesting import make_digester
 from asyncloader.worker.gather import gathers
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -132,7 +133,7 @@ def make_slices(options: Options, slicer: Slicer) -> Slices | None:
     if not (options.splits and _can_join(options)):
         return None
     obtain = None if options.is_in_process else partial(batch_slabs.obtain, slab_pool())
-    return Slices(slicer, options.on_error, obtain)
+    return Slices(slicer, options.on_error, obtain, make_digester(options.fingerprint))
 
 
 def _can_join(options: Options) -> bool:
@@ -152,13 +153,15 @@ def make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Fa
         window: Batches in flight or waiting.
         faults: Of the run.
     """
+    trace, loader = runs.open_trace(options)
     return Meter(
         epoch,
         options.num_at_start,
         window,
         faults,
-        runs.open_trace(options),
+        trace,
         runs.traffic,
+        loader,
         is_iterable=options.is_iterable,
         scheduling=options.scheduling,
         could_split=options.could_split and _can_join(options),

@@ -6,24 +6,20 @@ is not 0.0; other objects by ``==`` if their class says so, and otherwise by wha
 
 from __future__ import annotations
 
-import array
-import copyreg
 import dataclasses
-import pickle
 import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
-from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from asyncloader.transport.tensors import Array, carrier
+from asyncloader.transport.parts import BUFFERS, bits_of_array, bits_of_tensor, fields_of, parts_of, reduction_of
+from asyncloader.transport.tensors import Array
 
 _PLAIN = (int, bool, str, bytes, type(None), type(...))
-_BUFFERS = (bytearray, memoryview, array.array, pickle.PickleBuffer)
 _PICKLED = " (as pickled)"
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 _LONG = 400
@@ -97,7 +93,7 @@ class _Comparison:
             return self._arrays(one, other, path)
         if isinstance(one, (np.generic, float, complex)):
             return self._arrays(np.asarray(one), np.asarray(other), path)
-        if isinstance(one, _BUFFERS):
+        if isinstance(one, BUFFERS):
             ours, theirs = memoryview(one), memoryview(other)
             is_same = (ours.format, ours.shape, ours.tobytes()) == (theirs.format, theirs.shape, theirs.tobytes())
             return None if is_same else _unlike(path, one, other)
@@ -108,7 +104,7 @@ class _Comparison:
         if isinstance(one, Set):
             return self._sets(one, other, path)
         if dataclasses.is_dataclass(one):
-            return self._mappings(_fields(one), _fields(other), path, _attribute)
+            return self._mappings(fields_of(one), fields_of(other), path, _attribute)
         return self._objects(one, other, path)
 
     def _first(self, parts: Iterable[tuple[Any, Any, str]]) -> _Found:
@@ -161,10 +157,10 @@ class _Comparison:
                 with torch._C.DisableTorchFunctionSubclass():
                     one, other = one.as_subclass(torch.Tensor), other.as_subclass(torch.Tensor)
         one, other = one.detach(), other.detach()
-        parts = _parts(one)
+        parts = parts_of(one)
         if parts is not None:
-            return self._mappings(parts, _parts(other), path, _attribute)
-        return None if one.is_meta else _unlike_elements(path, one, other, _bits_of_tensor)
+            return self._mappings(parts, parts_of(other), path, _attribute)
+        return None if one.is_meta else _unlike_elements(path, one, other, bits_of_tensor)
 
     def _arrays(self, one: Any, other: Any, path: str) -> _Found:
         if found := _unlike_looks(path, one, other, "dtype", "shape"):
@@ -175,7 +171,7 @@ class _Comparison:
         if one.dtype.names:
             return self._first((one[name], other[name], _item(path, name)) for name in one.dtype.names)
         if not one.dtype.hasobject:
-            return _unlike_elements(path, np.asarray(one), np.asarray(other), _bits_of_array)
+            return _unlike_elements(path, np.asarray(one), np.asarray(other), bits_of_array)
         places = (f"{path}[{', '.join(map(str, index))}]" for index in np.ndindex(one.shape))
         return self._first(zip(one.flat, other.flat, places, strict=True))
 
@@ -196,7 +192,7 @@ class _Comparison:
 
     def _reductions(self, one: Any, other: Any, path: str) -> _Found:
         """Compare what pickle would write of two objects of one class."""
-        ours, theirs = _reduction(one), _reduction(other)
+        ours, theirs = reduction_of(one), reduction_of(other)
         pickled = path if _PICKLED in path else path + _PICKLED
         if found := self.difference(ours[:2], theirs[:2], pickled):
             is_told = _has_own(one, "__repr__") and _ADDRESS.sub("", _words(one)) != _ADDRESS.sub("", _words(other))
@@ -210,31 +206,6 @@ class _Comparison:
                 return found
         found = self.difference(ours.items, theirs.items, path)
         return found or self._mappings(ours.by_key, theirs.by_key, path, _item)
-
-
-class _Reduction(NamedTuple):
-    """The parts that pickle writes of an object."""
-
-    maker: Any
-    made_of: Any
-    states: list[Any]  # two
-    items: list[Any]
-    by_key: dict[Any, Any]
-
-
-def _reduction(thing: Any) -> _Reduction:
-    if isinstance(thing, FunctionType):  # of which pickle would write the name, if it has one
-        cells = [cell.cell_contents for cell in thing.__closure__ or ()]
-        return _Reduction(None, (thing.__code__, thing.__defaults__, thing.__kwdefaults__, cells), [None] * 2, [], {})
-    reducer = copyreg.dispatch_table.get(type(thing))
-    reduced = thing.__reduce_ex__(4) if reducer is None else reducer(thing)
-    if isinstance(reduced, str):
-        return _Reduction(None, reduced, [None] * 2, [], {})
-    maker, made_of, *more = reduced
-    state, items, by_key = (*more, None, None, None)[:3]
-    has_slots = isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
-    states = list(state) if has_slots else [state, None]
-    return _Reduction(maker, made_of, states, list(items or ()), dict(by_key or ()))
 
 
 def _says_equal(one: Any, other: Any) -> bool | None:
@@ -252,53 +223,7 @@ def _has_own(thing: Any, method: str) -> bool:
     return getattr(type(thing), method) is not getattr(object, method)
 
 
-def _fields(thing: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are for comparison."""
-    names = [field.name for field in dataclasses.fields(thing) if field.compare]
-    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
-
-
-# --------------------------------------------------------------------------------------------------------------- bits
-def _parts(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """Return the parts of a tensor; None if it is dense memory."""
-    if tensor.is_nested:
-        names = ["unbind"]
-    elif tensor.is_mkldnn:
-        names = ["to_dense"]
-    elif tensor.layout is torch.sparse_coo:
-        names = ["_indices", "_values", "is_coalesced"]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        names = ["crow_indices", "col_indices", "values"]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        names = ["ccol_indices", "row_indices", "values"]
-    elif tensor.is_quantized and "channel" in str(tensor.qscheme()):
-        names = ["qscheme", "int_repr", "q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis"]
-    elif tensor.is_quantized:
-        names = ["qscheme", "int_repr", "q_scale", "q_zero_point"]
-    else:
-        return None
-    return {f"{name}()": getattr(tensor, name)() for name in names}
-
-
-def _bits_of_tensor(tensor: torch.Tensor) -> Array:
-    """The bytes of a dense tensor, a row for each element."""
-    tensor = tensor.clone() if tensor._is_zerotensor() else tensor
-    tensor = tensor.resolve_conj() if tensor.is_conj() else tensor
-    tensor = tensor.resolve_neg() if tensor.is_neg() else tensor
-    row = tensor.view(carrier(tensor.dtype)).cpu().contiguous().reshape(-1)
-    return row.view(torch.uint8).numpy().reshape(tensor.numel(), tensor.itemsize)
-
-
-def _bits_of_array(values: Array) -> Array:
-    """The bytes of an array of numbers or texts, a row for each element."""
-    size = count = values.itemsize
-    if values.dtype.kind in "fc" and np.finfo(values.dtype).nmant == 63:  # x86's long double: 10 bytes, and padding
-        values = values.astype(values.dtype.newbyteorder("="))
-        size, count = np.dtype(np.longdouble).itemsize, 10
-    bits = np.frombuffer(values.tobytes(), np.uint8).reshape(values.size, values.itemsize // size, size)
-    return bits[:, :, :count].reshape(values.size, -1)
-
-
+# ------------------------------------------------------------------------------------------------------------ elements
 def _unlike_elements(path: str, one: Any, other: Any, bits_of: Callable[[Any], Array]) -> _Found:
     """Compare tensors or arrays of one dtype and shape."""
     if not one.nbytes:

@@ -48,6 +48,7 @@ from asyncloader.transport.collate import is_default
 from asyncloader.transport.join import collated
 from asyncloader.transport.loans import Rows
 from asyncloader.worker.data_pipes import one_walks
+from asyncloader.worker.digesting import make_digester
 from asyncloader.worker.fetch import IterableFetcher, fetch_and_drop, make_fetcher
 from asyncloader.worker.job import Job, NoGoodSample, mend
 from asyncloader.worker.odd_sample import find_odd_sample
@@ -123,6 +124,7 @@ class BatchMaker:
         self._aside = aside
         self._fetch: Any = None  # a `Fetcher`, where samples are fetched one by one
         self._own: OwnGenerators | None = None
+        self._digest: Callable[[Any], int] | None = None
         self._epoch: EpochSpec
         self._cpu_clock = host.cpu_clock
         self._cpu_s = host.cpu_clock()
@@ -191,6 +193,7 @@ class BatchMaker:
         spec, outside = self.spec, sample_context.current.set(SampleContext(self.seeder, 0))
         try:
             self._leave(before)
+            self._digest = make_digester(spec.fingerprint)
             dataset = self._reseed_pipe(spec.dataset)
             tell(dataset, epoch.epochs, self._epochs)
             self._epochs = epoch.epochs or self._epochs
@@ -361,7 +364,7 @@ class BatchMaker:
                 return data
             if rows is not None:
                 data = collated(samples, data, self.spec.collate_fn)
-            return self.batch(job, data)
+            return self.batch(job, data, is_slice=rows is not None)
         except BaseException as error:
             if self._host.ends(error):
                 raise
@@ -386,9 +389,10 @@ class BatchMaker:
 
     # ------------------------------------------------------------------------------------------------- outcomes
 
-    def batch(self, job: Job, data: Any) -> Outcome:
-        """Return the batch of a ticket."""
-        return _new(Outcome, (Kind.BATCH, self._record(job), data, None, job.bad, job.snapshot, 0))
+    def batch(self, job: Job, data: Any, *, is_slice: bool = False) -> Outcome:
+        """Return the batch of a ticket, or a slice of one, whose digest is made when it is joined."""
+        digest = 0 if self._digest is None or is_slice else self._digest(data)
+        return _new(Outcome, (Kind.BATCH, self._record(job, digest), data, None, job.bad, job.snapshot, 0))
 
     def failed(self, job: Job, error: BaseException, blame: Blame | None = None) -> Outcome:
         """Return what becomes of a ticket for which this was raised, by the sample to blame where that is known."""
@@ -435,7 +439,7 @@ class BatchMaker:
         snapshot = self.keeper.take_last() if self.keeper is not None and self.spec.keeps_dataset else None
         return Outcome(Kind.EXHAUSTED, self._record(job), snapshot=snapshot)
 
-    def _record(self, job: Job) -> Record:
+    def _record(self, job: Job, digest: int = 0) -> Record:
         """Note the times of a ticket: waited for it, fetched, collated until now; CPU time since the last; memory."""
         now = perf_counter()
         began, fetched = job.began, job.fetched or now
@@ -451,6 +455,7 @@ class BatchMaker:
             self._cpu_s - cpu_before,
             self._stalls.take(now) if now >= self._stalls.due_at else 0.0,
             0 if self._memory is None else self._memory.take(now),
+            digest,
             0.0,  # the transport notes how long encoding takes
         )
         return _new(Record, fields)

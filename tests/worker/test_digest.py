@@ -1,0 +1,266 @@
+"""Digests of batches: the same for the same data, others for others."""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import dataclasses
+import datetime
+import enum
+import itertools
+import logging
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+from torch.nn.utils.rnn import pack_sequence
+
+from asyncloader.worker.digest import Digester
+from tests.sameness import same
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(prototype|beta|quantiz|deprecated|invariant|ComplexHalf).*:UserWarning"
+)
+
+
+def digest(batch: Any) -> int:
+    return Digester()(batch)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = 0
+
+
+class Other(NamedTuple):
+    x: Any
+    y: Any = 0
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: Any = 0
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Plain:
+    def __init__(self, **more: Any) -> None:
+        self.__dict__.update(more)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def tagged(tensor: torch.Tensor, **more: Any) -> torch.Tensor:
+    made = tensor.as_subclass(Subclass)
+    made.__dict__.update(more)
+    return made
+
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32,
+    torch.int8, torch.int64, torch.uint8, torch.uint16, torch.bool, torch.float8_e4m3fn,
+]  # fmt: skip
+NUMBERS = (
+    st_numpy.integer_dtypes(endianness="=")
+    | st_numpy.floating_dtypes(endianness="=")
+    | st_numpy.unicode_string_dtypes(endianness="=")
+    | st_numpy.datetime64_dtypes(endianness="=")
+)  # copies of arrays with another byte order may have that of the machine
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text() | st.binary()
+    | st_numpy.arrays(NUMBERS, st_numpy.array_shapes(min_dims=0, min_side=0, max_side=3))
+    | st_numpy.arrays(np.float32, st_numpy.array_shapes(max_side=3)).map(torch.from_numpy)
+)  # fmt: skip
+KEYS = st.text(max_size=3) | st.integers(-3, 3)
+BATCHES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.builds(Point, inner, inner)
+        | st.builds(Sample, inner, inner)
+        | st.builds(lambda one, other: Plain(a=one, b=other), inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(BATCHES)
+def test_copies_are_alike(batch: Any) -> None:
+    """Also of a copy that came out of a pickle, in which what was one object may be several."""
+    assert digest(batch) == digest(copy.deepcopy(batch)) == digest(pickle.loads(pickle.dumps(batch)))
+
+
+@given(BATCHES, BATCHES)
+def test_digests_say_what_a_comparison_says(one: Any, other: Any) -> None:
+    """Two batches are the same bit for bit, or their digests differ."""
+    assert (digest(one) == digest(other)) is same(one, other)
+
+
+@given(st.data())
+def test_one_flipped_bit_is_found(data: st.DataObject) -> None:
+    """Wherever it is, in tensors of every dtype, among others that stay as they are."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = data.draw(st_numpy.array_shapes(max_dims=3, max_side=4))
+    count = int(np.prod(shape)) * dtype.itemsize
+    contents = data.draw(st.binary(min_size=count, max_size=count)) if dtype is not torch.bool else bytes(count)
+    bit = (
+        data.draw(st.integers(0, 8 * count - 1))
+        if dtype is not torch.bool
+        else 8 * data.draw(st.integers(0, count - 1))
+    )
+    flipped = bytearray(contents)
+    flipped[bit // 8] ^= 1 << bit % 8
+    one, other = (
+        torch.frombuffer(bytearray(each), dtype=torch.uint8).view(dtype).reshape(shape) for each in (contents, flipped)
+    )
+    assert digest({"a": 1, "image": [one]}) != digest({"a": 1, "image": [other]})
+    assert digest(one) == digest(one.clone())
+
+
+@given(st_numpy.arrays(np.float32, st_numpy.array_shapes(min_dims=2, max_dims=3, max_side=5)))
+def test_the_layout_does_not_matter(values: np.ndarray[Any, Any]) -> None:
+    """Strides, gaps, shared or other memory, views of a larger storage."""
+    tensor = torch.from_numpy(values)
+    found = digest(tensor)
+    gaps = torch.zeros(*(2 * size for size in tensor.shape))[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    gaps.copy_(tensor)
+    turned = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    assert found == digest(gaps) == digest(turned) == digest(tensor.clone().share_memory_())
+    assert found == digest(torch.stack([tensor, tensor])[1]) == digest(tensor.clone().requires_grad_())
+    assert digest(values) == digest(np.asfortranarray(values)) == digest(gaps.numpy())
+
+
+UNLIKE: list[Callable[[], tuple[Any, ...]]] = [
+    lambda: (0, 0.0, -0.0, False, None, "", b"", "0", b"0", 0j, ..., [], (), {}, set(), frozenset(), bytearray(), int),
+    lambda: ([1, 2], [2, 1], [1, 2, 0], [[1], 2], [[1], [2]], (1, 2), collections.deque([1, 2]), {1, 2}),
+    lambda: (Point(1, 2), Other(1, 2), Point(2, 1), Sample(1, 2), Plain(image=1, label=2), {"x": 1, "y": 2}),
+    lambda: ({"a": 1}, {"b": 1}, {"a": 2}, {"a": True}, collections.OrderedDict(a=1), {b"a": 1}, {"a": {"a": 1}}),
+    lambda: (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int32), np.zeros(4)),
+    lambda: (torch.zeros(0, 3), torch.zeros(3, 0), torch.zeros(0, 3, dtype=torch.int8), torch.zeros(0, 3).to_sparse()),
+    lambda: (torch.ones(3).to_sparse(), torch.eye(3)[:2].sum(0).to_sparse(), torch.eye(3).to_sparse_csr()),
+    lambda: (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int16)),
+    lambda: (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).imag),
+    lambda: (torch.zeros(2, device="meta"), torch.zeros(3, device="meta"), torch.zeros(2)),
+    lambda: (tagged(torch.ones(2)), tagged(torch.ones(2), box=1), tagged(torch.ones(2), box=2), torch.ones(2)),
+    lambda: (np.float32(1), np.float64(1), 1.0, np.int64(1), np.array(1.0), np.str_("1"), np.datetime64(1, "s")),
+    lambda: (np.array(["a", "b"]), np.array(["a", "bb"]), np.array([b"a", b"b"]), np.array(["a", "b"], object)),
+    lambda: (np.array([1, "a"], object), np.array([1, "b"], object), np.array([[1, "a"]], object), [1, "a"]),
+    lambda: (np.zeros(2, [("a", "i4")]), np.zeros(2, [("b", "i4")]), np.zeros(2, [("a", "f4")])),
+    lambda: (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0]), np.array([1, 2])),
+    lambda: (Color.RED, Color.BLUE, 1, "RED"),
+    lambda: (len, max, int, float, Plain, digest),
+    lambda: (array.array("b", [1]), array.array("B", [1]), b"\1", bytearray(b"\1"), memoryview(b"\1")),
+    lambda: (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2), pathlib.Path("a"), range(3), range(4)),
+    lambda: (PIL.Image.new("L", (2, 2)), PIL.Image.new("L", (2, 2), 1), PIL.Image.new("RGB", (2, 2))),
+    lambda: (pd.Series([1, 2]), pd.Series([1, 3]), pd.DataFrame({"a": [1, 2]}), pd.DataFrame({"b": [1, 2]})),
+    lambda: (pack_sequence([torch.ones(2), torch.ones(1)]), pack_sequence([torch.ones(2), torch.zeros(1)])),
+    lambda: (Plain(a=1), Plain(a=2), Plain(b=1), Plain()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", UNLIKE, ids=map(str, range(len(UNLIKE))))
+def test_what_differs_has_another_digest(make: Callable[[], tuple[Any, ...]]) -> None:
+    """In type, in structure, in a key, a dtype, a shape or a value; and each is the same when it is made again."""
+    found = [digest(thing) for thing in make()]
+    assert len(set(found)) == len(found)
+    assert found == [digest(thing) for thing in make()]
+    assert len({digest([thing]) for thing in make()} | set(found)) == 2 * len(found)
+
+
+def test_the_order_of_keys_and_elements_does_not_matter() -> None:
+    """Of dictionaries and sets: that of strings in a set differs from process to process."""
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest({"a", "b", "c"}) == digest({"c", "b", "a"})
+    assert digest({"a": 1, "b": 2}) != digest({"a": 2, "b": 1})
+
+
+def test_what_holds_itself_has_a_digest() -> None:
+    """Which differs with what is in it."""
+
+    def ring(value: int) -> list[Any]:
+        made: list[Any] = [value]
+        made.append({"me": made})
+        return made
+
+    assert digest(ring(1)) == digest(ring(1)) != digest(ring(2))
+
+
+def test_equal_parts_may_be_one_object_or_two() -> None:
+    """A pickle would tell them apart."""
+    text, other = "".join(["same", " text"]), "".join(["same", " text"])
+    assert text is not other
+    one, two = Plain(a=text, b=text), Plain(a=text, b=other)
+    assert pickle.dumps(one) != pickle.dumps(two)
+    assert digest(one) == digest(two)
+
+
+PRINTING = """
+import numpy as np, torch
+from asyncloader.worker.digest import Digester
+batch = {"image": torch.ones(2, 2, dtype=torch.uint8), "label": ["a", 3, 0.5, None], "set": {"x", "y"}}
+for each in (torch.arange(6, dtype=torch.float32).reshape(2, 3), batch, np.arange(3, dtype=np.int64)):
+    print(f"{Digester()(each):016x}")
+"""
+
+
+def test_digests_stay_what_they_are() -> None:
+    """In other processes, where hashes of texts are others; and those of a state of last year."""
+    programs = [subprocess.run([sys.executable, "-c", PRINTING], check=True, capture_output=True) for _ in range(2)]
+    found = [program.stdout.decode().split() for program in programs]
+    assert found == [["657162d0c2cdff51", "aca5e280318d78c9", "a316407771aff66d"]] * 2
+
+
+class Refusing:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError("not me")
+
+
+class Fickle:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Fickle, (next(COUNT),)
+
+
+COUNT = itertools.count()
+
+
+@pytest.mark.parametrize("kind", [Refusing, Fickle, threading.Lock], ids=["refuses", "is fickle", "a lock"])
+def test_what_cannot_be_looked_at_is_left_out_and_named_once(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The rest of the batch counts; and so does that such a thing is there."""
+    make = Digester()
+    with caplog.at_level(logging.WARNING, "asyncloader"):
+        first = make([1, kind()])
+        assert make([1, kind()]) == first
+        assert make([2, kind()]) != first != make([1, None])
+    (record,) = caplog.records
+    assert "The fingerprint leaves out what is in objects of the class" in record.getMessage()
+    assert type(kind()).__qualname__ in record.getMessage()
+
+
+def test_a_subclass_in_the_main_module_of_a_spawned_worker_is_the_same_class() -> None:
+    """There the module has another name, __mp_main__: so classes count by their qualified names alone."""
+    twin = type("Plain", (), {"__module__": "__mp_main__", "__qualname__": "Plain"})
+    made = twin()
+    made.a = 1
+    assert digest(made) == digest(Plain(a=1))
