@@ -146,6 +146,16 @@ def lent(loans: WorkerLoans) -> dict[int, Region]:
     return loans._loans
 
 
+def written(loans: WorkerLoans) -> list[Region]:
+    """Return the regions in which a worker finds the keys of its tickets."""
+    return [region for _, region in loans._written]
+
+
+def written_to_all(iterator: Any) -> list[Region]:
+    """Return those of all workers of an iterator."""
+    return [region for loans in tuple(session(iterator).pool._loans.values()) for region in written(loans)]  # type: ignore[attr-defined]
+
+
 def descriptor(memory: Any) -> int:
     """Return the descriptor of an arena, or of the file of a shared list."""
     fd: int = memory._fd if hasattr(memory, "_fd") else memory._file.fd

@@ -3,13 +3,14 @@
     header: length of the body (u64), kind (u8)
     body:   pickled (small, control), or an outcome (see :mod:`asyncloader.messages.outcome`)
 
-    parent -> worker   TICKETS  loans, [(seq, pickled keys), ...]  a batch each to do, and slabs to do them in
+    parent -> worker   TICKETS  loans, [(seq, pickled keys), ...]  a batch each to do, and slabs to do them in; see
+                                                              :mod:`asyncloader.messages.tickets`
                        LOANS    loans                         answer to an ask
                        EPOCH    EpochSpec                     a new run over the data; earlier tickets are forgotten
                        WHERE    seq                           tell at which awaits the samples of this ticket are
                        END      nothing                       finish: clean up and leave
                        CONFIRM  number of the run             answer to ENDING
-    worker -> parent   UP       nothing                       the generators are seeded; what follows is the user's code
+    worker -> parent   UP       whether it has the arena      the generators are seeded; what follows is the user's code
                        READY    nothing                       the dataset is open, `worker_init_fn` has run
                        BATCH, FAILURE, REFUSED, LEFT_OUT,
                        EXHAUSTED                              what has become of a ticket
@@ -23,17 +24,11 @@ Nothing here is taken from strangers: a channel is an anonymous socketpair betwe
 
 from __future__ import annotations
 
-import pickle
 import struct
-import traceback
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from asyncloader.epochs import Told
-from asyncloader.messages.failure import with_notes
-from asyncloader.messages.indices import Indices
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.modes import Modes
 from asyncloader.messages.snapshot import Start
@@ -84,66 +79,6 @@ class Slice(NamedTuple):
 
     def __reduce__(self) -> Any:
         return Slice, (self.keys, self.rows)
-
-
-_PACKED = frozenset({Indices, Placed})
-
-
-def _travelling(keys: Any) -> Any:
-    if type(keys) is Placed:
-        return Placed(keys.keys.travelling(), keys.first) if type(keys.keys) is Indices else keys
-    return keys.travelling()
-
-
-_dumps = partial(pickle.dumps, protocol=5)
-
-PickledTicket: TypeAlias = tuple[int, bytes]
-"""A ticket on its way: its number, and the keys in a pickle of their own, which may not come out."""
-
-
-def pickle_tickets(
-    tickets: Iterable[tuple[int, Any]], dumps: Callable[[Any], bytes] = _dumps
-) -> tuple[list[PickledTicket], list[tuple[int, Exception]]]:
-    """Pickle the keys of each ticket; return what can be sent, and why the others cannot."""
-    pickled, refused = [], []
-    for seq, keys in tickets:
-        try:
-            pickled.append((seq, dumps(_travelling(keys) if type(keys) in _PACKED else keys)))
-        except Exception as error:
-            refused.append((seq, _without_frames(error)))
-    return pickled, refused
-
-
-def _without_frames(error: Exception) -> Exception:
-    """Return an exception that is raised later, with the frames of the user's classes as a note.
-
-    Frames lead to their callers, and these refer to the exception: whoever it is raised in would stay in a cycle.
-    """
-    frames = traceback.format_tb(error.__traceback__)[1:]
-    notes = [f"It was raised in:\n{''.join(frames)}".rstrip()] if frames else []
-    return with_notes(error.with_traceback(None), notes)
-
-
-def pack_tickets(tickets: list[PickledTicket], loans: Iterable[Any] = ()) -> bytes:
-    """Return the body of TICKETS."""
-    return pickle.dumps((list(loans), tickets), 5)
-
-
-def with_loans(body: bytes | memoryview, lend: Callable[[int], Iterable[Any]]) -> bytes:
-    """Return the body of TICKETS with loans, for who passes it on: the keys stay pickled.
-
-    Args:
-        body: As `pack_tickets` made it, without loans.
-        lend: Gives slabs for so many tickets.
-    """
-    _, tickets = unpack_tickets(body)
-    return pack_tickets(tickets, lend(len(tickets)))
-
-
-def unpack_tickets(body: bytes | memoryview) -> tuple[list[Any], list[PickledTicket]]:
-    """Return the loans and the tickets of TICKETS."""
-    loans, tickets = pickle.loads(body)
-    return loans, tickets
 
 
 class EpochSpec(NamedTuple):

@@ -36,9 +36,10 @@ from asyncloader.backends.processes.pool import Pool
 from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.messages.frames import BadFrame, Buffer
 from asyncloader.messages.mapped_pickle import open_mapped
-from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, with_loans
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES, split
 from asyncloader.messages.snapshot import Start
+from asyncloader.messages.tickets import with_loans
 from asyncloader.ray.facts import facts
 from asyncloader.ray.handshake import PROOF_BYTES, Refused, Stranger, agent_side, prove
 from asyncloader.ray.launcher import Order

@@ -31,7 +31,7 @@ def outcome_of(frame: Frame, agent: RemoteAgent) -> Outcome:
     return outcome._replace(record=record)
 
 
-def pickled_keys(keys: Any) -> bytes:
+def pickled_keys(keys: Any) -> list[bytes]:
     """Pickle the keys of a ticket; by value if classes of the main module are in them, which is another one there."""
     data = pickle.dumps(keys, 5)
-    return bytes(cloudpickle.dumps(keys, 5)) if b"__main__" in data else data
+    return [cloudpickle.dumps(keys, 5) if b"__main__" in data else data]

@@ -27,8 +27,9 @@ from typing import Any
 from asyncloader.backends.backend import END_GRACE_S, Launch, Listener
 from asyncloader.errors import WorkerStartError, describe_death
 from asyncloader.messages.frames import BadFrame
-from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, pack_tickets, pickle_tickets
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import OUTCOMES
+from asyncloader.messages.tickets import pack_tickets, pickle_tickets
 from asyncloader.observe.traffic import Traffic
 from asyncloader.ray.fleet import Fleet
 from asyncloader.ray.launcher import Access, Launcher

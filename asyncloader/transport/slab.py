@@ -169,13 +169,24 @@ class SlabPool:
     def receive(self, nbytes: int) -> memoryview | None:
         """Return memory that this process fills itself, on lease from here on; None: over the budget."""
         self.turn()
+        region = self.obtain_reserved(nbytes)
+        return None if region is None else self.lease(region, nbytes)[:nbytes]
+
+    def obtain_reserved(self, nbytes: int) -> Region | None:
+        """Return a region without users that this process fills itself; None: over the budget."""
         if (region := self.obtain(nbytes, may_carve=True)) is None:
             return None
         assert self._arena is not None
         if region.is_fresh and not self._arena.reserve(region.offset, region.capacity):
             self._free.put(region)
             return None
-        return self.lease(region, nbytes)[:nbytes]
+        region.is_fresh = False
+        return region
+
+    def memory_of(self, region: Region) -> memoryview:
+        """Return the memory of a region, which has users as long as anything refers to that."""
+        assert self._arena is not None
+        return memoryview(exporter_at(self._arena.base + region.offset, region.capacity)).cast("B")[: region.capacity]
 
     def release(self, region: Region, user: object) -> None:
         """Take a user from a region."""

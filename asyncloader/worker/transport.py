@@ -21,8 +21,9 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 
 from asyncloader.messages.failure import RemoteError
-from asyncloader.messages.messages import Kind, WorkerSpec, unpack_tickets
+from asyncloader.messages.messages import Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome, pack
+from asyncloader.messages.tickets import PickledKeys, unpack_tickets
 from asyncloader.observe.record import Record
 from asyncloader.seeding.generators import unlock_in_child
 from asyncloader.seeding.seeder import seed_worker
@@ -111,7 +112,7 @@ class ProcessTransport:
         unlock_in_child()
         own_generators()
         seed = seed_worker(spec.base_seed, worker_id)
-        self.send(Kind.UP)
+        self.send(Kind.UP, self._slabs is not None)
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
         )
@@ -142,10 +143,12 @@ class ProcessTransport:
             self._slabs.add(loans)
         return [(seq, self._keys(pickled)) for seq, pickled in tickets]
 
-    def _keys(self, pickled: bytes) -> Any:
-        """Unpickle keys; return what that raises as a `RemoteError` in their place."""
+    def _keys(self, pickled: PickledKeys) -> Any:
+        """Unpickle keys, which refer to no slab; return what that raises as a `RemoteError` in their place."""
         try:
-            return pickle.loads(pickled)
+            if type(pickled) is tuple and self._slabs is not None:
+                return pickle.loads(self._slabs.view(*pickled)[1])
+            return pickle.loads(pickled)  # type: ignore[arg-type]
         except BaseException as error:  # SystemExit too: it is that of the ticket
             return self.capture(error)
 

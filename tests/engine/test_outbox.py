@@ -10,7 +10,7 @@ import pytest
 
 from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.workforce import Workforce
-from asyncloader.messages.messages import pickle_tickets
+from asyncloader.messages.tickets import TicketPickler, pickle_tickets
 
 
 class Sends:
@@ -22,7 +22,7 @@ class Sends:
         self.is_broken = False
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> list[tuple[int, Exception]]:
-        pickled, refused = pickle_tickets(tickets)
+        pickled, refused = pickle_tickets(tickets, TicketPickler())
         self.sent += [seq for seq, _ in pickled]
         if self.is_broken:
             raise ValueError("behind the first of them")

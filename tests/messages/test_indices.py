@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from asyncloader import DataLoader
 from asyncloader.messages.indices import Indices, Numbers, listed
-from asyncloader.messages.messages import pack_tickets, pickle_tickets, unpack_tickets
+from asyncloader.messages.tickets import TicketPickler, pack_tickets, pickle_tickets, unpack_tickets
 from asyncloader.seeding.sample_context import Placed
 
 
@@ -22,7 +22,7 @@ def test_on_the_way_there_is_the_array_alone() -> None:
     """A worker gets numbers out of which Python's own ints come."""
     keys = Indices([3, 1, 2], np.array([3, 1, 2]))
     tickets = [(0, keys), (1, [7, 8]), (2, "name"), (3, Placed(keys, 8)), (4, Placed([7, 8], 11))]
-    pickled, refused = pickle_tickets([*tickets, (5, lambda: 0)])
+    pickled, refused = pickle_tickets([*tickets, (5, lambda: 0)], TicketPickler())
     assert [seq for seq, _ in refused] == [5]
     loans, arrived = unpack_tickets(pack_tickets(pickled))
     numbers, plain, name, placed, plain_placed = (pickle.loads(keys) for _, keys in arrived)
@@ -81,7 +81,7 @@ def test_why_keys_cannot_be_pickled_is_in_no_cycle() -> None:
 
     gc.disable()
     try:
-        _, refused = pickle_tickets([(0, Key())])
+        _, refused = pickle_tickets([(0, Key())], TicketPickler())
         ((_, error),) = refused
         kept = weakref.ref(error)
         assert "in __reduce__" in error.__notes__[0]

@@ -55,7 +55,7 @@ class Worker:
         if slabs is not None and is_shown:
             self.loans.show((1, begin), slabs)
         found: CollatedSlice = self.loans.decode(payload)[0]
-        self.loans.hide((1, begin))
+        self.loans.answered((1, begin))
         return found
 
 
@@ -189,10 +189,10 @@ def test_a_worker_that_may_still_write_keeps_the_slabs(worker: Worker, pool: Sla
     del slabs
     pool.turn()
     assert pool.statistics().leased > 0
-    worker.loans.hide((1, 7))
+    worker.loans.answered((1, 7))
     pool.turn()
     assert pool.statistics().leased > 0
-    worker.loans.hide((2, 0))
+    worker.loans.answered((2, 0))
     pool.turn()
     assert pool.statistics().leased == 0
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pickle import PickleBuffer
 
+import numpy as np
 import pytest
 
-from asyncloader.transport.loans import capacity_for
+from asyncloader.transport.loans import WorkerSlabs, capacity_for
 from asyncloader.transport.slab import SlabPool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests import inside
@@ -83,3 +85,54 @@ def test_sizes_that_change(pool: SlabPool, loans: WorkerLoans) -> None:
         assert likely.capacity == (256 * KiB if number < 7 else 64 * KiB)
         loans.given_up(likely.number)
         pool.trim()
+
+
+def read(pool: SlabPool, placed: bytes | tuple[int, int]) -> bytes:
+    """Read pickled keys, as a worker does."""
+    slabs = WorkerSlabs(inside.arena(pool))
+    return placed if isinstance(placed, bytes) else bytes(slabs.view(*placed)[1])
+
+
+def test_large_keys_are_in_a_slab_until_the_ticket_is_answered(pool: SlabPool, loans: WorkerLoans) -> None:
+    """Small ones are in the message. The slab is used again."""
+    loans.has_reader = True
+    small, parts = [b"abc"], [b"x" * 10, bytes(range(256)) * 80, PickleBuffer(np.arange(5_000).data)]
+    assert loans.place(1, 0, small) == b"abc"
+    placed = loans.place(1, 1, parts)
+    assert isinstance(placed, tuple)
+    assert read(pool, placed) == b"".join(map(bytes, parts))
+    (region,) = inside.written(loans)
+    loans.answered((1, 0))
+    assert inside.written(loans) == [region]
+    loans.answered((1, 1))
+    assert not inside.written(loans)
+    assert not region.users
+    assert loans.place(1, 2, parts) == placed
+    assert not loans.lend(4)  # a slab with keys is not on loan
+    loans.reclaim()
+    assert not region.users
+
+
+def test_keys_of_slices_and_of_earlier_runs(pool: SlabPool, loans: WorkerLoans) -> None:
+    """Of slices of one batch, each answer frees one; an answer in a later run frees all before."""
+    loans.has_reader = True
+    parts = [bytes(100_000)]
+    for run, seq in ((1, 0), (1, 5), (1, 5), (1, 6)):
+        loans.place(run, seq, parts)
+    for ticket, left in (((1, 5), 3), ((1, 5), 2), ((1, 5), 2), ((2, 9), 0)):
+        loans.answered(ticket)
+        assert len(inside.written(loans)) == left
+    assert not any(region.users for region in inside.accounts(pool).regions)
+
+
+def test_without_memory_or_reader_keys_are_in_the_message(pool: SlabPool, loans: WorkerLoans) -> None:
+    """Over the budget; and for a worker that could not map the arena, or has not told yet that it has."""
+    parts = [b"x" * 10, bytes(100_000)]
+    assert loans.place(1, 0, parts) == b"".join(parts)
+    poor = SlabPool(lambda reserved: 50_000)
+    poor.handle()
+    of_poor = WorkerLoans(poor)
+    of_poor.has_reader = True
+    assert of_poor.place(1, 0, parts) == b"".join(parts)
+    of_poor.reclaim()
+    poor.close()

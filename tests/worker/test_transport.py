@@ -18,8 +18,9 @@ from asyncloader import DataLoader, WorkerDiedError
 from asyncloader.backends.processes.channel import open_pair
 from asyncloader.engine.portal import get_portal
 from asyncloader.messages.frames import frame
-from asyncloader.messages.messages import Kind, pack_tickets
+from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import NO_RECORD, Outcome
+from asyncloader.messages.tickets import pack_tickets
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.channel import WorkerChannel
 from asyncloader.worker.guarded_loop import GuardedLoop

@@ -33,12 +33,11 @@ from asyncloader.messages.messages import (
     Kind,
     Slice,
     WorkerSpec,
-    pack_tickets,
-    pickle_tickets,
 )
 from asyncloader.messages.outcome import OUTCOMES, unpack
 from asyncloader.messages.pickle_paths import say_large, say_unpicklable
 from asyncloader.messages.pickled_spec import PickledSpec
+from asyncloader.messages.tickets import TicketPickler, pack_tickets, pickle_tickets
 from asyncloader.observe.notices import warn
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
@@ -79,6 +78,7 @@ class Pool:
         self._slabs = slab_pool()
         self._slabs.live_on(loop.loop)
         self._loans: dict[WorkerProcess, WorkerLoans] = {}
+        self._dumps = TicketPickler()
         self._outstanding: dict[int, int] = {}
         self._spares: dict[int, WorkerProcess] = {}  # started to take the place of a worker, which is there still
         self._epoch: EpochSpec
@@ -272,12 +272,12 @@ class Pool:
 
     def send(self, worker: int, tickets: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Exception]]:
         """Give the worker tickets, and slabs to do them in; return those whose keys cannot be pickled."""
-        pickled, refused = pickle_tickets(tickets)
+        process = self.processes[worker]
+        of_worker = self._loans[process]
+        pickled, refused = pickle_tickets(tickets, self._dumps, partial(of_worker.place, self._epoch.number))
         if not pickled:
             return refused
         self._outstanding[worker] += len(pickled)
-        process = self.processes[worker]
-        of_worker = self._loans[process]
         loans, unsent = of_worker.lend(self._outstanding[worker]), {seq for seq, _ in refused}
         for seq, keys in tickets:
             if type(keys) is Slice and keys.slabs is not None and seq not in unsent:
@@ -303,6 +303,7 @@ class Pool:
             self._lend(process, body)
         elif kind == Kind.UP:
             process.on_up()
+            self._loans[process].has_reader = pickle.loads(body)
         elif kind == Kind.AWAITS:
             process.on_awaits(pickle.loads(body))
         elif kind == Kind.ENDING:
@@ -331,7 +332,7 @@ class Pool:
         worker = process.worker_id
         loans = self._loans[process]
         outcome = unpack(kind, body, loans.decode)
-        loans.hide((outcome.record.epoch, outcome.record.seq))
+        loans.answered((outcome.record.epoch, outcome.record.seq))
         if self.listener is not None and outcome.record.epoch == self._epoch.number:
             self._outstanding[worker] -= 1
             self.listener.on_outcome(worker, outcome, arrived_at)

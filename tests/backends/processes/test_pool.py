@@ -21,8 +21,9 @@ from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.pool import Pool, WorkerHandle
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
-from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec, unpack_tickets
+from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import NO_RECORD, Outcome, pack
+from asyncloader.messages.tickets import unpack_tickets
 from asyncloader.transport.slab import SlabPool
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.transport.wire import make_pool
@@ -205,7 +206,7 @@ def test_each_is_told_of_as_it_is_started(make: Make) -> None:
     assert heard.told == [("started", 1), ("started", 2)]
     assert pool.processes == {0: first, 1: second}
     assert pool.has_processes
-    second.say(Kind.UP)
+    second.say(Kind.UP, pickle.dumps(True))
     second.say(Kind.READY)
     second.say(Kind.AWAITS, pickle.dumps("at a line"))
     assert (heard.told[2:], second.heard) == ([("ready", 1)], ["launched", "up", "at a line"])

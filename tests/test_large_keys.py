@@ -1,0 +1,279 @@
+"""Large keys reach workers through shared memory: whole, their own, whatever becomes of the workers; none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncloader import DataLoader
+from asyncloader.datasets import ParallelMap
+from asyncloader.transport.slab import slab_pool
+from asyncloader.transport.worker_loans import WorkerLoans
+from tests import inside
+from tests.patience import wait_until
+
+COUNT = 40
+KIB = 1 << 10
+
+
+def item(number: int) -> Any:
+    """Return an item of a stream, of one of several kinds: distinct contents, and memory of its own."""
+    noise = np.random.default_rng(number).integers(0, 256, 40 * KIB + number, np.uint8)
+    match number % 8:
+        case 0:
+            return noise.tobytes()
+        case 1:
+            return bytearray(noise)
+        case 2:
+            return noise
+        case 3:
+            return torch.from_numpy(noise)
+        case 4:
+            return {"a": noise[::2], "b": [torch.from_numpy(noise)[::3], noise.tobytes() * 2, f"{number}"]}
+        case 5:
+            return np.asfortranarray(noise[: 4 * KIB].reshape(64, -1)), "é" * 70_000
+        case 6:
+            return torch.from_numpy(noise[: 4 * KIB]).to(torch.bfloat16).requires_grad_()
+    return number
+
+
+def items() -> Iterator[Any]:
+    """A stream of all kinds."""
+    yield from map(item, range(COUNT))
+
+
+def describe(thing: Any) -> Any:
+    """Return what tells things of different contents or types apart."""
+    if isinstance(thing, dict):
+        return {key: describe(each) for key, each in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return type(thing).__name__, [describe(each) for each in thing]
+    if isinstance(thing, torch.Tensor):
+        contents = thing.detach().view(torch.uint8).numpy() if thing.is_contiguous() else thing.numpy()
+        return str(thing.dtype), tuple(thing.shape), thing.requires_grad, describe(contents.tobytes())
+    if isinstance(thing, np.ndarray):
+        return str(thing.dtype), thing.shape, thing.flags.fnc, describe(thing.tobytes())
+    if isinstance(thing, (bytes, bytearray)):
+        return type(thing).__name__, hashlib.sha1(thing).hexdigest()
+    return thing
+
+
+async def awaited(thing: Any) -> Any:
+    """Describe, awaited."""
+    await asyncio.sleep(0.001)
+    return describe(thing)
+
+
+kept: list[tuple[Any, Any]] = []
+
+
+def keep(thing: Any) -> Any:
+    """Keep every item in the worker: those kept before are as they were, and may be written to."""
+    for other, description in kept:
+        assert describe(other) == description
+    made = describe(thing)
+    if isinstance(thing, np.ndarray):
+        thing += 1
+    kept.append((thing, describe(thing)))
+    return made
+
+
+def stop_at(number: int, path: Path, thing: Any) -> Any:
+    """End the worker, once, at an item."""
+    made = describe(thing)
+    if made == describe(item(number)):
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return made
+        os.kill(os.getpid(), signal.SIGKILL)
+    return made
+
+
+WANTED = [describe(item(number)) for number in range(COUNT)]
+
+
+def used() -> list[Any]:
+    """Return the slabs that a worker uses, or has keys in."""
+    regions = inside.accounts(slab_pool()).regions
+    return [region for region in regions if any(isinstance(user, WorkerLoans) for user in tuple(region.users))]
+
+
+@pytest.fixture(autouse=True)
+def all_come_back() -> Iterator[None]:
+    """After each test no slab is used that was not before."""
+    yield
+    wait_until(lambda: not used())
+
+
+def loader_of(fn: Any, stream: Any = items, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    """Return a loader whose batches are lists."""
+    return DataLoader(ParallelMap(stream, fn), batch_size, collate_fn=list, **{"num_workers": 2, **options})
+
+
+def flat(batches: Any) -> list[Any]:
+    """Return the samples of batches."""
+    return [sample for batch in batches for sample in batch]
+
+
+PLACES = [
+    pytest.param({}, id="fork"),
+    pytest.param({"multiprocessing_context": "spawn", "persistent_workers": True}, id="spawn", marks=pytest.mark.slow),
+    pytest.param({"worker_backend": "thread"}, id="threads"),
+    pytest.param({"scheduling": "split"}, id="split"),
+    pytest.param({"scheduling": "dynamic"}, id="dynamic"),
+    pytest.param({"max_tasks_per_child": 2}, id="renewed"),
+    pytest.param({"persistent_workers": True}, id="persistent"),
+    pytest.param({"num_workers": 0}, id="none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "options"),
+    [
+        *(pytest.param(describe, *place.values, id=str(place.id), marks=place.marks) for place in PLACES),
+        *(
+            pytest.param(awaited, *place.values, id=f"awaited, {place.id}")
+            for place in PLACES
+            if place.id not in ("split", "spawn")
+        ),
+    ],
+)
+def test_items_come_whole(fn: Any, options: dict[str, Any]) -> None:
+    """Epoch after epoch, and after one that is left in the middle."""
+    loader = loader_of(fn, **options)
+    assert flat(loader) == WANTED
+    iterator = iter(loader)
+    assert flat([next(iterator), next(iterator)]) == WANTED[:8]
+    del iterator
+    assert flat(loader) == WANTED
+    loader.close()
+
+
+@pytest.mark.parametrize("options", [*PLACES[:2], *PLACES[3:5]])
+def test_they_are_the_workers_own(options: dict[str, Any]) -> None:
+    """What a worker keeps stays as it is, though slabs are used again; arrays may be written to."""
+    assert flat(loader_of(keep, batch_size=2, **options)) == WANTED
+
+
+@pytest.mark.parametrize("options", [*PLACES[:2], *PLACES[3:5]])
+def test_a_worker_that_is_killed_costs_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+    """Its items are sent again, to another; its slabs are used again."""
+    loader = loader_of(partial(stop_at, 17, tmp_path / "ended"), batch_size=2, **options)
+    assert flat(loader) == WANTED
+    assert loader.stats().retries
+
+
+def wait_for(path: Path, thing: bytes) -> int:
+    """Make a sample; of the items from the twentieth on, when a file is there."""
+    while thing[0] >= 20 and not path.exists():
+        time.sleep(0.001)
+    return len(thing)
+
+
+def buffers(count: int, nbytes: int) -> Iterator[bytes]:
+    """A stream of bytes."""
+    yield from (bytes([number % 256]) * nbytes for number in range(count))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_they_are_in_slabs_while_tickets_are_out(method: str, tmp_path: Path) -> None:
+    """One for each ticket; and in none once the batches are here."""
+    fn = partial(wait_for, tmp_path / "go")
+    options: Any = {"multiprocessing_context": method, "persistent_workers": True, "max_buffered_bytes": 0}
+    loader = loader_of(fn, partial(buffers, 100, 64 * KIB), **options)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)  # the ticket of the fourth batch after it is sent, to a worker that has told that it reads slabs
+    wait_until(lambda: len(inside.written_to_all(iterator)) == 4)
+    (tmp_path / "go").touch()
+    assert flat(iterator) == [64 * KIB] * 80
+    wait_until(lambda: not inside.written_to_all(iterator))
+    loader.close()
+
+
+def test_large_items_become_large_batches() -> None:
+    """Slabs go both ways at once, and a worker that asks for some has tickets that it has not read."""
+    stream = partial(map, partial(np.full, 50_000), range(200))
+    loader = DataLoader(ParallelMap(stream, torch.from_numpy), 4, num_workers=2)
+    kept_ones = list(loader)
+    assert [batch[:, 0].tolist() for batch in kept_ones] == [[*range(at, at + 4)] for at in range(0, 200, 4)]
+    assert all(bool((batch == batch[:, :1]).all()) for batch in kept_ones)
+
+
+def test_without_memory_they_are_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a slab."""
+    slab_pool().trim()
+    monkeypatch.setattr(slab_pool(), "_limit", lambda reserved: 0)
+    assert flat(loader_of(describe)) == WANTED
+
+
+def test_a_process_that_the_trainer_forks_holds_none_of_them() -> None:
+    """It has nothing to look at there."""
+    iterator = iter(loader_of(len, partial(buffers, 400, 64 * KIB)))
+    next(iterator)
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        assert flat(iterator) == [64 * KIB] * 396
+        wait_until(lambda: not inside.written_to_all(iterator))
+    finally:
+        os.close(reading)
+        os.close(writing)
+        os.waitpid(pid, 0)
+
+
+def test_nothing_grows() -> None:
+    """Over a thousand batches, the memory that is reserved is that of some."""
+    loader = loader_of(len, partial(buffers, 4_000, 20 * KIB), persistent_workers=True, max_buffered_bytes=0)
+    for _ in range(2):
+        iterator, most = iter(loader), []
+        for number, _batch in enumerate(iterator):
+            if number % 50 == 0:
+                most.append((len(inside.written_to_all(iterator)), inside.accounts(slab_pool()).reserved))
+        assert number == 999
+        assert max(count for count, _ in most) <= 4
+        assert max(nbytes for _, nbytes in most[10:]) <= 2 * max(nbytes for _, nbytes in most[:10])
+    loader.close()
+
+
+def test_an_item_is_not_printed_whole() -> None:
+    """Not in the note of an error."""
+    (error,) = _errors(loader_of(int.bit_length, partial(buffers, 1, 64 * KIB)))
+    text = str(error) + "".join(getattr(error, "__notes__", [])) + str(error.__cause__)
+    assert r"(0, b'\x00\x00" in text
+    assert len(text) < 8_000
+
+
+def _errors(loader: DataLoader[Any]) -> Iterator[Exception]:
+    iterator = iter(loader)
+    while True:
+        try:
+            next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield error
+
+
+def test_a_state_has_none_of_them() -> None:
+    """It names the next item."""
+    loader = loader_of(len, partial(buffers, 40, 64 * KIB))
+    iterator = iter(loader)
+    next(iterator)
+    assert len(pickle.dumps(loader.state_dict())) < 64 * KIB
