@@ -13,6 +13,7 @@ import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterable
+from os import PathLike
 from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar
 
@@ -81,6 +82,11 @@ class Feed(Intake, SuppliesKeys[T]):
         max_retries: How often an item is leased again after its producer has failed; then it is dropped.
         lease_timeout: How long a producer may have a lease, in seconds; then the item is leased again. None: for ever.
         drop_last: Do not train what fills no batch at the end.
+        spill: Folder, of this run and rank, that what is put is written to before `put` returns. If the process is
+            killed, a feed with the same folder has all of it, whichever state it goes on from: what was put after the
+            state is not made again. `trim` deletes what a saved state contains. The files survive the process; there
+            is no fsync, so a machine that loses power may lose the last ones. Only read a folder that you trust: it
+            has pickles.
         fn: Makes of a `Sample` what is collated, in a worker of the loader. By default it is what was put.
 
     Raises:
@@ -114,14 +120,16 @@ class Feed(Intake, SuppliesKeys[T]):
         max_retries: int = 3,
         lease_timeout: float | None = None,
         drop_last: bool = False,
+        spill: str | PathLike[str] | None = None,
         fn: Callable[[Sample[Any]], T] | None = None,
     ) -> None:
         rules = _rules({name: value for name, value in locals().items() if name not in ("self", "__class__")})
-        super().__init__(source, rules, group_size, lease_timeout)
+        super().__init__(source, rules, group_size, lease_timeout, spill)
         self.fn, self.batch_size = fn, batch_size
         self._reader: Callable[[], FeedKeys | None] = _nobody
         self._run = self._first = 0
         self._given: Callable[[], int] = int  # how many of the reader's batches, from the first one on
+        self._state_segment = 0  # of the spill: what follows the last state
         self.ends_at_once = False
         self._key = next(_numbers)
         feeds[self._key] = self
@@ -156,6 +164,8 @@ class Feed(Intake, SuppliesKeys[T]):
         with Change(self), self._lock:
             self._closed_by = self._closed_by or reason
             self._ledger.closed = True
+            if self._spill is not None:
+                self._spill.close()
         if self._limit is not None:
             self._limit.end()
 
@@ -298,6 +308,13 @@ class Feed(Intake, SuppliesKeys[T]):
                     self._items = itertools.islice(self._source, self._drawn, None)
             self._reader, self._run = _nobody, self._run + 1
             self._first, self._given = self._ledger.formed, int
+            self._recover_all(state["pushed"])
+
+    def trim(self) -> None:
+        """Delete what was spilled before the last state that was taken: call it when that is saved."""
+        with Change(self), self._lock:
+            if self._spill is not None:
+                self._spill.trim(self._state_segment, self._drawn)
 
     def place(self) -> Place:
         """Return, in place of a state, which batch comes next."""
@@ -312,12 +329,15 @@ class Feed(Intake, SuppliesKeys[T]):
         with Change(self), self._lock:
             units = self._ledger.state(batch if run == self._run else self._next_given())
             source = self._source if is_stateful(self._source) else None
+            if self._spill is not None:
+                self._state_segment = self._spill.begin_segment()
             return {
                 "version": 1,
                 "id": secrets.token_hex(8),
                 **identity.of(self),
                 "is_over": self._ledger.is_ending and not (units["ready"] or units["batches"]),
                 "drawn": self._drawn,
+                "pushed": self._pushed,
                 "source": None if source is None else pickle.dumps(source.state_dict()),
                 "units": pickle.dumps(units, pickle.HIGHEST_PROTOCOL),
             }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from os import PathLike
 from time import monotonic
 from typing import Any
 
@@ -16,6 +17,7 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
 from asyncloader.online.lease import LeaseRequest, Leases
 from asyncloader.online.ledger import Ledger, Rules, Unit
+from asyncloader.online.spill import Kind, Spill
 from asyncloader.online.stats import Stopwatch
 from asyncloader.online.time_limit import TimeLimit
 from asyncloader.online.waiters import TaskWaiter, ThreadWaiter, Waiters, first, wake_all
@@ -29,16 +31,22 @@ class Intake:
         rules: What its ledger goes by.
         group_size: Samples of a unit; None for single ones.
         lease_timeout: How long a lease lasts, in seconds; None for ever.
+        spill: Folder that what is put is written to; None for none.
     """
 
     def __init__(
-        self, source: Iterable[Any] | None, rules: Rules, group_size: int | None, lease_timeout: float | None
+        self,
+        source: Iterable[Any] | None,
+        rules: Rules,
+        group_size: int | None,
+        lease_timeout: float | None,
+        spill: str | PathLike[str] | None,
     ) -> None:
         self.group_size = group_size
         self._ledger = Ledger(rules)
         self._source: Any = source
         self._items: Iterator[Any] | None = None
-        self._drawn = 0
+        self._drawn = self._pushed = 0  # items that were leased, and samples or groups that were put without a lease
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, bool]] = deque()  # leases that were given back
         self._leasers: Waiters = {}
@@ -50,6 +58,8 @@ class Intake:
         self._trainer_waits, self._producers_wait = Stopwatch(), Stopwatch()
         self._somebody_waited = False  # and stopwatches run
         self._limit = None if lease_timeout is None else TimeLimit(self, lease_timeout)
+        self._spill = None if spill is None else Spill(spill)
+        self._recover_all(0)
 
     def lease(self) -> LeaseRequest:
         """Wait for the next item of the source, in ``async with`` or, in a thread, in ``with``.
@@ -147,7 +157,9 @@ class Intake:
                 unit = self._checked(left[0], own, cost)
                 if not self._ledger.has_room:
                     return None
-                self._ledger.put(*unit, priority)
+                self._write("put", self._pushed, (*unit, priority))
+                self._ledger.put(*unit, priority, number=self._pushed)
+                self._pushed += 1
                 left.popleft()
             return True
 
@@ -182,27 +194,66 @@ class Intake:
         if ledger.closed:
             raise self._closed_error()
         unit = ledger.lease() if ledger.pending else None
-        if unit is None and ledger.has_room and not ledger.source_over:
-            try:
-                if self._items is None:
-                    assert self._source is not None
-                    self._items = iter(self._source)
-                item = next(self._items)
-            except StopIteration:
-                ledger.source_over = True
-            except Exception as error:
-                self._error, ledger.closed = error, True
-                self._closed_by = f"its source has raised {type(error).__name__}"
-                raise
-            else:
-                self._drawn += 1
-                unit = ledger.lease(item)
+        while unit is None and ledger.has_room and not ledger.source_over:
+            unit = self._lease_next()
         if unit is None and ledger.is_settled:
             raise FeedClosedError("the source has ended, and all its items are settled")
         if unit is not None and self._limit is not None:
             assert unit.lease is not None
             self._limit.begin(unit.lease)
         return unit
+
+    def _lease_next(self) -> Unit | None:
+        """Lease the next item of the source; None if there is none, or if its samples were put before a crash."""
+        ledger = self._ledger
+        try:
+            if self._items is None:
+                self._items = iter(self._source)
+            item = next(self._items)
+        except StopIteration:
+            ledger.source_over = True
+            return None
+        except Exception as error:
+            self._error, ledger.closed = error, True
+            self._closed_by = f"its source has raised {type(error).__name__}"
+            raise
+        number = self._drawn
+        self._drawn += 1
+        unit = ledger.lease(item, number)
+        return None if self._recover(unit) else unit
+
+    def _recover(self, unit: Unit) -> bool:
+        """Settle a lease by what was put for its item before a crash; return whether there was something."""
+        found: Any = ... if self._spill is None else self._spill.read("item", unit.number)
+        if found is ...:
+            return False
+        assert unit.lease is not None
+        if found is None:
+            self._ledger.drop(unit.lease)
+        else:
+            samples, version, cost, priority = found
+            self._ledger.put(samples, version, cost, priority, unit.lease)
+        return True
+
+    def _recover_all(self, pushed: int) -> None:
+        """Take what was put before a crash, and after a state: without leases from a number on, and for its items."""
+        self._pushed = pushed
+        if self._spill is None:
+            return
+        for number in self._spill.numbers("put"):
+            if number >= pushed:
+                samples, version, cost, priority = self._spill.read("put", number)
+                self._ledger.put(samples, version, cost, priority, number=number)
+                self._pushed = number + 1
+        for _ in range(len(self._ledger.pending)):
+            unit = self._ledger.lease()
+            if not self._recover(unit):
+                assert unit.lease is not None
+                self._ledger.give_back(unit.lease, failed=False)
+
+    def _write(self, kind: Kind, number: int, content: Any) -> None:
+        if self._spill is not None:
+            self._spill.write(kind, number, content)
 
     def wait_lease(self) -> Unit:
         """Wait for a lease, in a thread; return its unit."""
@@ -219,12 +270,15 @@ class Intake:
         with Change(self), self._lock:
             if self._ledger.closed:
                 raise self._closed_error()
-            self._ledger.running(lease)
-            self._ledger.put(*self._checked(samples, version, cost), priority, lease)
+            unit = self._ledger.running(lease)
+            content = (*self._checked(samples, version, cost), priority)
+            self._write("item", unit.number, content)
+            self._ledger.put(*content, lease)
 
     def drop_leased(self, lease: int, cost: float) -> None:
         """Settle what is leased without samples."""
         with Change(self), self._lock:
+            self._write("item", self._ledger.running(lease).number, None)
             self._ledger.drop(lease, cost)
 
     def give_back(self, lease: int, *, failed: bool) -> None:

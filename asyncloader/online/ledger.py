@@ -75,6 +75,7 @@ class Unit:
     Attributes:
         id: Ascending in the order in which units were leased or put.
         item: What the source gave; `NOTHING` for a unit that was put without a lease.
+        number: Of the item in the source, or among those that were put without a lease.
         samples: What was put; empty before.
         version: Of the weights that made it, or of its lease.
         cost: Of all its samples.
@@ -86,6 +87,7 @@ class Unit:
 
     id: int
     item: Any = NOTHING
+    number: int = 0
     samples: list[Any] = field(default_factory=list)
     version: int = 0
     cost: float = 0.0
@@ -167,9 +169,9 @@ class Ledger:
         may_return = self.rules.on_stale == "recycle" and (self._ready or self._again)
         return self.closed or (self.source_over and not (self.pending or self._running or may_return))
 
-    def lease(self, item: Any = NOTHING) -> Unit:
+    def lease(self, item: Any = NOTHING, number: int = 0) -> Unit:
         """Lease an item of the source, where there is room; without one, the first unit that is pending."""
-        unit = self.pending.popleft() if item is NOTHING else self._admit(item)
+        unit = self.pending.popleft() if item is NOTHING else self._admit(item, number)
         unit.version, unit.lease = self.version, self._next_lease
         self._next_lease += 1
         self._running[unit.lease] = unit
@@ -190,13 +192,15 @@ class Ledger:
             )
         return unit
 
-    def put(self, samples: list[Any], version: int, cost: float, priority: float, lease: int | None = None) -> Unit:
+    def put(
+        self, samples: list[Any], version: int, cost: float, priority: float, lease: int | None = None, number: int = 0
+    ) -> Unit:
         """Take the samples of a unit: of a lease, or new ones, where there is room.
 
         Raises:
             LeaseLostError: if the lease has ended.
         """
-        unit = self._admit(NOTHING) if lease is None else self._end_lease(lease)
+        unit = self._admit(NOTHING, number) if lease is None else self._end_lease(lease)
         unit.samples, unit.version, unit.cost, unit.priority = samples, version, cost, priority
         self._accept(unit)
         return unit
@@ -222,8 +226,8 @@ class Ledger:
         else:
             self.pending.append(unit)
 
-    def _admit(self, item: Any) -> Unit:
-        unit = self.units[self._next_id] = Unit(self._next_id, item)
+    def _admit(self, item: Any, number: int) -> Unit:
+        unit = self.units[self._next_id] = Unit(self._next_id, item, number)
         self._next_id += 1
         return unit
 
@@ -495,4 +499,14 @@ class Ledger:
 def _written(unit: Unit, was_used: bool) -> tuple[Any, ...]:
     """Return the arguments to make a unit of."""
     item = () if unit.item is NOTHING else (unit.item,)
-    return (unit.id, item, unit.samples, unit.version, unit.cost, unit.priority, unit.tries, unit.uses + was_used)
+    return (
+        unit.id,
+        item,
+        unit.number,
+        unit.samples,
+        unit.version,
+        unit.cost,
+        unit.priority,
+        unit.tries,
+        unit.uses + was_used,
+    )

@@ -1,0 +1,147 @@
+"""Spill: what was put is written to a folder first, and survives the death of the process.
+
+    00000000.spill   [length, checksum, record] [length, checksum, record] ...      records that were put before state 0
+    00000001.spill   ...                                                            since that
+
+A record is of an item of the source, or of a sample that was put without a lease; either is known by its number. A
+state contains all that was put before it and is not trained, so what was written before a state that is saved is not
+needed any more. A record that was not written whole, because the process died, is the last one of its file.
+
+Records are written without fsync: they survive the process, not the machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import struct
+import weakref
+import zlib
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from asyncloader.errors import ConfigurationError
+
+_HEAD = struct.Struct("<QI")
+Kind = Literal["item", "put"]
+
+
+class _Place(NamedTuple):
+    """Where a record is: its file, and the bytes in there."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Spill:
+    """A folder that records are appended to, and read again after a crash. Whoever calls holds the feed's lock.
+
+    Args:
+        folder: Is made if it is not there.
+
+    Raises:
+        ConfigurationError: if another process has it.
+
+    Attributes:
+        segment: Number of the file that is written now.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # What is written now, and the lock, which a fork does not inherit. Closed when nobody has the feed any more.
+        self._open: dict[str, int] = {"lock": os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)}
+        weakref.finalize(self, _close, self._open)
+        try:
+            fcntl.lockf(self._open["lock"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigurationError(f"another process spills to {self._folder}: each feed has a folder") from error
+        self._places: dict[tuple[Kind, int], _Place] = {}
+        self._offset = 0
+        segments = sorted(self._folder.glob("*.spill"))
+        for path in segments:
+            self._read_index(path)
+        self.segment = int(segments[-1].stem) + 1 if segments else 0
+
+    def write(self, kind: Kind, number: int, content: Any) -> None:
+        """Write a record. It survives the process when this returns.
+
+        Args:
+            kind: Whether it is of an item of the source.
+            number: Of the item, or among those that were put without one.
+            content: Samples, version, cost and priority; None for an item that was dropped.
+        """
+        record = pickle.dumps((kind, number, content), pickle.HIGHEST_PROTOCOL)
+        if "file" not in self._open:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._open["file"], self._offset = os.open(self._path(self.segment), flags, 0o600), 0
+        file, offset = self._open["file"], self._offset
+        for part in (_HEAD.pack(len(record), zlib.crc32(record)), record):
+            rest = memoryview(part)
+            while rest:  # after an error, the disk is full for example, the next record is written over this one
+                written = os.pwrite(file, rest, offset)
+                rest, offset = rest[written:], offset + written
+        self._places[kind, number] = _Place(self.segment, self._offset + _HEAD.size, len(record))
+        self._offset = offset
+
+    def numbers(self, kind: Kind) -> list[int]:
+        """Return the numbers of the records."""
+        return sorted(number for each, number in self._places if each == kind)
+
+    def read(self, kind: Kind, number: int) -> Any:
+        """Return the content of the last record of a number; `...` if there is none."""
+        if (place := self._places.get((kind, number))) is None:
+            return ...
+        with self._path(place.segment).open("rb") as file:
+            file.seek(place.offset)
+            return pickle.loads(file.read(place.length))[2]
+
+    def begin_segment(self) -> int:
+        """Note that a state was taken: what follows is in another file, whose number is returned."""
+        if (file := self._open.pop("file", None)) is not None:
+            os.close(file)
+            self.segment += 1
+        return self.segment
+
+    def trim(self, segment: int, drawn: int) -> None:
+        """Delete the files before one, but for those with records of items that are not drawn again yet.
+
+        Args:
+            segment: The first file that a state needs.
+            drawn: The number of the next item of the source.
+        """
+        needed = {place.segment for (kind, number), place in self._places.items() if kind == "item" and number >= drawn}
+        for path in self._folder.glob("*.spill"):
+            if int(path.stem) < segment and int(path.stem) not in needed:
+                path.unlink()
+        self._places = {
+            key: place for key, place in self._places.items() if place.segment >= segment or place.segment in needed
+        }
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self.begin_segment()
+        _close(self._open)
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{segment:08}.spill"
+
+    def _read_index(self, path: Path) -> None:
+        with path.open("rb") as file:
+            offset = 0
+            while len(head := file.read(_HEAD.size)) == _HEAD.size:
+                length, checksum = _HEAD.unpack(head)
+                record = file.read(length)
+                if len(record) < length or zlib.crc32(record) != checksum:
+                    return
+                offset += _HEAD.size
+                kind, number, _ = pickle.loads(record)
+                self._places[kind, number] = _Place(int(path.stem), offset, length)
+                offset += length
+
+
+def _close(files: dict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])

@@ -1,0 +1,166 @@
+"""What was put survives the death of the process, whenever that is, and is not made again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncloader import ConfigurationError, DataLoader
+from asyncloader.online import Feed
+from asyncloader.online.spill import Spill
+from tests.nursery import Program
+
+PROGRAM = """
+import os, pickle, signal, sys
+from asyncloader import DataLoader
+from asyncloader.online import Feed
+
+folder, state_at, kill_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+feed = Feed(range(100), batch_size=2, max_samples=40, spill=folder)
+loader = DataLoader(feed)
+if os.path.exists(folder + "/state"):
+    loader.load_state_dict(pickle.load(open(folder + "/state", "rb")))
+iterator = iter(loader)
+count = 0
+for step in range(8):
+    for _ in range(3):
+        with feed.lease() as item:
+            print("made", item.value, flush=True)
+            if item.value % 7 == 6:
+                item.drop()
+            else:
+                item.put(item.value)
+        count += 1
+        if count == kill_at:
+            feed.lease().__enter__()
+            os.kill(os.getpid(), signal.SIGKILL)
+    feed.put_nowait(1000 + step)
+    next(iterator)
+    if step == state_at:
+        pickle.dump(loader.state_dict(), open(folder + "/state", "wb"))
+        feed.trim()
+"""
+
+
+@pytest.mark.parametrize(("state_at", "kill_at"), [(9, 5), (2, 10), (2, 17), (0, 22), (4, 16)])
+def test_a_process_that_is_killed(run: Callable[..., Program], tmp_path: Path, state_at: int, kill_at: int) -> None:
+    """With a state or without: nothing that was put is made again, and all of it is trained from the state on."""
+    done = run(PROGRAM, str(tmp_path), str(state_at), str(kill_at))
+    assert done.returncode == -signal.SIGKILL
+    made = [int(line.split()[1]) for line in done.out.splitlines()]
+    assert len(made) == kill_at
+    steps = (kill_at - 1) // 3  # that were finished
+    has_state = state_at < steps
+    trained_before = 2 * (state_at + 1) if has_state else 0
+
+    feed = Feed(range(100), batch_size=2, max_samples=60, spill=tmp_path)
+    loader = DataLoader(feed)
+    if has_state:
+        loader.load_state_dict(pickle.loads((tmp_path / "state").read_bytes()))
+    with feed.lease() as item:
+        assert item.value == max(made) + 1
+    feed.close()
+    left = sorted(chain(*(batch.tolist() for batch in loader)))
+    put = [value for value in made if value % 7 != 6] + [1000 + step for step in range(steps)]
+    assert len(left) == len(put) - trained_before
+    assert set(left) <= set(put)
+    assert len(set(left)) == len(left)
+
+
+def test_trimming(tmp_path: Path) -> None:
+    """What a saved state contains is deleted, and not what was put before a crash and is not drawn again yet."""
+    feed = Feed(range(9), batch_size=1, max_samples=9, spill=tmp_path)
+    state = feed.state_dict()
+    for _ in range(3):
+        with feed.lease() as item:
+            item.put(item.value)
+    feed.close()
+    again = Feed(range(9), batch_size=1, max_samples=2, spill=tmp_path)
+    again.load_state_dict(state)
+    loader = iter(DataLoader(again))
+    with pytest.raises(TimeoutError):
+        _lease_within(again)  # two are recovered, and there is no room
+    again.state_dict()
+    again.trim()
+    assert next(loader).tolist() == [0]
+    assert next(loader).tolist() == [1]
+    with pytest.raises(TimeoutError):
+        _lease_within(again)  # the third one is
+    assert next(loader).tolist() == [2]
+    with again.lease() as item:
+        assert item.value == 3
+    again.state_dict()
+    again.trim()
+    assert list(tmp_path.glob("*.spill")) == []
+    again.close()
+
+
+def _lease_within(feed: Feed[Any]) -> None:
+    with feed._lock:
+        if feed._try_lease() is None:
+            raise TimeoutError
+
+
+def test_a_record_that_is_not_whole(tmp_path: Path) -> None:
+    """It was not acknowledged: those before are read."""
+    spill = Spill(tmp_path)
+    for number in range(3):
+        spill.write("put", number, bytes(100))
+    spill.close()
+    (path,) = tmp_path.glob("*.spill")
+    whole = path.read_bytes()
+    size = len(whole) // 3
+    for lost in (1, size - 1, size, size + 1, size + 50):
+        path.write_bytes(whole[:-lost])
+        found = Spill(tmp_path)
+        assert found.numbers("put") == ([0, 1] if lost <= size else [0])
+        assert found.read("put", 0) == bytes(100)
+        assert found.read("put", 2) is ...
+        found.close()
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer is told, the item is leased again, and what follows can be read."""
+    feed = Feed(range(2), batch_size=1, spill=tmp_path)
+    with feed.lease() as item:
+        item.put("a")
+    write, left = os.pwrite, [10]
+
+    def full(file: int, data: Any, offset: int) -> int:
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        count = write(file, data[: left[0]], offset)
+        left[0] -= count
+        return count
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"), feed.lease() as item:
+        patch.setattr(os, "pwrite", full)
+        item.put("b" * 100)
+    with feed.lease() as item:
+        assert (item.value, item.tries) == (1, 1)
+        item.put("c")
+    feed.close()
+    again = Feed(range(2), batch_size=1, spill=tmp_path)
+    with pytest.raises(Exception, match="the source has ended"), again.lease():
+        pass
+    assert list(DataLoader(again)) == [["a"], ["c"]]
+    again.close()
+
+
+def test_a_folder_is_one_feeds(tmp_path: Path) -> None:
+    """Another process is refused, also while workers of a killed trainer may still be there."""
+    feed = Feed(batch_size=1, spill=tmp_path)
+    script = f"from asyncloader.online import Feed; Feed(batch_size=1, spill={str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "ConfigurationError: another process spills to" in done.stderr
+    feed.close()
+    assert issubclass(ConfigurationError, ValueError)
