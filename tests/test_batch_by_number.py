@@ -364,7 +364,7 @@ def test_weights_that_were_set_on_the_way() -> None:
 
 
 def test_weights_that_hold_for_windows() -> None:
-    """Nobody knows which windows had been planned when an inner sampler changed: an error, and no wrong batch."""
+    """They were set for samples that were not planned then: windows before and after those come again."""
     sampler = MixtureSampler([4_000, 6_000], [0.5, 0.5])
     lengths = np.full(10_000, 10)
     loader = DataLoader(
@@ -376,8 +376,65 @@ def test_weights_that_hold_for_windows() -> None:
     given = [*islice(iterator, 30)]
     sampler.set_weights([0.9, 0.1], at=8_000)
     given += islice(iterator, 100)
-    with pytest.raises(ConfigurationError, match="sampler of LengthBatchSampler changed in this run"):
-        loader.batch(0, 3)
+    for number in (3, 31, 79, 80, 120):
+        assert same(loader.batch(0, number), given[number])
+    assert [(given[number] < 4_000).sum() > 60 for number in (79, 80)] == [False, True]
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_weights_from_feedback(replacement: bool) -> None:
+    """Batches come again with the weights that held for them, in this epoch and in the one before."""
+    sampler = WeightedSampler(np.ones(300), 200, replacement)
+    loader = DataLoader(range(300), batch_size=5, sampler=sampler, num_workers=2)  # type: ignore[arg-type]
+    given: dict[tuple[int, int], list[int]] = {}
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for number, batch in enumerate(loader):
+            given[epoch, number] = batch.tolist()
+            sampler.update(batch, batch % 7 + 0.1 + epoch)
+            if number == 30 and epoch == 1:
+                break
+    for epoch, number in ((0, 0), (0, 7), (0, 39), (1, 0), (1, 20), (1, 30)):
+        assert loader.keys(epoch, number) == given[epoch, number]
+
+
+class Shifted(Sampler[int]):
+    """Has `state_after`, as samplers of ours, and is changed on the way."""
+
+    def __init__(self) -> None:
+        self.shift = self.read = self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.read = self.start
+        while self.read < 100:
+            self.read += 1
+            yield (self.read - 1 + self.shift) % 100
+
+    def __len__(self) -> int:
+        return 100
+
+    def state_after(self, items: int) -> dict[str, Any]:
+        return {"cursor": self.start + items, "shift": self.shift}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_after(self.read - self.start)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = self.read = state["cursor"]
+        self.shift = state["shift"]
+
+
+def test_a_sampler_of_the_users_that_was_changed() -> None:
+    """Nobody knows for which batches: an error, and no wrong batch."""
+    sampler = Shifted()
+    loader = DataLoader(range(100), batch_size=5, sampler=sampler)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    given = [*islice(iterator, 5)]
+    assert loader.keys(0, 3) == given[3].tolist()
+    sampler.shift = 50
+    next(iterator)
+    with pytest.raises(ConfigurationError, match="shift of Shifted changed in this run"):
+        loader.keys(0, 3)
 
 
 def test_an_epoch_of_a_billion() -> None:

@@ -50,7 +50,7 @@ from asyncloader.messages.snapshot import Start, as_plain, dataset_here, from_pl
 from asyncloader.options import Options
 from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.exclusions import Exclusions
-from asyncloader.run.plan import is_elastic, own_state, samplers_within
+from asyncloader.run.plan import is_elastic, own_state, samplers_within, written
 from asyncloader.run.rng_snapshot import RNGSnapshot
 
 log = logging.getLogger("asyncloader")
@@ -263,7 +263,7 @@ class Checkpointer:
             self.rng.as_text(self.rng.capture()),
             base_seed=self.base_seed if self.options.persistent_workers else None,
             shared_seed=self.shared_seed if self.options.persistent_workers else None,
-            samplers=samplers.state and samplers.state.plain(),
+            samplers=written(self.options.index_sampler, samplers.state),
             drawn=samplers.drawn,
             is_over=samplers.is_over,
             finished=True,
@@ -318,7 +318,7 @@ class Checkpointer:
             inline=self.inline,
             set_epochs=list(self.progress.set_epochs),
             dataset_epochs=list(self.dataset_epochs),
-            samplers=samplers.state and samplers.state.plain(),
+            samplers=written(self.options.index_sampler, samplers.state),
             drawn=samplers.drawn,
             is_over=samplers.is_over,
             has_past=self.has_past,
@@ -369,7 +369,7 @@ def initial_state(options: Options, epoch: int, excluded: Any = None) -> dict[st
         epoch,
         describe(options),
         rng.as_text(rng.capture()),
-        samplers=samplers and samplers.plain(),
+        samplers=written(options.index_sampler, samplers),
         workers=None if here == Start() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
         excluded=excluded,

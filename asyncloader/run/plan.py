@@ -26,9 +26,10 @@ from asyncloader.engine.progress import Progress
 from asyncloader.epochs import epoch_of, restore
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.indices import Indices
-from asyncloader.messages.snapshot import Frozen, Pace, unplain
+from asyncloader.messages.snapshot import Frozen, Pace, plain, unplain
 from asyncloader.protocols import FollowsConsumers, is_stateful, probe
 from asyncloader.run.rng_snapshot import draws_once
+from asyncloader.samplers.ordered import bare_state, whole_state
 from asyncloader.samplers.random_order import indices, skip, take, take_array
 from asyncloader.seeding.turns import Drawing
 
@@ -266,7 +267,7 @@ class Plan:
         inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
         try:
             state = {
-                "sampler": None if sampler is None else sampler.state_dict(),
+                "sampler": None if sampler is None else bare_state(sampler),
                 "iterator": None if inner is None else inner.state_dict(),
             }
             self._progress.sampler_states.append((read, Frozen(state)))
@@ -381,10 +382,18 @@ def own_state(index_sampler: Any) -> Frozen | None:
         return None
     try:
         with Drawing():  # it may be that of a global generator
-            return Frozen({"sampler": sampler.state_dict(), "iterator": None})
+            return Frozen({"sampler": bare_state(sampler), "iterator": None})
     except Exception:
         log.warning("The state of the sampler could not be taken: it is not in states of the loader.", exc_info=True)
         return None
+
+
+def written(index_sampler: Any, states: Frozen | None) -> Any:
+    """Write states of a sampler and its iterator down, with what was changed in the sampler since they were taken."""
+    sampler = stateful_sampler(index_sampler)
+    if states is None or not is_elastic(sampler) or (thawed := states.thaw())["sampler"] is None:
+        return states and states.plain()
+    return plain({**thawed, "sampler": whole_state(sampler, thawed["sampler"])})
 
 
 def set_epochs(index_sampler: Any) -> list[int | None]:

@@ -35,14 +35,13 @@ from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.worker_iterator import WorkerIterator
-from asyncloader.samplers.mixture import MixtureSampler
-from asyncloader.samplers.ordered import OrderedSampler
+from asyncloader.samplers.ordered import OrderedSampler, ResumableSampler
 from asyncloader.seeding.generators import GLOBAL, restore, states_of
 from asyncloader.seeding.turns import untouched
 
 _END: Any = object()
 _HOW_FAR = frozenset({"cursor", "epoch", "world", "version"})
-"""What of the state of a sampler of ours changes as it is read."""
+"""What of the state of a sampler like ours changes as it is read."""
 
 
 class Found(NamedTuple):
@@ -93,7 +92,7 @@ def find(twin: Any, runs: Runs, epoch: int, number: int) -> Found:
             f"of epoch {epoch} that was saved before it"
         )
     if past is not None:
-        _with_changes(there, past.last_sampler_state(), stateful_sampler(options.index_sampler))
+        _refuse_changes(there, past.last_sampler_state(), stateful_sampler(options.index_sampler))
     with kept():
         start = _begun(twin, options, there if is_read else _put(twin, there, options))
         progress = start.checkpointer.progress
@@ -185,26 +184,24 @@ def _past(runs: Runs, epoch: int) -> Checkpointer | None:
     )
 
 
-def _with_changes(state: dict[str, Any], last: dict[str, Any] | None, sampler: Any) -> None:
-    """Put into a state what was changed of its sampler later in the run, as `MixtureSampler.set_weights` does.
+def _refuse_changes(state: dict[str, Any], last: dict[str, Any] | None, sampler: Any) -> None:
+    """Say so if a sampler of the user's was changed later in the run. States of ours have what was changed, and where.
 
     Raises:
-        ConfigurationError: if nobody knows from which batch on that holds.
+        ConfigurationError: if it was: nobody knows from which batch on that holds.
     """
     states = unplain(state["samplers"])
     if states is None or last is None or not isinstance(states["sampler"], dict) or last["sampler"] is None:
         return
+    if isinstance(sampler, ResumableSampler) or not callable(probe(sampler, "state_after")):
+        return  # a sampler without `state_after` may keep anything in its state
     mine = states["sampler"]
-    changed = {name: now for name, now in last["sampler"].items() if name not in _HOW_FAR and mine.get(name) != now}
-    if not changed or not callable(probe(sampler, "state_after")):  # a user's own sampler may keep anything in there
-        return
-    if type(sampler) is not MixtureSampler:  # whose weights name the samples that they hold for
+    changed = sorted(name for name, now in last["sampler"].items() if name not in _HOW_FAR and mine.get(name) != now)
+    if changed:
         raise ConfigurationError(
-            f"{', '.join(sorted(changed))} of {type(sampler).__name__} changed in this run, and which batches that was "
+            f"{', '.join(changed)} of {type(sampler).__name__} changed in this run, and which batches that was "
             "for is not known any more: load a state that was saved after the last change before the batch"
         )
-    states["sampler"] = {**mine, **changed}
-    state["samplers"] = Frozen(states).plain()
 
 
 def _put(twin: Any, state: dict[str, Any], options: Options) -> dict[str, Any]:

@@ -212,8 +212,8 @@ class MixtureSampler(OrderedSampler):
     def _state_identity(self) -> dict[str, Any]:
         return {**super()._state_identity(), "lengths": self.lengths, "stop": self.stop, "shuffle": self.shuffle}
 
-    def _more_state(self) -> dict[str, Any]:
-        return {"weights": [list(stage) for stage in self.weights]}
+    def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
+        return {**bare, "weights": [list(stage) for stage in self.weights]}
 
 
 def _check_order(weights: Any) -> None:

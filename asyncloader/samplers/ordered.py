@@ -147,14 +147,7 @@ class ResumableSampler(Sampler[T_co], ABC):
 
     def state_after(self, items: int) -> dict[str, Any]:
         """Return the state after so many samples, or batches, of the newest iterator, counted on this rank."""
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "cursor": self._cursor_after(items),
-            "world": self.num_replicas,
-            **identity.of(self),
-            **self._more_state(),
-        }
+        return self._whole_state(self._bare_state(items))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.
@@ -165,6 +158,24 @@ class ResumableSampler(Sampler[T_co], ABC):
         check_state(state, self)
         self.epoch = state["epoch"]
         self._begin_at(copy.copy(state["cursor"]))
+
+    def _bare_state(self, items: int | None = None) -> dict[str, Any]:
+        """Return the state after so many items, or now, without what may be changed later for items that come after it.
+
+        A loader takes it after each batch.
+        """
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "cursor": self._cursor_after(self._run.read if items is None else items),
+            "world": self.num_replicas,
+            **identity.of(self),
+            **self._more_state(),
+        }
+
+    def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with what it lacks, as it is now."""
+        return bare
 
     def _begin_at(self, cursor: Any) -> None:
         """Let the next iterator begin at a cursor."""
@@ -222,13 +233,17 @@ class OrderedSampler(ResumableSampler[int], HasOrder):
 
     def _deal(self, run: Run) -> Iterator[int]:
         order = self.order()
-        positions = self._positions(run.start)
-        at_once = max(64, min(_MOST_AT_ONCE, _SPAN // self.num_replicas))
+        positions, at_once = self._positions(run.start), self._most_at_once
         for first in range(0, len(positions), at_once):
             piece = positions[first : first + at_once]
             # Positions beyond the end begin anew.
             places = np.arange(piece.start, piece.stop, piece.step) % (order.length or ENDLESS)
             yield from order.indices_at(places).tolist()
+
+    @property
+    def _most_at_once(self) -> int:
+        """How many indices of this rank are computed at once, at most."""
+        return max(64, min(_MOST_AT_ONCE, _SPAN // self.num_replicas))
 
     def _cursor_after(self, items: int) -> int:
         return int(self._run.start + items * self.num_replicas)
@@ -242,6 +257,20 @@ class OrderedSampler(ResumableSampler[int], HasOrder):
         left = max(0, (ENDLESS if length is None else length) - start)
         each = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
         return range(start + self.rank, start + each * self.num_replicas, self.num_replicas)
+
+
+def bare_state(sampler: Any) -> Any:
+    """Return a sampler's state of now, without what `whole_state` adds.
+
+    A state of a class of the user's, which may say more, is whole.
+    """
+    own = isinstance(sampler, ResumableSampler) and type(sampler).state_dict is ResumableSampler.state_dict
+    return sampler._bare_state() if own else sampler.state_dict()
+
+
+def whole_state(sampler: Any, bare: Any) -> Any:
+    """Return a state with what was changed in the sampler since then, and holds for items after it."""
+    return sampler._whole_state(bare) if isinstance(sampler, ResumableSampler) else bare
 
 
 def check_state(state: dict[str, Any], sampler: Any) -> None:

@@ -169,7 +169,11 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
 
     def _more_state(self) -> dict[str, Any]:
         inner: Any = self.sampler
-        return {"sampler": None if inner is None else inner.state_dict()}
+        return {"sampler": None if inner is None else inner._bare_state()}
+
+    def _whole_state(self, bare: dict[str, Any]) -> dict[str, Any]:
+        inner: Any = self.sampler
+        return bare if inner is None else {**bare, "sampler": inner._whole_state(bare["sampler"])}
 
     def _deal(self, run: Run) -> Iterator[list[Any]]:
         units, each = self._units(run), self._units_per_batch

@@ -208,3 +208,82 @@ def test_pieces_open_and_close_what_they_read_from() -> None:
     with iter(loader) as batches:
         assert list(batches) == [[[2], [1, 2, 3]]]
     assert not inner.is_open
+
+
+class Numbers(Dataset[int]):
+    """Each sample is its index."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def with_feedback(
+    loader: DataLoader[Any], state: dict[str, Any] | None, epochs: range, ahead: int | None, first: int = 0
+) -> tuple[list[list[int]], list[tuple[int, int, dict[str, Any]]]]:
+    """Train: after each third batch, say how much its samples are worth; return batches and states after each.
+
+    Args:
+        loader: With a WeightedSampler.
+        state: To go on from.
+        epochs: Those that are trained.
+        ahead: How many batches later updates hold; None for the next sample that is drawn.
+        first: The number of the first batch, in the first epoch.
+    """
+    batches: list[list[int]] = []
+    states = []
+    if state is not None:
+        loader.load_state_dict(state)
+    for epoch in epochs:
+        if state is None or epoch != epochs[0]:
+            loader.set_epoch(epoch)
+        for number, batch in enumerate(loader, first):
+            batches.append(batch.tolist())
+            if number % 3 == 1:
+                at = None if ahead is None else 4 * (number + ahead)
+                loader.sampler.update(batch, batch * 2.0 % 7 + number % 2 + 0.5, at=at)  # type: ignore[attr-defined]
+            states.append((epoch, number + 1, json.loads(json.dumps(loader.state_dict()))))
+        first = 0
+    return batches, states
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("ahead", [None, 9])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_goes_on_with_the_updates_that_were_made(workers: int, ahead: int | None, replacement: bool) -> None:
+    """From every batch of two epochs, though the sampler was read beyond: with `at`, with other workers too."""
+
+    def make(workers: int) -> DataLoader[Any]:
+        sampler = WeightedSampler(np.arange(50) % 3, 33, replacement, seed=2)
+        return DataLoader(Numbers(), 4, sampler=sampler, num_workers=workers, max_buffered_bytes=0)
+
+    ahead = ahead if replacement else None
+    batches, states = with_feedback(make(workers), None, range(2), ahead)
+    others, _ = with_feedback(make(3 - workers), None, range(2), ahead)
+    assert (batches == others) == (ahead is not None or not replacement)
+    for number, (epoch, first, state) in enumerate(states, 1):
+        resumed = make(3 - workers if ahead is not None else workers)
+        assert with_feedback(resumed, state, range(epoch, 2), ahead, first)[0] == batches[number:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_weights_of_a_mixture_that_were_set_while_batches_were_ready_are_in_the_state(workers: int) -> None:
+    """The state is of a sample before those that the sampler has named already."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(range(3000), 100, sampler=MixtureSampler([1000, 2000], [1, 0]), num_workers=workers)  # type: ignore[arg-type]
+
+    loader = make()
+    with iter(loader) as batches:
+        for _ in range(3):
+            next(batches)
+        loader.sampler.set_weights([0, 1], at=6000)  # type: ignore[attr-defined]
+        state = json.loads(json.dumps(loader.state_dict()))
+        expected = [next(batches).tolist() for _ in range(70)]
+    assert max(expected[56]) < 1000 <= min(expected[57])
+    resumed = make()
+    resumed.load_state_dict(state)
+    with iter(resumed) as batches:
+        assert [next(batches).tolist() for _ in range(70)] == expected

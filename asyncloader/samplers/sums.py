@@ -1,0 +1,112 @@
+"""Sums of weights, by which samples are drawn.
+
+CumulativeSums   one row of sums: a weight that changes changes all sums after it
+SumTree          a tree of sums: a weight that changes changes those above it
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncloader.errors import ConfigurationError
+
+
+class CumulativeSums:
+    """Finds samples by weights that stay as they are.
+
+    Args:
+        weights: One for each sample, not all 0.
+    """
+
+    def __init__(self, weights: NDArray[np.float64]) -> None:
+        self.weights = weights
+
+    def find(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the samples at these shares, from 0 to below 1, of the sum of all weights."""
+        ends = self._ends
+        ascending = np.argsort(shares)  # neighbours are looked up in the same part of the row: half the time, or less
+        found = np.empty(len(shares), np.int64)
+        found[ascending] = np.searchsorted(ends, shares[ascending] * ends[-1], side="right")
+        # The product may be rounded up to the end.
+        result: NDArray[np.int64] = np.minimum(found, np.searchsorted(ends, ends[-1]))
+        return result
+
+    @cached_property
+    def _ends(self) -> NDArray[np.float64]:
+        # Scaled by a power of two, which changes no bit of an ordinary weight: otherwise sums of the largest weights
+        # are infinite, and fractions of the smallest ones are rounded to whole steps.
+        ends: NDArray[np.float64] = np.cumsum(np.ldexp(self.weights, -np.frexp(self.weights.max())[1]))
+        return ends
+
+
+class SumTree:
+    """Finds samples by weights that change. All sums follow from the weights alone, whatever these were before.
+
+                 1: 10              node i has the sum of the nodes 2 i and 2 i + 1,
+             2: 7      3: 3         and the last nodes, one for each sample, have the weights
+          4: 4  5: 3  6: 2  7: 1
+
+    Source: the tree of Schaul et al., "Prioritized Experience Replay", ICLR 2016, in one row, level by level.
+
+    Args:
+        weights: One for each sample, 0 or from 1e-150 to 1e150, so that no sum is infinite, or rounded to whole steps.
+    """
+
+    def __init__(self, weights: NDArray[np.float64]) -> None:
+        count = self._count = len(weights)
+        sums = self._sums = np.empty(2 * count)
+        sums[count:] = weights
+        for level in reversed(range((count - 1).bit_length())):
+            first, last = 1 << level, min(2 << level, count)
+            np.add(sums[2 * first : 2 * last : 2], sums[2 * first + 1 : 2 * last : 2], out=sums[first:last])
+        self._changed = np.empty(0, np.int64)  # nodes whose sums above do not count them yet, after a Ctrl-C
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """The weights: a view, not to be written to."""
+        return self._sums[self._count :]
+
+    def set(self, indices: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
+        """Change weights: 0.3 ms for a thousand of ten million. Of equal indices the last counts."""
+        self._add_up()
+        self._changed = indices + self._count
+        self._sums[self._changed] = weights
+        self._add_up()
+
+    def find(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the samples at these shares, from 0 to below 1, of the sum of all weights.
+
+        Raises:
+            ConfigurationError: if the weights are all 0.
+        """
+        self._add_up()
+        if not self._sums[1]:
+            raise ConfigurationError("no sample can be drawn, since updates have set all weights to 0")
+        nodes, rest = np.ones(len(shares), np.int64), shares * self._sums[1]
+        for _ in range(self._count.bit_length() - 1):
+            nodes, rest = self._descend(nodes, rest)
+        inner = np.flatnonzero(nodes < self._count)  # the last nodes are on two levels
+        nodes[inner], _ = self._descend(nodes[inner], rest[inner])
+        return nodes - self._count
+
+    def _descend(
+        self, nodes: NDArray[np.int64], rest: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        nodes = 2 * nodes
+        left = self._sums[nodes]
+        # A rest may be rounded up to the sum of both: it must not lead to weights of 0.
+        is_right = (rest >= left) & (self._sums[nodes + 1] > 0)
+        return nodes + is_right, rest - left * is_right
+
+    def _add_up(self) -> None:
+        """Bring the sums above changed weights up to date. May be interrupted, and is then done again."""
+        if not len(nodes := self._changed):
+            return
+        sums = self._sums
+        for _ in range((2 * self._count - 1).bit_length() - 1):
+            nodes = np.maximum(nodes >> 1, 1)
+            sums[nodes] = sums[2 * nodes] + sums[2 * nodes + 1]
+        self._changed = np.empty(0, np.int64)
