@@ -236,7 +236,7 @@ def patient_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give worker processes that are asked where they are more time to answer: other work may keep them from it."""
     from asyncloader.backends.processes import process
 
-    monkeypatch.setattr(process, "STACK_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(process.WorkerProcess, "answers_within_s", 10.0)
     monkeypatch.setattr(process, "_STACK_QUIET_S", 0.2)
 
 

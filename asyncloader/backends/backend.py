@@ -8,10 +8,10 @@ All of it happens on the loop thread, but for `wait_dead`.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from asyncloader.backends.worker import Worker
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.outcome import Outcome
 
@@ -20,64 +20,6 @@ Launch: TypeAlias = Callable[[], None]
 
 END_GRACE_S = 3.0
 """Workers that were told to end get this long, then they are killed. Seconds."""
-
-STACK_TIMEOUT_S = 0.5
-"""A worker that is asked where it is has so long to answer. Seconds."""
-
-
-class WorkerState(enum.Enum):
-    """Where a worker is in its life."""
-
-    NEW = enum.auto()  # nothing started
-    RUNNING = enum.auto()  # takes tickets
-    ENDING = enum.auto()  # told to end; killed, or abandoned, if it takes too long
-    DEAD = enum.auto()  # it is gone, and with it every descriptor
-
-
-class Worker(Protocol):
-    """One worker: a process, a thread, or a process on another machine.
-
-    Attributes:
-        worker_id: From 0; stays when another takes its place.
-        pid: The process that it runs in.
-        exitcode: How that ended; negative for a signal, None if it has not, or if nobody knows.
-        output: Last words.
-        is_ready: Whether it has opened the dataset.
-        is_telling: Whether it can be asked where it is.
-        started_at: On :func:`time.monotonic`'s clock, seconds.
-        node: The machine that it is on; "" for this one.
-        is_lost: Whether it went with its machine, so that none of its tickets is to blame.
-    """
-
-    worker_id: int
-    pid: int
-    exitcode: int | None
-    output: bytearray
-    is_ready: bool
-    is_lost: bool
-    started_at: float
-
-    @property
-    def node(self) -> str:
-        """The machine that it is on."""
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether it can be asked where it is."""
-
-    @property
-    def was_set_up(self) -> bool:
-        """Whether it came as far as the user's code; if not, one in its place will not either."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it is there."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
-        """Find out where it is, and what the samples of the ticket wait for; "" if it does not answer."""
 
 
 class Listener(Protocol):

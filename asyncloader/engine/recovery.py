@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from asyncloader.backends.backend import Worker
+from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Postpone, Replace, Ticket
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
 from asyncloader.messages.snapshot import Start

@@ -25,8 +25,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
 
-from asyncloader.backends.backend import END_GRACE_S, Backend, Worker
+from asyncloader.backends.backend import END_GRACE_S, Backend
 from asyncloader.backends.processes.launching import carry_out
+from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import (
     VOID,
     Action,

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, Protocol
 
-from asyncloader.backends.backend import END_GRACE_S, Backend, Worker
+from asyncloader.backends.backend import END_GRACE_S, Backend
+from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Lose, Postpone, Replace, Start
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.outbox import Outbox

@@ -20,7 +20,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 
-from asyncloader.backends.backend import Worker
+from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Start
 from asyncloader.engine.roster import Roster
 from asyncloader.observe.memory_watch import show_bytes

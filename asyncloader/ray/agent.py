@@ -37,7 +37,7 @@ from asyncloader.backends.processes.process import WorkerProcess
 from asyncloader.messages.frames import BadFrame, Buffer
 from asyncloader.messages.mapped_pickle import open_mapped
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import OUTCOMES, split
+from asyncloader.messages.outcome import split
 from asyncloader.messages.snapshot import Start
 from asyncloader.messages.tickets import with_loans
 from asyncloader.ray.facts import facts
@@ -100,18 +100,13 @@ class AgentPool(Pool):
         self._outstanding[process.worker_id] += count
         return list(self._loans[process].lend(self._outstanding[process.worker_id]))
 
-    def on_frame(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
-        """Take a frame from a worker, and pass on what is the trainer's."""
-        if process in self._leaving:
-            return
-        if kind in OUTCOMES:
-            self._outstanding[process.worker_id] = max(0, self._outstanding[process.worker_id] - 1)
-            if kind == Kind.BATCH:
-                self._pass_batch(process, body)
-            else:
-                self._pass_on(kind, process, [body], [])
+    def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview, arrived_at: float) -> None:
+        """Pass on to the trainer what has become of a ticket."""
+        self._outstanding[process.worker_id] = max(0, self._outstanding[process.worker_id] - 1)
+        if kind == Kind.BATCH:
+            self._pass_batch(process, body)
         else:
-            super().on_frame(process, kind, body)
+            self._pass_on(kind, process, [body], [])
 
     def _pass_batch(self, process: WorkerProcess, body: memoryview) -> None:
         head, payload = split(body)

@@ -13,7 +13,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from asyncloader.backends.backend import Backend, Launch, Listener, Worker
+from asyncloader.backends.backend import Backend, Launch, Listener
+from asyncloader.backends.worker import Worker
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.ray.pool import RemotePool
 

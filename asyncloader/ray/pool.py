@@ -34,7 +34,7 @@ from asyncloader.observe.traffic import Traffic
 from asyncloader.ray.fleet import Fleet
 from asyncloader.ray.launcher import Access, Launcher
 from asyncloader.ray.outcomes import outcome_of, pickled_keys
-from asyncloader.ray.wire import NUMBER, SECONDS, Death, Frame, Word
+from asyncloader.ray.wire import NUMBER, Death, Frame, Word
 from asyncloader.ray.worker import AgentState, RemoteAgent, RemoteWorker
 from asyncloader.transport.slab import slab_pool
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -210,7 +210,7 @@ class RemotePool:
         """Have a worker leave. One that takes part in the run finishes what it has first."""
         self._unwant(process)
         if self.processes.get(process.worker_id) is not process:
-            self._finish(process, 0.0)
+            process.end(0.0)
             self._release(process)
         elif self.listener is not None:
             self.listener.on_left(process.worker_id)
@@ -232,7 +232,7 @@ class RemotePool:
         """
         if (before := self.processes.pop(worker, None)) is None:
             return  # it waits already
-        self._finish(before, END_GRACE_S)
+        before.end(END_GRACE_S)
         agent = before.agent
         if agent.state is AgentState.HERE or not self._is_fixed:
             self._unwant(before)
@@ -260,15 +260,10 @@ class RemotePool:
         """Let this worker finish, if it is there: it has no tickets. Its id is free."""
         if (process := self.processes.pop(worker, None)) is None:
             return
-        self._finish(process, grace_s)
+        process.end(grace_s)
         self._release(process)
         self._maybe_send_home(process.agent, grace_s)
         self._loop.call_soon(self._fill, process.agent)  # by now others may be wanted
-
-    def _finish(self, process: RemoteWorker, grace_s: float) -> None:
-        if process.agent.lives.pop(process.life, None) is not None:
-            process.agent.send(Word.DISMISS, process.life, SECONDS.pack(grace_s))
-            process.on_gone()
 
     def _maybe_send_home(self, agent: RemoteAgent, grace_s: float) -> None:
         """Let an agent go that has no workers, because it is leaving or they are not wanted any more."""
@@ -352,7 +347,7 @@ class RemotePool:
         elif kind == Word.DIED:
             self._on_died(process, pickle.loads(frame.body))
         elif kind == Word.STACK:
-            process.on_stack(str(frame.body, "utf-8", "replace"))
+            process.on_awaits(str(frame.body, "utf-8", "replace"))
         else:
             raise BadFrame(f"a frame of kind {kind}, which is none of a worker's")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import time
-from collections.abc import Callable
 
-from asyncloader.backends.backend import STACK_TIMEOUT_S
+from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.ray.link import Link
-from asyncloader.ray.wire import NUMBER, Death, Word
+from asyncloader.ray.wire import NUMBER, SECONDS, Death, Word
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 _ON_THE_WAY_S = 1.0
@@ -75,8 +73,8 @@ class RemoteAgent:
             self.link.send(kind, life, *parts)
 
 
-class RemoteWorker:
-    """One worker on another machine; see :class:`asyncloader.backends.backend.Worker`. On the loop.
+class RemoteWorker(Worker):
+    """One worker on another machine. On the loop.
 
     Args:
         worker_id: Its id.
@@ -85,25 +83,19 @@ class RemoteWorker:
         loop: The trainer's.
     """
 
+    was_set_up = True
+    answers_within_s = Worker.answers_within_s + _ON_THE_WAY_S
+
     def __init__(self, worker_id: int, life: int, agent: RemoteAgent, loop: GuardedLoop) -> None:
-        self.worker_id = worker_id
+        super().__init__(worker_id, loop)
         self.life = life
         self.agent = agent
-        self.pid = -1
-        self.exitcode: int | None = None
-        self.output = bytearray()
-        self.is_ready = False
-        self.is_alive = True
-        self.is_lost = False
         self.stays = False  # it counts among the workers that are wanted
-        self.was_set_up = True
+        self.state = WorkerState.RUNNING
         self.started_at = time.monotonic()
-        self._loop = loop
-        self._waiters: list[Callable[[str], None]] = []
-        self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<RemoteWorker {self.worker_id} pid={self.pid} on {self.agent.node}>"
+        return f"<RemoteWorker {self.worker_id} pid={self.pid} on {self.node}>"
 
     @property
     def node(self) -> str:
@@ -115,34 +107,28 @@ class RemoteWorker:
         """It can be asked where it is."""
         return self.is_alive and self.is_ready
 
-    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
-        """Have it tell the stacks of its threads; `tell` gets them, or "" if no answer comes in time."""
-        if not self.is_telling:
-            tell("")
-            return
-        self._waiters.append(tell)
-        if len(self._waiters) == 1:
-            self._timer = self._loop.call_later(STACK_TIMEOUT_S + _ON_THE_WAY_S, self.on_stack, "")
-            self.agent.send(Word.STACK, self.life, NUMBER.pack(seq))
+    def _ask(self, seq: int) -> None:
+        """Have it tell the stacks of its threads."""
+        self.agent.send(Word.STACK, self.life, NUMBER.pack(seq))
+
+    def _stack(self, awaits: str) -> str:
+        return f"on node {self.node}:\n{awaits}" if awaits else ""
+
+    def end(self, grace_s: float) -> None:
+        """Have it finish. What its process still sends is dropped."""
+        if self.agent.lives.pop(self.life, None) is not None:
+            self.agent.send(Word.DISMISS, self.life, SECONDS.pack(grace_s))
+            self.on_gone()
 
     def kill(self) -> None:
         """Give its agent up, which ends it."""
         if self.agent.link is not None:
             self.agent.link.drop("it was given up")
 
-    def on_stack(self, text: str) -> None:
-        """The stacks have come, or will not."""
-        waiters, self._waiters = self._waiters, []
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for tell in waiters:
-            tell(f"on node {self.agent.node}:\n{text}" if text else "")
-
     def on_died(self, death: Death) -> None:
         """The worker has ended."""
         self.exitcode, self.was_set_up = death.exitcode, death.was_set_up
-        self.output += f"On node {self.agent.node}. ".encode() + death.output
+        self.output += f"On node {self.node}. ".encode() + death.output
         self.on_gone()
 
     def on_lost(self, why: str) -> None:
@@ -153,5 +139,6 @@ class RemoteWorker:
 
     def on_gone(self) -> None:
         """The worker is there no more."""
-        self.is_alive = False
-        self.on_stack("")
+        self.state = WorkerState.DEAD
+        self._dead.set()
+        self._tell_stack()

@@ -41,7 +41,7 @@ async def test_who_asks_where_a_worker_is_gets_an_answer_in_any_case() -> None:
     worker.is_ready = True
     worker.ask_stack(0, told.append)
     worker.ask_stack(1, told.append)
-    worker.on_stack("line 1")
+    worker.on_awaits("line 1")
     assert told[1:] == ["on node n1:\nline 1"] * 2
     worker.ask_stack(2, told.append)
     worker.on_died(Death(-9, b"words", was_set_up=True))

@@ -17,10 +17,10 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import BaseContext
-from time import perf_counter
 from typing import Any
 
-from asyncloader.backends.backend import END_GRACE_S, Launch, Listener
+from asyncloader.backends.backend import END_GRACE_S, Launch
+from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import executors, fresh
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.process import WorkerProcess, launch_all
@@ -48,7 +48,7 @@ _AT_ONCE = 8
 """So many workers are launched before the first of them are given tickets: each of these steps costs the next fork."""
 
 
-class Pool:
+class Pool(BasePool[WorkerProcess]):
     """Owner of the worker processes of one iterator, on the loop thread.
 
     Args:
@@ -67,13 +67,9 @@ class Pool:
         spec: WorkerSpec,
         copied: CopiedDataset | None = None,
     ) -> None:
-        self.processes: dict[int, WorkerProcess] = {}
-        self.listener: Listener | None = None
-        self._loop = loop
+        super().__init__(loop, spec, copied)
         self._context = context
         self.takes_long = context.get_start_method() != "fork"  # in whichever thread
-        self._spec = spec
-        self._copied = copied
         self._source: WorkerSpec | PickledSpec[WorkerSpec] = spec
         self._slabs = slab_pool()
         self._slabs.live_on(loop.loop)
@@ -81,14 +77,8 @@ class Pool:
         self._dumps = TicketPickler()
         self._outstanding: dict[int, int] = {}
         self._spares: dict[int, WorkerProcess] = {}  # started to take the place of a worker, which is there still
-        self._epoch: EpochSpec
-        self._leaving: set[WorkerProcess] = set()  # without a place; nothing is told of them
         self._managers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads of executors: these have pipes
-        self._closing = False
         self._is_starting = False  # somebody may be launching one more
-
-    def __repr__(self) -> str:
-        return f"<Pool {list(self.processes.values())!r}>"
 
     # ---------------------------------------------------------------------------------------------- lifecycle
 
@@ -194,12 +184,7 @@ class Pool:
     def dismiss(self, worker: int, grace_s: float) -> None:
         """Let the process of this worker id finish, if there is one: it has no tickets. Its place is free."""
         self._let_go(self._spares.pop(worker, None), grace_s)
-        self._let_go(self.processes.pop(worker, None), grace_s)
-
-    def _let_go(self, process: WorkerProcess | None, grace_s: float) -> None:
-        if process is not None and process.is_alive:
-            self._leaving.add(process)
-            process.end(grace_s)
+        super().dismiss(worker, grace_s)
 
     def add(self, worker: int, num_workers: int) -> None:
         """Start a process under this worker id: one more, or in the place of another, which is gone, or finishes."""
@@ -219,8 +204,7 @@ class Pool:
         return self._spares[worker]
 
     def _start_other(self, worker: int, num_workers: int) -> WorkerProcess:
-        epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
-        (process,) = carry_out(self._start_some([worker], epoch._replace(num_workers=num_workers)))
+        (process,) = carry_out(self._start_some([worker], self._epoch_of_newcomer(num_workers)))
         try:
             self._adopt([process])
         except BaseException:
@@ -252,17 +236,10 @@ class Pool:
         for process in self._spares.values():
             process.channel.send(Kind.EPOCH, body)
 
-    def end(self, grace_s: float) -> None:
-        """Tell all workers to finish; kill what is left after ``grace_s`` seconds."""
-        self._closing = True
-        for process in self._everyone():
-            process.end(grace_s)
-        self._maybe_closed()
-
     def wait_dead(self, timeout_s: float) -> bool:
         """Wait until all processes are gone, replaced ones too, and the threads of their executors. Not on the loop."""
         deadline = time.monotonic() + timeout_s
-        waits = [process.wait_dead(max(0.0, deadline - time.monotonic())) for process in self._everyone()]
+        waits = [super().wait_dead(timeout_s)]
         for manager in tuple(self._managers):
             manager.join(max(0.0, deadline - time.monotonic()))
             waits.append(not manager.is_alive())
@@ -287,7 +264,7 @@ class Pool:
 
     # ---------------------------------------------------------------------------------------------- receiving
 
-    def on_frame(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
+    def on_message(self, process: WorkerProcess, kind: int, body: memoryview, arrived_at: float) -> None:
         """Take a frame from a worker.
 
         Raises:
@@ -296,7 +273,7 @@ class Pool:
         if process in self._leaving:
             return
         if kind in OUTCOMES:
-            self._on_outcome(process, kind, body)
+            self._on_outcome(process, kind, body, arrived_at)
             return
         worker = process.worker_id
         if kind == Kind.ASK:
@@ -327,8 +304,7 @@ class Pool:
             raise BadFrame(f"a question for slabs that raised {error!r}") from error
         process.channel.send(Kind.LOANS, pickle.dumps(loans, 5))
 
-    def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview) -> None:
-        arrived_at = perf_counter()
+    def _on_outcome(self, process: WorkerProcess, kind: int, body: memoryview, arrived_at: float) -> None:
         worker = process.worker_id
         loans = self._loans[process]
         outcome = unpack(kind, body, loans.decode)
@@ -341,28 +317,26 @@ class Pool:
         """A process is gone."""
         if (loans := self._loans.pop(process, None)) is not None:
             loans.reclaim()
-        if process in self._leaving:
-            self._leaving.discard(process)
-        elif self._spares.get(process.worker_id) is process:
+        if self._spares.get(process.worker_id) is process:
             del self._spares[process.worker_id]
+            expected = True
             if self.listener is not None:
                 self.listener.on_prepared(process.worker_id)
-        elif not (expected or self._closing) and self.listener is not None:
-            self.listener.on_died(process.worker_id, process)
-        self._maybe_closed()
+        super().on_exit(process, expected)
 
     def _maybe_closed(self) -> None:
-        if self._closing and not self._is_starting and not any(process.is_alive for process in self._everyone()):
-            if isinstance(self._source, PickledSpec):
-                self._source.close()
-            while self._loans:  # of workers whose end was not dealt with to the last, because something failed
-                self._loans.popitem()[1].reclaim()
-            if self.listener is not None:
-                self.listener.on_closed()
-                self.listener = None
+        if not self._is_starting:
+            super()._maybe_closed()
 
-    def _everyone(self) -> Iterable[WorkerProcess]:
-        return (*self.processes.values(), *self._spares.values(), *self._leaving)
+    def _close(self) -> None:
+        if isinstance(self._source, PickledSpec):
+            self._source.close()
+        while self._loans:  # of workers whose end was not dealt with to the last, because something failed
+            self._loans.popitem()[1].reclaim()
+        super()._close()
+
+    def _everyone(self) -> tuple[WorkerProcess, ...]:
+        return (*super()._everyone(), *self._spares.values())
 
 
 class WorkerHandle:

@@ -22,18 +22,21 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, cast
+from time import perf_counter
+from typing import Any, cast
 
-from asyncloader.backends.backend import STACK_TIMEOUT_S, Launch, WorkerState
+from asyncloader.backends.backend import Launch
+from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.processes import fresh
 from asyncloader.backends.processes.channel import Channel, open_pair
 from asyncloader.backends.processes.executors import Running
 from asyncloader.backends.processes.launching import Forking, handlers_wait, masked, start_process, try_descriptors
+from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.iterating_thread import IteratingThread
 from asyncloader.messages.messages import EpochSpec, Kind
@@ -53,16 +56,6 @@ _REAPED_WITHIN_S = 1.0
 _DESCRIPTORS = 19  # open at once at most while a worker is started, by us and by multiprocessing
 
 
-class Owner(Protocol):
-    """Whom a worker process reports to, on the loop thread."""
-
-    def on_frame(self, worker: WorkerProcess, kind: int, body: memoryview) -> None:
-        """Take a frame; the body is valid during the call only."""
-
-    def on_exit(self, worker: WorkerProcess, expected: bool) -> None:
-        """The process is gone; what it had sent before has been given to `on_frame`."""
-
-
 def launch_all(context: BaseContext, launches: Iterable[Launch]) -> None:
     """Launch processes, one right after the other: between two forks each page that is written to is copied.
 
@@ -79,28 +72,21 @@ def launch_all(context: BaseContext, launches: Iterable[Launch]) -> None:
             launch()
 
 
-class WorkerProcess:
+class WorkerProcess(Worker):
     """Owner of a process and of the parent's ends of its connections.
 
-    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use.
+    Belongs to the loop thread, but for `pid`, `exitcode`, `is_alive`, `kill` and `wait_dead`, which any may use. The
+    owner is given frames, whose bodies are valid during the call only.
     """
 
-    node = ""
+    is_telling = False  # until it can be asked for its stack
 
-    def __init__(self, worker_id: int, loop: GuardedLoop, owner: Owner, *, overlaps: bool = False) -> None:
-        self.worker_id = worker_id
+    def __init__(
+        self, worker_id: int, loop: GuardedLoop, owner: BasePool[WorkerProcess], *, overlaps: bool = False
+    ) -> None:
+        super().__init__(worker_id, loop)
         self.overlaps = overlaps  # it has a loop of its own
-        self.state = WorkerState.NEW
-        self.pid = -1
-        self.exitcode: int | None = None
-        self.output = bytearray()
-        self.is_telling = False  # it can be asked for its stack
-        self.is_ready = False  # it has opened the dataset
-        self.is_lost = False
-        self.started_at = 0.0  # by time.monotonic()
-        self._loop = loop
         self._owner = owner
-        self._dead = threading.Event()
         self._closing = threading.Lock()  # held to close a descriptor, and to use one in another thread
         self._unexpected_end = False
         self._was_killed = False
@@ -108,9 +94,6 @@ class WorkerProcess:
         self._descriptors: dict[str, int] = {}
         self._kill_timer: asyncio.TimerHandle | None = None
         self._up_timer: asyncio.TimerHandle | None = None
-        self._stack_waiters: list[Callable[[str], None]] = []
-        self._awaits: str | None = None
-        self._quiet_timer: asyncio.TimerHandle
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.worker_id} pid={self.pid} {self.state.name}>"
@@ -223,7 +206,7 @@ class WorkerProcess:
         self.kill()
 
     def _on_frame(self, kind: int, body: memoryview) -> None:
-        self._owner.on_frame(self, kind, body)
+        self._owner.on_message(self, kind, body, perf_counter())
 
     def _on_channel_closed(self, error: Exception | None) -> None:
         """The worker left, or closed what it should not have: the pidfd tells, or the grace ends."""
@@ -246,8 +229,8 @@ class WorkerProcess:
             return
         self._keep_output(data)
         if self._stack_waiters:
-            self._quiet_timer.cancel()
-            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._on_quiet)
+            self._stack_timer.cancel()
+            self._stack_timer = self._loop.call_later(_STACK_QUIET_S, self._on_quiet)
 
     def _keep_output(self, data: bytes) -> None:
         if data and not self.is_telling:
@@ -385,59 +368,37 @@ class WorkerProcess:
         """Have the loop call `kill`."""
         self._loop.call_soon_threadsafe(self.kill)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process is there."""
-        return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
-
-    def wait_dead(self, timeout_s: float | None) -> bool:
-        """Wait until the process is gone and reaped. Not on the loop thread."""
-        return self._dead.wait(timeout_s)
-
     # -------------------------------------------------------------------------------------------------- stacks
 
-    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
-        """Have the worker write the stacks of its threads; ``tell`` gets them, or "" if it does not answer in time.
+    def _ask(self, seq: int) -> None:
+        """Have the worker write the stacks of its threads. Before it is telling, the signal would kill it.
 
         faulthandler writes from inside the signal handler, so a worker that hangs in C code answers too. One whose loop
         turns also tells at which awaits the samples of the ticket are.
         """
-        if self.state in (WorkerState.DEAD, WorkerState.NEW) or not self.is_telling:  # the signal would kill it
-            tell("")
-            return
-        self._stack_waiters.append(tell)
-        if len(self._stack_waiters) > 1:
-            return
         self._stack_start = len(self.output)
-        self._awaits = None
         if self.overlaps:
             self.channel.send(Kind.WHERE, pickle.dumps(seq))
-        self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self._tell_stack)
         self._send_signal(STACK_SIGNAL)
 
     def _on_quiet(self) -> None:
         """What faulthandler writes is here. Its loop, if it has one that turns, answers within a moment as well."""
         if self.overlaps and self._awaits is None:
-            self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S - _STACK_QUIET_S, self._tell_stack)
+            self._stack_timer = self._loop.call_later(self.answers_within_s - _STACK_QUIET_S, self._tell_stack)
         else:
             self._tell_stack()
 
     def on_awaits(self, text: str) -> None:
-        """The worker's loop has answered where the samples of the ticket are."""
+        """The worker's loop has answered: what faulthandler writes may still come."""
         self._awaits = text
         if self._stack_waiters and len(self.output) > self._stack_start:
-            self._quiet_timer.cancel()
-            self._quiet_timer = self._loop.call_later(_STACK_QUIET_S, self._tell_stack)
+            self._stack_timer.cancel()
+            self._stack_timer = self._loop.call_later(_STACK_QUIET_S, self._tell_stack)
 
-    def _tell_stack(self) -> None:
-        waiters, self._stack_waiters = self._stack_waiters, []
-        if not waiters:
-            return
-        self._quiet_timer.cancel()
-        text = (self._awaits or "") + shorten(self.output[self._stack_start :].decode(errors="replace"))
+    def _stack(self, awaits: str) -> str:
+        written = self.output[self._stack_start :].decode(errors="replace")
         del self.output[self._stack_start :]
-        for tell in waiters:
-            tell(text)
+        return awaits + shorten(written)
 
 
 _parent_ends: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()

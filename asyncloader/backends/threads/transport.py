@@ -1,7 +1,7 @@
 """The connection of a worker in this process: messages through a queue, outcomes as calls on the parent's loop.
 
     pool ── put, hang_up ──> LocalTransport ── receive / listen ──> SerialLoop, OverlapLoop
-         <── post, post_outcome ──              <── send, send_outcome ──
+         <── post ──────────────                <── send, send_outcome ──
 
 Nothing is pickled. How large a batch is, which decides how far workers run ahead, is worked out here (`batch_bytes`);
 and so is what ``torch.utils.data.get_worker_info()`` says in worker threads (`set_worker_info`).
@@ -49,17 +49,15 @@ class LocalTransport:
 
     Args:
         where: For the words of errors; "" on the portal's loop, where there is no worker in the user's eyes.
-        post: Gives a message, kind and contents, to the parent.
-        post_outcome: Gives it what has become of a ticket.
+        post: Gives a message, kind and contents, to the parent; of an outcome, its kind and the outcome.
     """
 
     is_remote = False
     cpu_clock = staticmethod(thread_time)
 
-    def __init__(self, where: str, post: Callable[[int, Any], None], post_outcome: Callable[[Outcome], None]) -> None:
+    def __init__(self, where: str, post: Callable[[int, Any], None]) -> None:
         self.where = where
         self._post = post
-        self._post_outcome = post_outcome
         self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_hung_up = False
         self._is_muted = False
@@ -148,8 +146,7 @@ class LocalTransport:
         outcome = held.pop()
         if outcome.kind == Kind.BATCH:
             outcome = outcome._replace(nbytes=batch_bytes(outcome.data))
-        if not self._is_muted:
-            self._post_outcome(outcome)
+        self.send(outcome.kind, outcome)
 
 
 def set_worker_info(info: Any) -> None:

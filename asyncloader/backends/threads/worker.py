@@ -21,16 +21,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 from asyncloader import threads
-from asyncloader.backends.backend import STACK_TIMEOUT_S, WorkerState
+from asyncloader.backends.base_pool import BasePool
 from asyncloader.backends.threads.transport import LocalTransport
+from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.errors import could_not_start
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
-from asyncloader.messages.outcome import Outcome
+from asyncloader.messages.outcome import OUTCOMES
 from asyncloader.stack_text import stack_of
 from asyncloader.worker.data_pipes import one_walks
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -68,20 +69,7 @@ def _tell(loop: GuardedLoop, error: BaseException) -> None:
         raise error
 
 
-class Owner(Protocol):
-    """Whom a worker in this process reports to, on the loop thread."""
-
-    def on_message(self, worker: LocalWorker, kind: int, body: Any) -> None:
-        """Take a message."""
-
-    def on_outcome(self, worker: LocalWorker, outcome: Outcome, arrived_at: float) -> None:
-        """Take what has become of a ticket."""
-
-    def on_exit(self, worker: LocalWorker, expected: bool) -> None:
-        """A worker has ended, or was abandoned."""
-
-
-class LocalWorker:
+class LocalWorker(Worker):
     """A worker in this process. Belongs to the loop thread, but for what `WorkerProcess` too allows to others.
 
     Args:
@@ -93,32 +81,21 @@ class LocalWorker:
         home: The loop of the user's that it works on; None for the portal's.
     """
 
-    is_telling = True
-    was_set_up = True
-    node = ""
-
     def __init__(
         self,
         worker_id: int,
         loop: GuardedLoop,
-        owner: Owner,
+        owner: BasePool[LocalWorker],
         on_thread: bool,
         before: LocalWorker | None = None,
         home: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self.worker_id = worker_id
-        self.state = WorkerState.NEW
+        super().__init__(worker_id, loop)
         self.pid = os.getpid()
-        self.exitcode: int | None = None
-        self.output = bytearray()
-        self.is_ready = False
-        self.is_lost = False
-        self.started_at = 0.0
-        self._loop = loop
         self._owner = owner
         self._before = before
         where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
-        self._transport = LocalTransport(where, self._post, self._post_outcome)
+        self._transport = LocalTransport(where, self._post)
         self._answering: SerialLoop | OverlapLoop | None = None
         self._thread: threading.Thread | None = None
         self._task: asyncio.Task[None] | None = None
@@ -128,17 +105,9 @@ class LocalWorker:
         self._timer: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._first_seq: int | None = None
-        self._dead = threading.Event()
-        self._stack_waiters: list[Callable[[str], None]] = []
-        self._quiet_timer: asyncio.TimerHandle
 
     def __repr__(self) -> str:
         return f"<LocalWorker {self.worker_id} {self.state.name}>"
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it is at work, or ending."""
-        return self.state in (WorkerState.RUNNING, WorkerState.ENDING)
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -267,13 +236,13 @@ class LocalWorker:
             self._thread = None
         self.state = WorkerState.DEAD
         self._dead.set()
-        self.on_awaits("")
+        self._tell_stack()
         self._owner.on_exit(self, expected)
 
     def wait_dead(self, timeout_s: float | None) -> bool:
         """Wait until it has ended, or was abandoned. Not on the loop thread."""
         began = time.monotonic()
-        if not self._dead.wait(timeout_s):
+        if not super().wait_dead(timeout_s):
             return False
         if (thread := self._thread) is not None:
             thread.join(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began)))
@@ -288,18 +257,15 @@ class LocalWorker:
         self._transport.put(kind, contents)
 
     def _post(self, kind: int, body: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
-            self._loop.call_soon_threadsafe(self._owner.on_message, self, kind, body)
-
-    def _post_outcome(self, outcome: Outcome) -> None:
-        if self._task is not None and self._task.cancelling():
+        if kind in OUTCOMES and self._task is not None and self._task.cancelling():
             return  # a loop that ends cancels samples and worker alike: that is no failure of a sample
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._on_outcome, outcome, perf_counter())
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the loop is closed
+            self._loop.call_soon_threadsafe(self._on_message, kind, body, perf_counter())
 
-    def _on_outcome(self, outcome: Outcome, arrived_at: float) -> None:
-        self._heard()
-        self._owner.on_outcome(self, outcome, arrived_at)
+    def _on_message(self, kind: int, body: Any, arrived_at: float) -> None:
+        if kind in OUTCOMES:
+            self._heard()
+        self._owner.on_message(self, kind, body, arrived_at)
 
     # ----------------------------------------------------------------------------------------------------- silence
 
@@ -320,34 +286,17 @@ class LocalWorker:
 
     # ---------------------------------------------------------------------------------------------------- stacks
 
-    def ask_stack(self, seq: int, tell: Callable[[str], None]) -> None:
-        """Tell where the thread is, and at which awaits the samples of the ticket are.
-
-        The worker is asked when a consumer has waited too long; the question disturbs nothing. The tasks of a loop can
-        only be looked at safely from its own thread: so the loop answers, if it turns.
-        """
-        answering = self._answering
-        if not isinstance(answering, OverlapLoop):
-            tell(self._thread_stack())
+    def _ask(self, seq: int) -> None:
+        """Ask the worker's loop, if it has one: its tasks can be looked at safely only from the thread of the loop."""
+        if isinstance(self._answering, OverlapLoop):
+            self._transport.put(Kind.WHERE, seq)
         else:
-            self._stack_waiters.append(tell)
-            if len(self._stack_waiters) == 1:
-                self._quiet_timer = self._loop.call_later(STACK_TIMEOUT_S, self.on_awaits, "")
-                self._transport.put(Kind.WHERE, seq)
+            self._tell_stack()
 
-    def on_awaits(self, awaits: str) -> None:
-        """The worker's loop has answered where the samples of the ticket are, or did not in time."""
-        waiters, self._stack_waiters = self._stack_waiters, []
-        if waiters:
-            self._quiet_timer.cancel()
-            text = awaits + self._thread_stack()
-            for tell in waiters:
-                tell(text)
-
-    def _thread_stack(self) -> str:
+    def _stack(self, awaits: str) -> str:
         thread = self._thread
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-        return f"The thread is at:\n{stack_of(frame)}" if frame is not None else ""
+        return awaits if frame is None else f"{awaits}The thread is at:\n{stack_of(frame)}"
 
 
 def private_copy(dataset: Any) -> Any:

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader.backends.backend import END_GRACE_S, Worker
+from asyncloader.backends.backend import END_GRACE_S
 from asyncloader.backends.processes import pool as module
 from asyncloader.backends.processes.launching import carry_out
 from asyncloader.backends.processes.pool import Pool, WorkerHandle
+from asyncloader.backends.worker import Worker
 from asyncloader.errors import WorkerStartError
 from asyncloader.messages.frames import BadFrame
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
@@ -105,7 +106,7 @@ class Played:
 
     def say(self, kind: int, body: bytes = b"") -> None:
         """Have a frame come."""
-        self.owner.on_frame(self, kind, memoryview(body))  # type: ignore[arg-type]
+        self.owner.on_message(self, kind, memoryview(body), 0.0)  # type: ignore[arg-type]
 
     def outcome(self, outcome: Outcome, epoch: int) -> None:
         """Have what has become of a ticket of a run come."""

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from asyncloader import DataLoader, LoaderClosedError
-from asyncloader.backends.backend import WorkerState
 from asyncloader.backends.processes import pool, process
+from asyncloader.backends.worker import WorkerState
 from asyncloader.engine.portal import get_portal
 from tests import inside
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader.backends.backend import Worker, WorkerState
 from asyncloader.backends.threads.pool import LocalPool
+from asyncloader.backends.worker import Worker, WorkerState
 from asyncloader.messages.messages import EpochSpec, Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -162,7 +162,7 @@ async def test_nothing_is_told_of_a_worker_that_was_discarded(start: Start, kind
     assert heard.outcomes() == [(0, 0, 2)]
     assert ("died", 0) not in heard.told
     told = list(heard.told)
-    pool.on_message(discarded, Kind.READY, None)  # posted before it was discarded, taken after
+    pool.on_message(discarded, Kind.READY, None, 0.0)  # posted before it was discarded, taken after
     assert heard.told == told
 
 

@@ -1,0 +1,92 @@
+"""What pools of processes and of threads have in common: places, workers that leave, and the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Generic, TypeVar
+
+from asyncloader.backends.backend import Listener
+from asyncloader.backends.worker import Worker
+from asyncloader.messages.copied_dataset import CopiedDataset
+from asyncloader.messages.messages import EpochSpec, WorkerSpec
+from asyncloader.worker.guarded_loop import GuardedLoop
+
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
+
+
+class BasePool(Generic[AnyWorker]):
+    """Owner of the workers of one iterator, on the loop thread; see `Backend` for the methods.
+
+    Args:
+        loop: The portal's.
+        spec: The dataset and functions that the workers work with.
+        copied: The dataset in that, if it may change while workers are made of it.
+    """
+
+    def __init__(self, loop: GuardedLoop, spec: WorkerSpec, copied: CopiedDataset | None) -> None:
+        self.processes: dict[int, AnyWorker] = {}
+        self.listener: Listener | None = None
+        self._loop = loop
+        self._spec = spec
+        self._copied = copied
+        self._epoch: EpochSpec
+        self._leaving: set[AnyWorker] = set()  # without a place; nothing is told of them
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {list(self.processes.values())!r}>"
+
+    def _epoch_of_newcomer(self, num_workers: int) -> EpochSpec:
+        """Return the run as a worker that is started now is told of it, beside so many others."""
+        epoch = self._epoch if self._copied is None else self._copied.run_of_newcomer(self._epoch)
+        return epoch._replace(num_workers=num_workers)
+
+    def dismiss(self, worker: int, grace_s: float) -> None:
+        """Let this worker finish, if it is there: it has no tickets. Its place is free."""
+        self._let_go(self.processes.pop(worker, None), grace_s)
+
+    def _let_go(self, worker: AnyWorker | None, grace_s: float) -> None:
+        if worker is not None and worker.is_alive:
+            self._leaving.add(worker)
+            worker.end(grace_s)
+
+    def end(self, grace_s: float) -> None:
+        """Tell all workers to finish; kill or abandon what is left after ``grace_s`` seconds."""
+        self._closing = True
+        for worker in self._everyone():
+            worker.end(grace_s)
+        self._maybe_closed()
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Wait until all workers are gone, replaced ones too. In any thread but the loop's."""
+        deadline = time.monotonic() + timeout_s
+        waits = [worker.wait_dead(max(0.0, deadline - time.monotonic())) for worker in self._everyone()]
+        return all(waits)
+
+    def on_message(self, worker: AnyWorker, kind: int, body: Any, arrived_at: float) -> None:
+        """Take a message from a worker, which came at this time."""
+        raise NotImplementedError
+
+    def on_exit(self, worker: AnyWorker, expected: bool) -> None:
+        """A worker is gone, or was abandoned. What it had sent before has been given to `on_message`."""
+        if worker in self._leaving:
+            self._leaving.discard(worker)
+        elif not (expected or self._closing) and self.listener is not None:
+            self._tell_death(self.listener, worker)
+        self._maybe_closed()
+
+    def _tell_death(self, listener: Listener, worker: AnyWorker) -> None:
+        listener.on_died(worker.worker_id, worker)
+
+    def _maybe_closed(self) -> None:
+        if self._closing and not any(worker.is_alive for worker in self._everyone()):
+            self._close()
+
+    def _close(self) -> None:
+        """Let go of what is left, and tell the end: all workers are gone, and no others come."""
+        if self.listener is not None:
+            self.listener.on_closed()
+            self.listener = None
+
+    def _everyone(self) -> tuple[AnyWorker, ...]:
+        return (*self.processes.values(), *self._leaving)
