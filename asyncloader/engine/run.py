@@ -79,7 +79,7 @@ class Run:
         self.progress = progress
         self.faults = limit.faults
         self.ends: dict[int, Frozen] = {}
-        self._is_stream = is_stream
+        self.is_stream = is_stream
         self._overlaps = overlaps
         self.begin_at(epoch.starts or {})
         self.taking = Taking(progress, limit)
@@ -304,7 +304,7 @@ class Run:
 
     def begin_at(self, starts: dict[int, Start]) -> None:
         """Note where workers are at the beginning."""
-        key = None if self._is_stream else self.epoch.key
+        key = None if self.is_stream else self.epoch.key
         self.tracks = make_tracks(starts, key, overlaps=self._overlaps)
 
     def start_of(self, worker: int) -> Start | None:
@@ -322,7 +322,7 @@ class Run:
         snapshot = item.outcome.snapshot
         # The state of an iterator after its end is no place to begin at: some iterators would begin anew.
         place = None if isinstance(snapshot, Frozen) and snapshot.ended else snapshot
-        keys = None if self._is_stream else self.progress.placed(ticket.seq, ticket.keys)
+        keys = None if self.is_stream else self.progress.placed(ticket.seq, ticket.keys)
         return item._replace(number=self.tracks[item.worker].answered(item.seq, place, keys), keys=keys)
 
     def lost(self, worker: int) -> None:
@@ -337,11 +337,8 @@ class Run:
 
     def contents(self, ticket: Ticket) -> Any:
         """Return what a worker is to know of a ticket."""
-        keys = self.progress.placed(ticket.seq, ticket.keys)
-        if ticket.bounds is None:
-            return keys
-        assert self.scheduler.slices is not None
-        return self.scheduler.slices.contents(ticket, keys)
+        keys, slices = self.progress.placed(ticket.seq, ticket.keys), self.scheduler.slices
+        return keys if slices is None else slices.contents(ticket, keys)
 
     def follow(self, *, may_be_over: bool = True) -> None:
         """Wake consumers if the scheduler lets them read further, or has delivered everything.

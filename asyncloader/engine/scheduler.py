@@ -196,7 +196,9 @@ class Scheduler:
         return batch
 
     def again(self, seq: int, keys: Any) -> list[Action]:
-        """Have a batch made once more, whole: its slices were returned, and its outcome was not ready."""
+        """Have a batch made once more, whole: all of its slices were returned, and they cannot be joined."""
+        assert self.slices is not None
+        self.slices.slicer.refused()
         self._queue([Ticket(seq, keys, self._next_number())])
         return self._assign()
 
@@ -401,7 +403,7 @@ class Scheduler:
 
     def _batches_of(self, tickets: int) -> int:
         """Return how many batches have so many tickets."""
-        return tickets if self.slices is None else max(1, math.ceil(tickets / self.slices.each))
+        return tickets if self.slices is None else max(1, math.ceil(tickets / self.slices.slicer.each))
 
     def _vacate(self, lost: Lose, unsent: Iterable[int]) -> None:
         """Note that the worker has no process, and take back tickets that were not sent to it."""

@@ -106,7 +106,6 @@ class Session:
         self._last: Run | None = None  # the run before, if all of it was made; it may still be taken from
         self._finisher = finisher
         self._pins = finisher is not None and finisher.pins
-        self._is_stream = supervisor.is_stream
         self.supervisor = supervisor
         self._next_runs: deque[Run] = deque()
         self._closed = threading.Event()
@@ -315,7 +314,7 @@ class Session:
     def _carry_over(self, last: Run) -> None:
         """Note where workers are at the beginning of another run: their datasets are those of the last one."""
         self.supervisor.recovery.is_first_run = False
-        if not self._is_stream:
+        if not self.run.is_stream:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
 
     def on_ready(self, worker: int) -> None:
@@ -350,7 +349,7 @@ class Session:
             if ticket.bounds is None and not self._pins:
                 times = run.meter.came(ticket.seq, [times])
         elif outcome.kind == Kind.FAILURE and not isinstance(outcome.error, BaseException):
-            keys = None if self._is_stream else ticket.keys  # a stream has no indices
+            keys = None if run.is_stream else ticket.keys  # a stream has no indices
             outcome = outcome._replace(error=outcome.error.rebuild(keys, ticket.bounds[0] if ticket.bounds else 0))
         actions = scheduler.returned(worker, record.seq, record.busy_s, record.wait_s)
         item = Item(outcome, ticket.seq, worker, times)
@@ -376,24 +375,15 @@ class Session:
 
     def _conclude(self, ticket: Ticket, batch: Divided) -> list[Action]:
         """Return what follows from all slices of a batch, the last of which this ticket was for."""
-        scheduler, seq = self.run.scheduler, ticket.seq
-        assert scheduler.slices is not None
-        fate = batch.fate(scheduler.slices.on_error)
+        scheduler, seq, fate = self.run.scheduler, ticket.seq, batch.fate()
         if fate == "void":
             return scheduler.ready(seq, VOID)
         if fate == "again":
-            return self._make_again(ticket)
+            return scheduler.again(seq, batch.keys)
         if fate != "join":
             return self._came(Ticket(seq, batch.keys), Item(fate, seq))
-        self._finish(ticket, *batch.to_join(seq, scheduler.slices.digest))
+        self._finish(ticket, *batch.to_join(seq))
         return []
-
-    def _make_again(self, ticket: Ticket) -> list[Action]:
-        """Have a batch made whole whose slices cannot be joined."""
-        scheduler = self.run.scheduler
-        assert scheduler.slices is not None
-        scheduler.slices.slicer.refused()
-        return scheduler.again(ticket.seq, ticket.keys)
 
     def _finish(self, ticket: Ticket, item: Item, made: list[Made], make: Callable[[], Outcome]) -> None:
         """Have the data of a batch joined, or pinned, or both, beside the loop: ``item`` is without them till then."""
@@ -413,7 +403,7 @@ class Session:
         if run is not self.run or self.state is not State.OPEN:
             return
         if isinstance(error, CannotJoin):
-            self.apply(self._make_again(ticket))
+            self.apply(run.scheduler.again(ticket.seq, ticket.keys))
             return
         times = run.meter.came(item.seq, made)
         if self._pins:

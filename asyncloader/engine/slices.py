@@ -104,15 +104,19 @@ class Divided:
 
     Attributes:
         keys: The keys of the batch.
+        on_error: How bad samples are handled.
+        digest: Makes the digest of a batch, where batches have fingerprints. Used by the finisher.
         missing: How many of its samples are not here.
         items: By where in the batch a slice begins, what has become of it: an `Item`, or VOID.
         slabs: Slabs that workers may write the batch into, or None.
     """
 
-    __slots__ = ("items", "keys", "missing", "slabs")
+    __slots__ = ("digest", "items", "keys", "missing", "on_error", "slabs")
 
-    def __init__(self, keys: Any) -> None:
+    def __init__(self, keys: Any, on_error: OnError, digest: Digest | None) -> None:
         self.keys = keys
+        self.on_error = on_error
+        self.digest = digest
         self.missing = len(keys)
         self.items: dict[int, Any] = {}
         self.slabs: BatchSlabs | None = None
@@ -129,22 +133,22 @@ class Divided:
             for sample in item.outcome.bad
         ]
 
-    def to_join(self, number: int, digest: Digest | None = None) -> tuple[Item, list[Made], Callable[[], Outcome]]:
+    def to_join(self, number: int) -> tuple[Item, list[Made], Callable[[], Outcome]]:
         """Return the batch of this number without its data, what is counted of its slices, and what joins these."""
         items = [item for _, item in self.in_order() if item.outcome.kind == Kind.BATCH]
         sizes, parts = [item.outcome.nbytes for item in items], [item.outcome.data for item in items]
         batch = Outcome(Kind.BATCH, bad=self.bad(), nbytes=min(sizes) if min(sizes) < 0 else sum(sizes))
         whole = None if self.slabs is None else self.slabs.whole
-        return Item(batch, number), [item.times for item in items], partial(_joined, parts, whole, batch, digest)
+        return Item(batch, number), [item.times for item in items], partial(_joined, parts, whole, batch, self.digest)
 
-    def fate(self, on_error: OnError) -> Fate:
+    def fate(self) -> Fate:
         """Say what becomes of the batch: what raised in one place would, perhaps, not in a whole batch."""
         if VOID in self.items.values():
             return "void"
         outcomes: list[Outcome] = [item.outcome for _, item in self.in_order()]
         if any(outcome.kind == Kind.LEFT_OUT and not outcome.bad for outcome in outcomes):  # with its worker
             return Outcome(Kind.LEFT_OUT)
-        replaces, bad = on_error == "replace", self.bad()
+        replaces, bad = self.on_error == "replace", self.bad()
         for count, outcome in enumerate(outcomes, 1):
             # Where it is collating that has raised, the words are about a part of the samples: not those of the batch.
             if outcome.kind == Kind.FAILURE and not outcome.record.collate_s and not (replaces and outcome.bad):
@@ -181,15 +185,10 @@ class Slices:
         digest: Digest | None = None,
     ) -> None:
         self.slicer = slicer
-        self.digest = digest
-        self.on_error = on_error
+        self._on_error = on_error
+        self._digest = digest
         self._obtain = obtain
         self._batches: dict[int, Divided] = {}  # of which slices are missing, by number
-
-    @property
-    def each(self) -> float:
-        """How many slices a batch has."""
-        return self.slicer.each
 
     def cut(self, ticket: Ticket, num_workers: int) -> Ticket:
         """Return a ticket for the next slice, and leave the rest in this one; or this one, if it is not divided."""
@@ -200,7 +199,7 @@ class Slices:
             self.slicer.each = self.slicer.each if ticket.bounds else 1
             return ticket
         if ticket.bounds is None:
-            self._batches[ticket.seq] = Divided(ticket.keys)
+            self._batches[ticket.seq] = Divided(ticket.keys, self._on_error, self._digest)
         ticket.bounds = begin + size, end
         return Ticket(ticket.seq, ticket.keys, -1, (begin, begin + size))
 
@@ -210,9 +209,11 @@ class Slices:
             begin, end = ticket.bounds or (0, len(ticket.keys))
             self.slicer.made(end - begin, seconds)
 
-    def contents(self, ticket: Ticket, batch: Placed) -> Slice:
-        """Return what a worker is to know of a slice of this batch, for which slabs are obtained with the first one."""
-        divided, (begin, end) = self._batches[ticket.seq], ticket.bounds or (0, 0)
+    def contents(self, ticket: Ticket, batch: Any) -> Any:
+        """Return what a worker is to know of a ticket of this batch; slabs are obtained with the first slice."""
+        if ticket.bounds is None:
+            return batch
+        divided, (begin, end) = self._batches[ticket.seq], ticket.bounds
         if not begin and divided.slabs is None and self._obtain is not None:
             divided.slabs = self._obtain(self.slicer.columns, len(ticket.keys))
         slabs = divided.slabs

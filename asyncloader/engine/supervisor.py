@@ -84,7 +84,6 @@ class Supervisor:
     Attributes:
         due: When it is worth looking at the workers again; on the clock of outcomes.
         outbox: Tickets on their way to workers.
-        is_stream: The dataset is iterable.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Supervisor:
     ) -> None:
         self.auto = auto
         self.due = 0.0
-        self.is_stream = policy.is_stream
         self.recovery = Recovery(policy, len(workforce.wanted))
         self.workforce = workforce
         self.outbox = Outbox(pool, workforce)

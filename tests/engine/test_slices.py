@@ -136,11 +136,10 @@ class Workplace:
                 self.left_out.append(ticket.keys)
             self.apply(self.scheduler.ready(ticket.seq, item, 10_000))
         elif (batch := self.scheduler.slice_came(ticket, item)) is not None:
-            fate = batch.fate(self.on_error)
+            fate = batch.fate()
             if fate == "join":
                 self.joining.append((ticket.seq, batch))
             elif fate == "again":
-                self.slicer.refused()
                 self.apply(self.scheduler.again(ticket.seq, batch.keys))
             elif fate == "void":
                 self.apply(self.scheduler.ready(ticket.seq, VOID))
@@ -169,7 +168,6 @@ class Workplace:
         seq, batch = self.joining.popleft()
         assert self.on_error != "replace" or not batch.bad()
         if fate == "cannot be joined":
-            self.slicer.refused()
             self.apply(self.scheduler.again(seq, batch.keys))
             return
         self.slicer.joined(())
