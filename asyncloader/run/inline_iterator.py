@@ -116,8 +116,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         # torch's own fetcher has begun to iterate, which a dataset may count; but before the dataset was in its state.
         is_begun = options.is_iterable and not (start.starts and start.starts[0].snapshot)
         iterator = self._dataset_fetcher.dataset_iter if is_begun else None
-        host = InlineHost(self._collate_fn)
-        maker = BatchMaker(0, self._worker_spec(), host, _run_on_portal, aside=partial(_left_alone, kept))
+        maker = BatchMaker(0, self._worker_spec(), InlineHost(), _run_on_portal, aside=partial(_left_alone, kept))
 
         def open_source(dataset: Any) -> None:
             maker.open_fetcher(dataset, iterator)

@@ -26,32 +26,20 @@ from asyncloader.engine.actions import VOID
 from asyncloader.engine.arrivals import Arrivals
 from asyncloader.engine.taking import Item, Taking
 from asyncloader.messages.failure import LocalError
-from asyncloader.messages.messages import Kind, WorkerSpec
+from asyncloader.messages.messages import Kind
 from asyncloader.messages.modes import Modes
 from asyncloader.messages.outcome import Outcome
 from asyncloader.seeding.sample_context import Placed
-from asyncloader.transport.collate import recycling_collate
-from asyncloader.worker.batch_maker import BatchMaker
+from asyncloader.worker.batch_maker import BatchMaker, Host
 
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
-class InlineHost:
-    """The consumer's process, as what makes batches. Nothing here makes it look like a worker.
-
-    Args:
-        collate_fn: Makes a batch of samples.
-    """
+class InlineHost(Host):
+    """The consumer's thread, as what makes batches. Nothing here makes it look like a worker."""
 
     where = "in the main process"
-    is_remote = False
     cpu_clock = staticmethod(float)  # always 0.0: stats() has the CPU time of this process
-
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self._collate = recycling_collate(collate_fn)
-
-    def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
-        """Leave the surroundings as they are."""
 
     def ends(self, error: BaseException) -> bool:
         """Whether this is an interruption by a signal's handler, and no failure of a batch.
@@ -62,12 +50,8 @@ class InlineHost:
         return not (isinstance(error, Exception) or is_of_a_sample)
 
     def capture(self, error: BaseException) -> LocalError:
-        """Hand the exception over as it is."""
+        """Hand the exception over as it is: no worker is in the user's eyes."""
         return LocalError(error, "")
-
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Any = ()) -> Any:
-        """Make a batch, in memory that is used again where torch's default does it."""
-        return self._collate(samples)
 
 
 class InlineRun:

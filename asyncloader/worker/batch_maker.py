@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from time import perf_counter
-from typing import Any, Protocol
+from time import perf_counter, thread_time
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -44,7 +44,7 @@ from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.own_generators import OwnGenerators
 from asyncloader.seeding.sample_context import BATCH, COLLATION, Placed, SampleContext, SeedingContext
 from asyncloader.seeding.seeder import Seeder
-from asyncloader.transport.collate import is_default
+from asyncloader.transport.collate import is_default, recycling_collate
 from asyncloader.transport.join import collated
 from asyncloader.transport.loans import Rows
 from asyncloader.worker.data_pipes import one_walks
@@ -61,32 +61,39 @@ def _raised_at(position: int) -> Blame | None:
     return Blame(position) if position >= 0 else None
 
 
-class Host(Protocol):
-    """The place where batches are made, as far as places differ.
+class Host:
+    """The place where batches are made, as far as places differ: here it is the trainer's process.
 
     Attributes:
         where: For the words of errors: "in DataLoader worker process 3".
         is_remote: Outcomes go to another process.
+        cpu_clock: Tells the CPU seconds of the worker.
     """
 
-    where: str
-    is_remote: bool
-
-    @property
-    def cpu_clock(self) -> Callable[[], float]:
-        """Tells the CPU seconds of the worker."""
+    where = ""
+    is_remote = False
+    cpu_clock: Callable[[], float] = staticmethod(thread_time)
+    _collate: Callable[[Any], Any] | None = None
 
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
         """Make the surroundings those of a worker: seeds, ``get_worker_info()``."""
 
     def ends(self, error: BaseException) -> bool:
         """Whether the worker cannot go on after this exception; otherwise it stands for the batch."""
+        raise NotImplementedError
 
     def capture(self, error: BaseException) -> RemoteError | LocalError:
-        """Make of an exception what the outcome of a failure holds."""
+        """Make of an exception what the outcome of a failure holds: here the exception as it is."""
+        return LocalError(error, self.where)
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
-        """Make a batch of samples, or of a `Whole`, in memory that suits the host; in these rows, if they fit."""
+        """Make a batch of samples, or of a `Whole`, in memory that suits the host; in these rows, if they fit.
+
+        Here it is memory that is used again, where torch's default collates.
+        """
+        if self._collate is None:
+            self._collate = recycling_collate(collate_fn)
+        return self._collate(samples)
 
 
 class BatchMaker:

@@ -15,7 +15,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from time import perf_counter, process_time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.data._utils.worker as torch_worker
@@ -49,11 +49,15 @@ class ParentGone(BaseException):
     """The connection has ended: there is nobody to work for."""
 
 
-class WorkerTransport(Host, Protocol):
+class WorkerTransport(Host):
     """The connection of a loop over tickets. For the thread that serves."""
 
+    _is_muted = False
+    _loop: GuardedLoop | None = None  # that listens
+    _ready: Callable[[], None]
+
     def leave(self) -> None:
-        """Undo what others could see of that."""
+        """Undo what others could see of `enter`. The surroundings of a thread end with it."""
 
     def receive(self, *, wait: bool) -> tuple[int, Any] | None:
         """Return the next message, kind and contents; None if there is none and ``wait`` is false.
@@ -61,27 +65,34 @@ class WorkerTransport(Host, Protocol):
         Raises:
             ParentGone: if there will be none.
         """
+        raise NotImplementedError
 
     def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
         """From now on call ``ready`` on the loop whenever there may be something to receive."""
+        self._ready, self._loop = ready, loop  # in this order: a parent in another thread looks for the loop
+        loop.call_soon(ready)  # for what came before
 
     def unlisten(self) -> None:
         """Do so no more."""
+        self._loop = None
 
     def send(self, kind: int, body: Any = None) -> None:
         """Send a message, which is small."""
+        raise NotImplementedError
 
     def send_outcome(self, held: list[Outcome]) -> None:
         """Send what has become of a ticket; of a batch that cannot be sent, why.
 
         The outcome is taken out of the list, so that the caller does not refer to the batch any more.
         """
+        raise NotImplementedError
 
     def mute(self) -> None:
         """Send nothing from now on: the worker is dying, and what is cancelled on the way says what is not so."""
+        self._is_muted = True
 
 
-class ProcessTransport:
+class ProcessTransport(WorkerTransport):
     """The end that a worker process has.
 
     Args:
@@ -101,9 +112,6 @@ class ProcessTransport:
             self._slabs.ask = self._ask
         self._encoder = Encoder(self._slabs)
         self._stacker: collate.Stacker
-        self._loop: GuardedLoop | None = None
-        self._ready: Callable[[], None]
-        self._is_muted = False
         self._warns_of_cuda = worker_id == 0  # one warning is enough; the other workers run the same code
 
     def enter(self, worker_id: int, spec: WorkerSpec, open_dataset: Callable[[], Any]) -> None:
@@ -153,17 +161,16 @@ class ProcessTransport:
             return self.capture(error)
 
     def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
-        """Watch the socket."""
-        self._loop, self._ready = loop, ready
+        """Watch the socket. What came before may have been read from it already."""
+        super().listen(loop, ready)
         loop.add_reader(self._channel.fileno(), ready)
         os.set_blocking(self._channel.fileno(), True)  # which libuv has ended; `_ask` and sending rely on it
-        loop.call_soon(ready)  # what was read from the socket before
 
     def unlisten(self) -> None:
         """Leave the socket alone."""
         if self._loop is not None:
             self._loop.remove_reader(self._channel.fileno())
-            self._loop = None
+        super().unlisten()
 
     def _ask(self, sizes: Any, returned: Any) -> Any:
         """Get slabs of these sizes from the parent. Messages that come before the answer, or with it, are kept."""
@@ -229,10 +236,6 @@ class ProcessTransport:
         if self._warns_of_cuda and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._warns_of_cuda = False
             warnings.warn(_CUDA_HERE, stacklevel=1)
-
-    def mute(self) -> None:
-        """Send nothing from now on."""
-        self._is_muted = True
 
     def _send(self, kind: int, *parts: Any) -> None:
         if self._is_muted:

@@ -40,7 +40,7 @@ class Squares:
 def make_run(pin: Any = None, *, is_stream: bool = False, plan: Any = ()) -> InlineRun:
     """A run whose batches are lists of squares."""
     spec = WorkerSpec(Squares(), False, True, list, False, None, 0, 1, False)
-    maker = BatchMaker(0, spec, InlineHost(list))
+    maker = BatchMaker(0, spec, InlineHost())
     maker.begin(EpochSpec(0, (1, 0, 0)))
     maker.spec = replace(spec, is_iterable=is_stream)
     progress = Progress()

@@ -14,9 +14,8 @@ import contextvars
 import queue
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from time import thread_time
 from types import MemberDescriptorType
 from typing import Any
 
@@ -25,13 +24,10 @@ import torch
 import torch.utils.data._utils.collate as torch_collate
 import torch.utils.data._utils.worker as torch_worker
 
-from asyncloader.messages.failure import LocalError
 from asyncloader.messages.messages import Kind, WorkerSpec
 from asyncloader.messages.outcome import Outcome
-from asyncloader.transport.collate import recycling_collate
-from asyncloader.transport.loans import Rows
 from asyncloader.worker.guarded_loop import GuardedLoop
-from asyncloader.worker.transport import ParentGone
+from asyncloader.worker.transport import ParentGone, WorkerTransport
 
 UNKNOWN = -1
 """What `batch_bytes` returns of a batch that holds something which cannot be looked into."""
@@ -44,7 +40,7 @@ _CONSTANTS = (int, float, complex, type(None), type, np.generic, torch.dtype, to
 _info: ContextVar[Any] = ContextVar("asyncloader worker", default=None)
 
 
-class LocalTransport:
+class LocalTransport(WorkerTransport):
     """Both ends of the connection: messages in through a queue, outcomes out as calls on the parent's loop.
 
     Args:
@@ -52,19 +48,12 @@ class LocalTransport:
         post: Gives a message, kind and contents, to the parent; of an outcome, its kind and the outcome.
     """
 
-    is_remote = False
-    cpu_clock = staticmethod(thread_time)
-
     def __init__(self, where: str, post: Callable[[int, Any], None]) -> None:
         self.where = where
         self._post = post
         self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_hung_up = False
-        self._is_muted = False
-        self._loop: GuardedLoop | None = None
-        self._ready: Callable[[], None]
         self._context: contextvars.Context
-        self._collate: Callable[[Any], Any] | None = None
 
     # ----------------------------------------------------------------------------------------- the parent's side
 
@@ -95,9 +84,6 @@ class LocalTransport:
             )
             set_worker_info(info)
 
-    def leave(self) -> None:
-        """Do nothing: the surroundings end with the thread."""
-
     def receive(self, *, wait: bool) -> tuple[int, Any] | None:
         """Return the next message."""
         try:
@@ -110,31 +96,12 @@ class LocalTransport:
 
     def listen(self, loop: GuardedLoop, ready: Callable[[], None]) -> None:
         """Have the parent call ``ready`` on the loop, in the context of this worker."""
-        self._ready, self._context = ready, contextvars.copy_context()
-        self._loop = loop
-        loop.call_soon(ready)  # for what came before
-
-    def unlisten(self) -> None:
-        """Have it do so no more."""
-        self._loop = None
+        self._context = contextvars.copy_context()
+        super().listen(loop, ready)
 
     def ends(self, error: BaseException) -> bool:
         """Whether the worker cannot go on after this: the user's SystemExit is told instead, to who waits for it."""
         return isinstance(error, ParentGone)
-
-    def capture(self, error: BaseException) -> LocalError:
-        """Hand the exception over as it is."""
-        return LocalError(error, self.where)
-
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any, rows: Sequence[Rows] = ()) -> Any:
-        """Make a batch, in memory that is used again where torch's default does it."""
-        if self._collate is None:
-            self._collate = recycling_collate(collate_fn)
-        return self._collate(samples)
-
-    def mute(self) -> None:
-        """Hand nothing over from now on."""
-        self._is_muted = True
 
     def send(self, kind: int, body: Any = None) -> None:
         """Hand a message over."""
