@@ -236,8 +236,8 @@ MUTATIONS = (
     Mutation(
         "the slabs lent to a worker are not taken back when it dies",
         "backends/processes/pool.py",
-        "            loans.reclaim()\n        if process in",
-        "            pass\n        if process in",
+        "            loans.reclaim()\n        if self._spares",
+        "            pass\n        if self._spares",
         "backends/processes/test_pool.py",
     ),
     Mutation(
