@@ -6,9 +6,9 @@ before it asks, and looked at again afterwards.
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
 from typing import Any
+
+from asyncloader.weak import while_alive
 
 
 class Arrivals:
@@ -25,7 +25,7 @@ class Arrivals:
     def __init__(self, run: Any, plan: Any) -> None:
         self.are_awaited = False
         self._plan = plan if getattr(plan, "arrives", False) else None
-        self._tell = partial(_keys_came, weakref.ref(run))
+        self._tell = while_alive(run.keys_came, None)
 
     def must_wait(self) -> bool:
         """Whether the next keys are still to arrive. Then the run is told of them: perhaps in here already."""
@@ -39,8 +39,3 @@ class Arrivals:
             if has_come:
                 return False
         return self.are_awaited
-
-
-def _keys_came(run: weakref.ref[Any]) -> None:
-    if (alive := run()) is not None:
-        alive.keys_came()

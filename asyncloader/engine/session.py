@@ -53,6 +53,7 @@ from asyncloader.messages.outcome import Outcome
 from asyncloader.messages.snapshot import Frozen
 from asyncloader.observe.meter import Made
 from asyncloader.transport.join import CannotJoin, columns_of
+from asyncloader.weak import while_alive
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
@@ -145,7 +146,7 @@ class Session:
 
     def waker(self) -> Callable[[], None]:
         """Return `wake` for a run, which must not keep the session alive."""
-        return partial(_wake, weakref.ref(self))
+        return while_alive(self.wake, None)
 
     def close_with(self, consumer: object) -> None:
         """Begin to close when this is dropped.
@@ -162,6 +163,10 @@ class Session:
         if self.pid == os.getpid() and self.state in (State.NEW, State.OPEN):
             with contextlib.suppress(LoaderClosedError):
                 self.post(self._close, END_GRACE_S)
+
+    def has_run_ended(self) -> bool:
+        """Whether everything that was planned of the newest run has been handed over."""
+        return self.run.ended
 
     @property
     def is_ending(self) -> bool:
@@ -555,11 +560,6 @@ class Session:
         Discard: lambda session, action: session.pool.discard(action.worker),
         GiveUp: _give_up,
     }
-
-
-def _wake(session: weakref.ref[Session]) -> None:
-    if (alive := session()) is not None:
-        alive.wake()
 
 
 def _forget_consumers() -> None:

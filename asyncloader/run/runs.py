@@ -169,6 +169,10 @@ class Runs:
         """Return what each of a dataset's listeners was told at last: by the user, a state, or the loader."""
         return told(dataset, self.told, self._restored[1])
 
+    def heard_by_a_copy(self, dataset: Any) -> tuple[Told, ...]:
+        """Return the same of a copy that is made now; nothing while the dataset is being told."""
+        return () if self.is_telling else self.heard(dataset)
+
     def heard_by_samplers(self, index_sampler: Any) -> list[int | None]:
         """Return what samplers, from the outermost on, were told at last."""
         return numbers(samplers_within(index_sampler), self.told.number, self._restored[0])

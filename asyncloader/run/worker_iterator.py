@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,12 +30,10 @@ from asyncloader.engine.portal import get_portal, refuse_to_block_the_loop
 from asyncloader.engine.progress import Call, Progress
 from asyncloader.engine.run import Run
 from asyncloader.engine.session import Session, State
-from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.messages.messages import EpochSpec
-from asyncloader.observe.faults import Faults
 from asyncloader.options import AutoWorkers, Options
 from asyncloader.run import auto_number, home_loop, workplace
 from asyncloader.run.base_iterator import BaseIterator, check_owner
@@ -44,6 +41,7 @@ from asyncloader.run.foresight import make_foresight
 from asyncloader.run.run_start import RunStart
 from asyncloader.run.runs import Runs
 from asyncloader.seeding.sample_context import EpochKey
+from asyncloader.weak import while_alive
 from asyncloader.worker.bootstrap import refuse_in_main
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -200,28 +198,18 @@ class WorkerIterator(BaseIterator[T_co]):
         return EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
 
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
-        options = self._options
-        faults = Faults()
-        scheduler = workplace.make_scheduler(options, progress, self._runs.slicer)
-        meter = workplace.make_meter(options, self._runs, spec.key[1], scheduler.window, faults)
-        kind: Any = {"is_stream": options.is_iterable, "overlaps": options.overlaps}
-        limit = ErrorLimit(options, progress, faults)
-        return Run(scheduler, spec, meter, plan, progress, limit, **kind)
+        return workplace.make_run(self._options, self._runs, spec, plan, progress)
 
     # ------------------------------------------------------------------------------------------------- workers
 
     def _make_session(self, run: Run) -> Session:
-        portal = get_portal()
-        loop = GuardedLoop(portal.loop)
-        options, runs = self._options, self._runs
-        copied = workplace.make_copied(self._dataset, runs)
-        where: Any = {"copied": copied, "home": self._home}
-        pool = workplace.make_pool(options, self._worker_spec(), loop, runs.traffic, runs.num_on_nodes, **where)
-        finisher = self._make_finisher(loop)
-        auto = workplace.make_auto(options, pool, partial(_note_number, weakref.ref(self)), runs.num_on_nodes)
-        policy, workforce = workplace.policy_of(options), workplace.make_workforce(options)
-        supervisor = Supervisor(loop, pool, policy, workforce, auto)
-        return workplace.watched(Session(portal, loop, pool, run, supervisor, finisher), copied)
+        spec, tell = self._worker_spec(), while_alive(self.note_number, None)
+        return workplace.make_session(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
+
+    def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
+        if not (self._pin_memory or self._options.splits):
+            return None
+        return Finisher(loop, str(self._pin_memory_device) if self._pin_memory else None)
 
     def note_number(self, num_workers: int, in_all: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
@@ -229,11 +217,6 @@ class WorkerIterator(BaseIterator[T_co]):
         if self._options.is_auto:  # otherwise it was set meanwhile
             self._checkpointer.progress.num_workers = num_workers
             auto_number.note(self._loader(), num_workers)
-
-    def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
-        if not (self._pin_memory or self._options.splits):
-            return None
-        return Finisher(loop, str(self._pin_memory_device) if self._pin_memory else None)
 
     @property
     def is_usable(self) -> bool:
@@ -398,8 +381,3 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} taken={self._run.taken} {self._session!r}>"
-
-
-def _note_number(iterator: weakref.ref[WorkerIterator[Any]], num_workers: int, in_all: int) -> None:
-    if (alive := iterator()) is not None:
-        alive.note_number(num_workers, in_all)

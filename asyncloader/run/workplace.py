@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -13,61 +12,85 @@ from asyncloader.backends.backend import Backend
 from asyncloader.backends.processes.pool import Pool
 from asyncloader.backends.threads.pool import LocalPool
 from asyncloader.engine.controller import Controller
+from asyncloader.engine.error_limit import ErrorLimit
+from asyncloader.engine.finisher import Finisher
+from asyncloader.engine.portal import get_portal
 from asyncloader.engine.progress import Progress
 from asyncloader.engine.recovery import Policy
+from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session
-from asyncloader.engine.slices import Slicer, Slices
-from asyncloader.engine.supervisor import Auto
+from asyncloader.engine.slices import Slices
+from asyncloader.engine.supervisor import Auto, Supervisor
 from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
 from asyncloader.messages.copied_dataset import CopiedDataset
-from asyncloader.messages.messages import WorkerSpec
+from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
 from asyncloader.protocols import has_samples, is_collated, is_stateful, leaves_out_buffer, probe
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
 from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.slab import slab_pool
+from asyncloader.weak import while_alive
 from asyncloader.worker.digesting import make_digester
 from asyncloader.worker.gather import gathers
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 
-def make_pool(
+def make_session(
     options: Options,
+    runs: Runs,
     spec: WorkerSpec,
-    loop: GuardedLoop,
-    traffic: Traffic,
-    num_on_nodes: int,
-    copied: CopiedDataset,
-    home: asyncio.AbstractEventLoop | None = None,
-) -> Backend:
-    """Decide where the workers run: on a loop (0 of them), on threads, in processes, on other machines.
+    run: Run,
+    home: asyncio.AbstractEventLoop | None,
+    make_finisher: Callable[[GuardedLoop], Finisher | None],
+    tell: Callable[[int, int], None],
+) -> Session:
+    """Return a session that begins with a run, and its workers, which are not started yet.
 
     Args:
         options: Of the loader.
+        runs: Of the loader.
         spec: What the workers work with.
-        loop: The portal's.
-        traffic: Counts what comes from other machines.
-        num_on_nodes: How many there are to be on other machines at the beginning, where that looks after itself.
-        copied: The dataset in the spec.
+        run: The first run.
         home: The loop of the user's that the dataset has to run on, where there are no workers; None for the portal's.
+        make_finisher: Makes what joins or pins batches, if that is to be done.
+        tell: Is told of each change of a number of workers that looks after itself, on the loop thread.
 
     Raises:
         Exception: as the pickling of the dataset or a function raises it, or as a provider's backend does.
     """
+    portal = get_portal()
+    loop = GuardedLoop(portal.loop)
+    copied = CopiedDataset(spec.dataset, partial(while_alive(runs.heard_by_a_copy, tuple[Told, ...]()), spec.dataset))
+    pool = _make_pool(options, runs, spec, loop, copied, home)
+    workforce = Workforce(options.num_at_start, options.max_tasks_per_child, options.max_worker_memory)
+    supervisor = Supervisor(loop, pool, _policy_of(options), workforce, _make_auto(options, runs, pool, tell))
+    session = Session(portal, loop, pool, run, supervisor, make_finisher(loop))
+    copied.is_over = while_alive(session.has_run_ended, False)
+    return session
+
+
+def _make_pool(
+    options: Options,
+    runs: Runs,
+    spec: WorkerSpec,
+    loop: GuardedLoop,
+    copied: CopiedDataset,
+    home: asyncio.AbstractEventLoop | None,
+) -> Backend:
+    """Decide where the workers run: on a loop (0 of them), on threads, in processes, on other machines."""
     if options.is_in_process:
         return LocalPool(loop, spec, on_threads=options.num_workers > 0, home=home, copied=copied)
     make_local = partial(_make_local, options, spec, loop, copied)
     if options.provider is None:
         return make_local()
-    wanted = num_on_nodes if options.is_auto else None
-    backend: Backend = options.provider.make_backend(options, spec, loop, traffic, wanted, make_local)
+    wanted = runs.num_on_nodes if options.is_auto else None
+    backend: Backend = options.provider.make_backend(options, spec, loop, runs.traffic, wanted, make_local)
     return backend
 
 
@@ -77,35 +100,26 @@ def _make_local(options: Options, spec: WorkerSpec, loop: GuardedLoop, copied: C
     return pool
 
 
-def make_copied(dataset: Any, runs: Runs) -> CopiedDataset:
-    """Return what knows what a loader's dataset has heard. It keeps neither the runs of the loader alive nor it."""
-    return CopiedDataset(dataset, partial(_heard, weakref.ref(runs), dataset))
-
-
-def _heard(runs: weakref.ref[Runs], dataset: Any) -> tuple[Told, ...]:
-    alive = runs()
-    return () if alive is None or alive.is_telling else alive.heard(dataset)
-
-
-def watched(session: Session, copied: CopiedDataset) -> Session:
-    """Have it be known when a run of this session is over, and return the session."""
-    copied.is_over = partial(_is_over, weakref.ref(session))
-    return session
-
-
-def _is_over(session: weakref.ref[Session]) -> bool:
-    alive = session()
-    return alive is not None and alive.run.ended
-
-
-def make_scheduler(options: Options, progress: Progress, slicer: Slicer) -> Scheduler:
-    """Return what decides who does which ticket of a run.
+def make_run(options: Options, runs: Runs, epoch: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
+    """Return a run, which nobody has begun.
 
     Args:
         options: Of the run.
+        runs: Of the loader.
+        epoch: The run, as workers are to know it.
+        plan: The keys of its batches.
         progress: Where it begins.
-        slicer: Knows what samples cost, where batches are divided.
     """
+    faults = Faults()
+    scheduler = _make_scheduler(options, runs, progress)
+    meter = _make_meter(options, runs, epoch.key[1], scheduler.window, faults)
+    limit = ErrorLimit(options, progress, faults)
+    kind: Any = {"is_stream": options.is_iterable, "overlaps": options.overlaps}
+    return Run(scheduler, epoch, meter, plan, progress, limit, **kind)
+
+
+def _make_scheduler(options: Options, runs: Runs, progress: Progress) -> Scheduler:
+    """Return what decides who does which ticket of a run."""
     return Scheduler(
         num_workers=options.num_at_start,
         num_expected=options.num_expected,
@@ -119,21 +133,14 @@ def make_scheduler(options: Options, progress: Progress, slicer: Slicer) -> Sche
         overlapping=options.tickets_at_once,
         first=progress.now.position,
         next_worker=progress.now.next_worker,
-        slices=make_slices(options, slicer),
+        slices=_make_slices(options, runs) if options.splits and _can_join(options) else None,
     )
 
 
-def make_slices(options: Options, slicer: Slicer) -> Slices | None:
-    """Return what divides the batches of a run into slices; None where they stay whole.
-
-    Args:
-        options: Of the run.
-        slicer: Knows what samples cost.
-    """
-    if not (options.splits and _can_join(options)):
-        return None
+def _make_slices(options: Options, runs: Runs) -> Slices:
+    """Return what divides the batches of a run into slices."""
     obtain = None if options.is_in_process else partial(batch_slabs.obtain, slab_pool())
-    return Slices(slicer, options.on_error, obtain, make_digester(options.fingerprint))
+    return Slices(runs.slicer, options.on_error, obtain, make_digester(options.fingerprint))
 
 
 def _can_join(options: Options) -> bool:
@@ -143,16 +150,8 @@ def _can_join(options: Options) -> bool:
     return collate.copies_samples(collate_fn) and not makes_whole
 
 
-def make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
-    """Return what counts what happens in a run.
-
-    Args:
-        options: Of the run.
-        runs: Of the loader.
-        epoch: Its number.
-        window: Batches in flight or waiting.
-        faults: Of the run.
-    """
+def _make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Faults) -> Meter:
+    """Return what counts what happens in the run of this number, with so many batches in flight or waiting."""
     trace, loader = runs.open_trace(options)
     return Meter(
         epoch,
@@ -177,20 +176,13 @@ def make_meter(options: Options, runs: Runs, epoch: int, window: int, faults: Fa
     )
 
 
-def make_auto(options: Options, pool: Backend, tell: Callable[[int, int], None], num_on_nodes: int) -> Auto | None:
-    """Return what looks after the number of workers, or None if nothing does.
-
-    Args:
-        options: Of the loader.
-        pool: The workers.
-        tell: Is told of each change, on the loop thread.
-        num_on_nodes: How many there are to be on other machines at the beginning.
-    """
+def _make_auto(options: Options, runs: Runs, pool: Backend, tell: Callable[[int, int], None]) -> Auto | None:
+    """Return what looks after the number of workers, or None if nothing does."""
     if not options.is_auto:
         return None
     provider = options.provider
     controller = Controller(
-        options.num_workers + num_on_nodes,
+        options.num_workers + runs.num_on_nodes,
         max_computing=options.most_computing,
         max_waiting=options.most_waiting,
         cores=usable_cores(),
@@ -205,12 +197,7 @@ def _all_here(num_workers: int | None, most_here: int) -> int:
     return num_workers or 0
 
 
-def make_workforce(options: Options) -> Workforce:
-    """Return what decides which workers there are."""
-    return Workforce(options.num_at_start, options.max_tasks_per_child, options.max_worker_memory)
-
-
-def policy_of(options: Options) -> Policy:
+def _policy_of(options: Options) -> Policy:
     """Say how the session is to find out whether a worker that died can be replaced.
 
     Not where a batch of a stream is to be left out: another worker would begin before it. Where a dataset tells its

@@ -64,8 +64,8 @@ class LocalPool(BasePool[LocalWorker]):
             started()
         yield from ()
 
-    def _start_one(self, worker: int, epoch: EpochSpec, before: LocalWorker | None = None) -> LocalWorker:
-        started = LocalWorker(worker, self._loop, self, self._on_threads, before, self._home)
+    def _start_one(self, worker: int, epoch: EpochSpec) -> LocalWorker:
+        started = LocalWorker(worker, self._loop, self, self._on_threads, self._home)
         started.start(self._spec, epoch)
         return started
 
@@ -76,8 +76,8 @@ class LocalPool(BasePool[LocalWorker]):
     def add(self, worker: int, num_workers: int) -> None:
         """Start a worker under this id: one more, or in the place of one that has ended or was discarded."""
         epoch = self._epoch_of_newcomer(num_workers if self._on_threads else 0)
-        before = self.processes.pop(worker, None)
-        self.processes[worker] = self._start_one(worker, epoch, before)
+        self.processes.pop(worker, None)
+        self.processes[worker] = self._start_one(worker, epoch)
 
     def prepare(self, worker: int, num_workers: int) -> None:
         """Start nothing beforehand: threads start at once."""

@@ -42,7 +42,7 @@ from asyncloader.worker.transport import ParentGone
 log = logging.getLogger("asyncloader")
 
 _HANDOVER_S = 3.0
-"""A worker waits so long for the one before it on the same loop to close what the dataset has open."""
+"""A worker waits so long for others on the same loop to close what the same dataset has open."""
 
 _SILENT_S = 5.0
 """A worker on the portal's loop that has made nothing of its first tickets by then is spoken of. Seconds."""
@@ -55,7 +55,7 @@ _SILENT = (
 )
 
 _closing: dict[asyncio.Task[None], Any] = {}
-"""By worker that was told to finish, on a loop, its dataset: the next run over it may come from the same loader."""
+"""By worker that was told to finish, or cancelled, on a loop, its dataset: others wait until it is closed."""
 
 
 def _closed(task: asyncio.Task[None]) -> None:
@@ -77,7 +77,6 @@ class LocalWorker(Worker):
         loop: The portal's.
         owner: Is told what the worker makes, and of its end.
         on_thread: The worker has a thread of its own; otherwise it works on a loop.
-        before: The worker whose place it takes.
         home: The loop of the user's that it works on; None for the portal's.
     """
 
@@ -87,13 +86,11 @@ class LocalWorker(Worker):
         loop: GuardedLoop,
         owner: BasePool[LocalWorker],
         on_thread: bool,
-        before: LocalWorker | None = None,
         home: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(worker_id, loop)
         self.pid = os.getpid()
         self._owner = owner
-        self._before = before
         where = f"in DataLoader worker thread {worker_id}" if on_thread else ""
         self._transport = LocalTransport(where, self._post)
         self._answering: SerialLoop | OverlapLoop | None = None
@@ -165,9 +162,6 @@ class LocalWorker(Worker):
         if self.state is WorkerState.ENDING:  # nothing was opened; `_closing` has this very task, too
             return
         closing = [task for task, dataset in list(_closing.items()) if dataset is spec.dataset]
-        if (before := self._before) is not None and before._task is not None:
-            self._before = None
-            closing.append(before._task)
         here = asyncio.get_running_loop()
         others = {task for task in closing if task.get_loop() is here}
         if others:
@@ -222,6 +216,7 @@ class LocalWorker(Worker):
         self._on_end(is_abandoned=True)
 
     def _cancel(self) -> None:
+        self._note_closing()
         if self._task is not None:
             self._task.cancel()
 
