@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar, cast
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.checks import at_least
+from asyncloader.datasets.draw_watch import DrawWatch
 from asyncloader.datasets.opened import Openable, Threads, decoded
 from asyncloader.datasets.sample_store import MISSING, SampleStore, StoreUsage
 from asyncloader.epochs import listeners
@@ -30,7 +31,6 @@ from asyncloader.protocols import (
     is_collated,
     probe,
 )
-from asyncloader.seeding.draw_watch import DrawWatch
 
 T_co = TypeVar("T_co", covariant=True)
 
