@@ -16,6 +16,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LONGEST_S = 10.0
 """An operation that computes at the end of the program is waited for no longer. Seconds."""
@@ -52,9 +55,9 @@ def end_all(grace_s: float) -> None:
     Args:
         grace_s: How long they have to end by themselves. Seconds.
     """
-    for end in filter(None, _all().values()):
+    for end in filter(None, copied(_threads.values())):
         end()
-    left = _join(_all(), grace_s)
+    left = _join(copied(_threads), grace_s)
     began = time.monotonic()
     ran_at = dict.fromkeys(left, began)
     while left and (now := time.monotonic()) < began + LONGEST_S:
@@ -73,12 +76,12 @@ def interrupt(thread: threading.Thread) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
-def _all() -> dict[threading.Thread, Callable[[], object] | None]:
-    """Return all threads that there are, though others may be starting some."""
+def copied(things: Iterable[T]) -> tuple[T, ...]:
+    """Copy a set, or the like, that other threads may add to meanwhile."""
     while True:
         try:
-            return dict(_threads)
-        except RuntimeError:  # the set changed its size
+            return tuple(things)
+        except RuntimeError:  # it changed its size
             continue
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from asyncloader.errors import LoaderClosedError
 
@@ -29,8 +29,6 @@ except RuntimeError as error:
         "the interpreter can no longer be registered. Import it (`from asyncloader import DataLoader`) at the top of "
         "the program; loaders may then be made by a thread that goes on."
     ) from error
-
-T = TypeVar("T")
 
 EXIT_GRACE_S = 1.5
 """Workers and threads get this long to end by themselves. Seconds."""
@@ -149,15 +147,6 @@ def stop_daemon() -> None:
     """
     if is_left_behind():
         threading.Event().wait()
-
-
-def copied(things: Iterable[T]) -> tuple[T, ...]:
-    """Copy a set that other threads may add to meanwhile."""
-    while True:
-        try:
-            return tuple(things)
-        except RuntimeError:  # it changed its size
-            continue
 
 
 def _may_go_on(thread: threading.Thread) -> bool:

@@ -84,7 +84,7 @@ class Portal:
             self._give_up()  # on what was posted after the last turn, and before that
 
     def _give_up(self) -> None:
-        for future, coroutine in exits.copied(self._unanswered.items()):
+        for future, coroutine in threads.copied(self._unanswered.items()):
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(self._over())
             if coroutine is not None:

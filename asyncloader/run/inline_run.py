@@ -266,7 +266,7 @@ def _stop_at_exit() -> None:
 
     See :mod:`asyncloader.threads` for what would happen to them in the middle of one.
     """
-    runs = exits.copied(_runs)
+    runs = threads.copied(_runs)
     for run in runs:
         run.stop()
     for run in runs:

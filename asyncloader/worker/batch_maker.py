@@ -267,7 +267,7 @@ class BatchMaker:
 
     def make(self, seq: int, keys: Any, waited_s: float = 0.0) -> Outcome:
         """Make a batch. An exception stands for the batch, unless the worker cannot go on after it."""
-        if self.failure is not None or type(keys) is RemoteError:
+        if self.refuses(keys):
             return self.refused(seq, keys)
         if (own := self._own) is None:
             return self._make(seq, keys, waited_s)
