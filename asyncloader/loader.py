@@ -140,8 +140,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             or as "4GB": what it shares with the trainer or with other workers does not count. Looked at about once a
             second.
         fingerprint: Have a digest made of the data of each batch, where it is made. `stats` and states then have the
-            fingerprint of all batches that were given, and the timeline (``trace``) that of each. It takes as long as
-            reading the batch once, and needs the package xxhash (``asyncloader[fingerprint]``).
+            fingerprint of all batches that were given, and the timeline (``trace``) that of each: ``asyncloader
+            compare`` names the first in which two runs differ. It takes as long as reading the batch once, and needs
+            the package xxhash (``asyncloader[fingerprint]``).
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.

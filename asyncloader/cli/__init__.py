@@ -1,4 +1,4 @@
-"""The command ``asyncloader``: bench, tune, trace, doctor."""
+"""The command ``asyncloader``: bench, tune, trace, compare, doctor."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from asyncloader.cli import compare, doctor, search
+from asyncloader.cli import compare, doctor, fingerprints, search
 from asyncloader.cli.measure import run
 from asyncloader.cli.report import Report
 from asyncloader.cli.script import first_loader
@@ -165,6 +165,22 @@ def trace(
         raise typer.BadParameter(str(error)) from error
     report.say("page", f"page: {page}", str(page))
     report.end()
+
+
+@app.command(name="compare")
+def compare_runs(
+    one: Annotated[Path, typer.Argument(metavar="ONE", help="The timeline of a run (trace=), or a state.")],
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="That of another run.")],
+    as_json: Json = False,
+) -> None:
+    """Name the first batch in which two runs differ, made with fingerprint=True. Exit with 1 if they differ."""
+    report = Report(as_json)
+    try:
+        are_alike = fingerprints.compare(fingerprints.Sides(one, other), report)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    report.end()
+    raise typer.Exit(0 if are_alike else 1)
 
 
 @app.command(name="doctor", context_settings=_UNKNOWN)

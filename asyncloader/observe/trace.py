@@ -24,7 +24,7 @@ from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 log = logging.getLogger("asyncloader")
 
@@ -353,6 +353,29 @@ def to_html(source: str | os.PathLike[str], target: str | os.PathLike[str] | Non
     filled = re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], page)
     target.write_text(filled, encoding="utf-8")
     return target
+
+
+class Batch(NamedTuple):
+    """A batch, by the epoch, the number of its loader in the timeline, and its own number in the plan."""
+
+    epoch: int
+    loader: int
+    number: int
+
+
+def fingerprints_of(source: str | os.PathLike[str]) -> dict[Batch, frozenset[str]]:
+    """Return the fingerprints of the batches that were taken in a timeline; several, if a batch came more than once.
+
+    Raises:
+        ValueError: if the source is no timeline.
+    """
+    found: dict[Batch, frozenset[str]] = {}
+    for event in json.loads(_timeline(Path(source))):
+        args = event.get("args", {})
+        if event.get("name") == "take" and "fingerprint" in args:
+            taken = Batch(args["epoch"], args["loader"], args["batch"])
+            found[taken] = found.get(taken, frozenset()) | {args["fingerprint"]}
+    return found
 
 
 def _timeline(source: Path) -> str:
