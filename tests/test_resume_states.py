@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,9 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
 
 from asyncloader import DataLoader, ElasticSampler
+from asyncloader.engine.progress import Call
 from asyncloader.testing import assert_resumable, assert_resumable_async
+from tests import inside
 
 LENGTH = 20
 
@@ -545,3 +548,32 @@ def test_states_are_whole_in_any_thread_and_inside_the_sampler() -> None:
     for state in states:
         if state["epoch"] == 0 and state["base_seed"] is not None:
             assert json.loads(state["samplers"])["sampler"]["at"] == 2 * (state["position"] - state["drawn"])
+
+
+def test_a_state_is_of_one_moment() -> None:
+    """Another consumer, in a thread of its own, has its batch at each of the moments while a state is made."""
+    positions = set()
+    for moment in itertools.count():
+        loader: DataLoader[int] = DataLoader(range(20), batch_size=2, seeding="sample", fingerprint=True)  # type: ignore[arg-type]
+        iterator: Any = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        call, looks, latest = Call(), itertools.count(), inside.runs(loader).latest
+        assert latest is not None
+        progress: Any = latest.progress
+        iterator.next_item(call)  # on its way to the other consumer
+        look = progress.folded
+
+        def looked(call: Call = call, moment: int = moment, looks: Any = looks, look: Any = look) -> Any:
+            if next(looks) == moment:
+                call.item = None
+            return look()
+
+        progress.folded = looked
+        state = loader.state_dict()
+        assert state["position"] == state["drawn"]
+        assert state["sample"] == 2 * state["position"]
+        positions.add(state["position"])
+        if call.item is not None:  # a state is made with fewer looks
+            break
+    assert positions == {3, 4}

@@ -66,7 +66,10 @@ class Given(NamedTuple):
 
 
 class Call:
-    """One call of `next` or `anext`. The first two attributes are written under the lock, the last two not.
+    """One call of `next` or `anext`.
+
+    ``given`` is written under the lock; ``item`` is set under it, and cleared without it. ``is_over`` is written
+    without it.
 
     Attributes:
         given: The facts of the batch that is on its way to the caller.
@@ -100,6 +103,11 @@ class Place(NamedTuple):
     next_worker: int | None
     untold: str
     chain: int | None = None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of all batches that were given: 16 hexadecimal digits, or None."""
+        return None if self.chain is None else f"{self.chain:016x}"
 
     @property
     def workers(self) -> dict[int, Start] | None:
@@ -198,13 +206,12 @@ class Progress:
 
     @property
     def now(self) -> Place:
-        """How far consumers are."""
+        """How far consumers are. Another consumer may be further at the next look, also while the lock is held."""
         return self.folded()[0]
 
     def fingerprint(self) -> str | None:
-        """Return the fingerprint of all batches that were given: 16 hexadecimal digits, or None."""
-        chain = self.now.chain
-        return None if chain is None else f"{chain:016x}"
+        """Return that of all batches that were given so far."""
+        return self.now.fingerprint
 
     @property
     def finished(self) -> bool:
@@ -234,10 +241,9 @@ class Progress:
         """Return the keys of a batch that is not done with as those who make it want them."""
         return Placed(keys, self._firsts[seq]) if self._knows_places else keys
 
-    @property
-    def sample(self) -> int:
-        """Number of the first sample of the batch at `position` in the epoch; -1 if nobody has counted them."""
-        return self._firsts.get(self.now.position, self._next_sample) if self._knows_places else -1
+    def first_sample(self, number: int) -> int:
+        """Return the number of the first sample of a batch in the epoch; -1 if nobody has counted them."""
+        return self._firsts.get(number, self._next_sample) if self._knows_places else -1
 
     def folded(self) -> tuple[Place, tuple[Call, ...]]:
         """Return how far consumers are with all that they have been given, and the calls that are not over yet."""
@@ -264,17 +270,16 @@ class Progress:
             self._firsts.pop(self._oldest_first, None)
             self._oldest_first += 1
 
-    def sampler_state(self, number: int | None = None) -> SamplerState:
-        """Return the last known state of the samplers that is not beyond a batch; by default that at the position."""
-        position = self.now.position if number is None else number
+    def sampler_state(self, number: int) -> SamplerState:
+        """Return the last known state of the samplers that is not beyond a batch."""
         for read, state in reversed(tuple(self.sampler_states)):
-            if read <= position:
-                return SamplerState(state, position - read)
+            if read <= number:
+                return SamplerState(state, number - read)
         before = self.samplers_before
         if before.is_over:
             return before
         first = 0 if before.state is None else self.began[0] - before.drawn  # the batch that comes after the state
-        return before._replace(drawn=position - first)
+        return before._replace(drawn=number - first)
 
 
 def _given_since(progress: Progress, position: int) -> int:

@@ -248,7 +248,7 @@ class Checkpointer:
 
     def samplers_after(self) -> SamplerState:
         """Return where samplers are before the next run."""
-        samplers = self.progress.sampler_state()
+        samplers = self.progress.sampler_state(self.progress.now.position)
         if samplers.is_over or samplers.state is None or not self.progress.finished:
             return SamplerState(own_state(self.options.index_sampler))
         return samplers._replace(is_over=True)
@@ -271,7 +271,7 @@ class Checkpointer:
             num_workers=self.progress.num_workers,
             workers=None if carried is None else as_plain(carried),
             excluded=self.exclusions.state(),
-            fingerprint=self.progress.fingerprint(),
+            fingerprint=self.progress.now.fingerprint,
         )
 
     def state_before(self, number: int) -> dict[str, Any]:
@@ -295,15 +295,15 @@ class Checkpointer:
     def _within_the_run(self) -> dict[str, Any]:
         progress, now = self.progress, self.progress.now
         return self._of_the_run(
-            progress.sampler_state(),
+            progress.sampler_state(now.position),
             position=now.position,
             ahead=sorted(now.ahead),
             **self.generators_now(),
             bad_count=now.bad_count,
-            sample=progress.sample,
+            sample=progress.first_sample(now.position),
             workers=None if now.workers is None else as_plain(now.workers),
             next_worker=now.next_worker,
-            fingerprint=progress.fingerprint(),
+            fingerprint=now.fingerprint,
         )
 
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_states_are_those_after_a_batch() -> None:
     for _ in range(3):
         next(plan)
     for position in range(3):
-        state, drawn, _ = progress.sampler_state()
+        state, drawn, _ = progress.sampler_state(progress.now.position)
         if position:
             assert state is not None
             told = state.thaw()["sampler"] or state.thaw()["iterator"]
