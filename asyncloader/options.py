@@ -98,8 +98,9 @@ def implied_by(scheduling: Scheduling) -> Seeding:
 class Options:
     """Torch's arguments, as its loader has checked them, and ours, which are checked here.
 
-    Made by ``loader.py`` alone: once at construction, to check, and once for each iterator. What an option means is in
-    the docstring of :class:`asyncloader.DataLoader`.
+    Made by ``loader.py``: once at construction, to check, and once for each iterator; a run with workers that are there
+    has a copy with what these were started with. What an option means is in the docstring of
+    :class:`asyncloader.DataLoader`.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work.

@@ -1,9 +1,9 @@
-"""Where workers run, as the session sees it: an interface with two makers, and more to come.
+"""Where workers run, as the session sees it.
 
-    session ── start, send, replace, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop
+    session ── start, send, add, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop; Ray's
             <── on_ready, on_outcome, ... ──
 
-All of it happens on the loop thread, but for `wait_dead`.
+All of it happens on the loop thread, but for `wait_dead` and a `Launch`, which any thread may carry out.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ _Waiter: TypeAlias = _ThreadWaiter | _TaskWaiter
 class Handoff(Generic[T]):
     """A queue with one producer and any number of consumers.
 
-    `put` and `wake` belong to the producer's thread; everything else may be called from any thread or task.
+    `put` belongs to the producer's thread; everything else may be called from any thread or task.
     """
 
     def __init__(self) -> None:

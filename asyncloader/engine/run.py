@@ -1,9 +1,9 @@
 """A run over the data (an epoch): what is planned, in work, ready and taken of it.
 
     consumers ── read ──> plan ──> inbox ──> loop thread: session, scheduler ──> workers
-              <── take ── hand-off <────────────── fail, answered, finish
+              <── take ── hand-off <────────────── answered, follow
 
-Consumers and the loop thread share it; each side has methods of its own, and each attribute one side that writes it.
+Consumers and the loop thread share it, and each side has methods of its own.
 The sampler is read when torch would read it: as far as the window, then one batch of keys for each batch taken. A
 consumer that would wait anyway also reads on for run-ahead. Where the keys themselves are waited for (`arrives` of a
 plan), whoever brings them reads on as well. Nothing waits in here.

@@ -5,8 +5,8 @@
     take a batch    <── Handoff <── Deliver ───── Scheduler <── returned, ready <── Pool <── worker
 
 The session carries out what the scheduler decides; it decides nothing about order, window or retries itself. Methods
-that begin with ``on_`` are called by the pool on the loop thread, `push`, `request_close` and `wait_closed` by anybody,
-the rest runs on the loop thread.
+that begin with ``on_`` are called by the pool on the loop thread. Any thread may call those that begin with ``start_``,
+`push`, `request_close`, `wait_closed` and `report_overdue`; the rest runs on the loop thread.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ class Session:
         supervisor.answered(worker, record.private_bytes, arrived_at)
 
     def _made(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """A worker has come to what becomes of a ticket."""
+        """Take the outcome of a ticket."""
         run, record, scheduler = self.run, outcome.record, self.run.scheduler
         ticket = scheduler.in_flight[worker][record.seq]
         times: Any = None
@@ -363,7 +363,7 @@ class Session:
         self.apply(actions + self._came(ticket, item))
 
     def _came(self, ticket: Ticket, item: Item) -> list[Action]:
-        """Return what follows from what has become of a ticket that was returned."""
+        """Return what an outcome leads to: the batch is handed over or pinned, or other slices of it are waited for."""
         run, outcome = self.run, item.outcome
         if ticket.bounds is not None:
             batch = run.scheduler.slice_came(ticket, item)

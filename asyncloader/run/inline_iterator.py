@@ -1,4 +1,4 @@
-"""num_workers=0: batches are made in the consumer's process.
+"""num_workers=0: batches are made in the consumer's process. Samples that overlap there have a session, as workers do.
 
 - ``for``: in the caller's thread. No thread, no process, everything can be debugged.
 - ``async for``: on a thread of the run's own, so that the caller's loop stays free. The caller still reads the sampler.

@@ -1,8 +1,8 @@
 """Batches that workers make: ``for`` and ``async for`` over one run.
 
     _BaseDataLoaderIter (torch's: sampler, base seed, flags)
-    ├── WorkerIterator    over a session with workers
-    └── InlineIterator    num_workers=0, in asyncloader.run.inline_iterator
+    ├── WorkerIterator    over a session: with workers, or samples that overlap on a loop without any
+    └── InlineIterator    otherwise without workers, in asyncloader.run.inline_iterator
 
 Taking and waiting are here; what a consumer reads and counts is in :mod:`asyncloader.engine.run`.
 """

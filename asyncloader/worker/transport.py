@@ -1,6 +1,6 @@
 """A worker's end of its connection to the parent, whatever that is made of.
 
-    parent ── tickets, epochs, END ──> receive / listen ──> Server
+    parent ── tickets, epochs, END ──> receive / listen ──> TicketLoop
     parent <── outcomes ──────────── send, send_outcome <── SerialLoop, OverlapLoop
 
 `ProcessTransport` serves a worker process: frames over the channel, batches encoded into slabs. Workers in the process
@@ -57,7 +57,7 @@ class WorkerTransport(Host):
     _ready: Callable[[], None]
 
     def leave(self) -> None:
-        """Undo what others could see of `enter`. The surroundings of a thread end with it."""
+        """Undo what `enter` has changed for others. What it has changed for this thread alone ends with the thread."""
 
     def receive(self, *, wait: bool) -> tuple[int, Any] | None:
         """Return the next message, kind and contents; None if there is none and ``wait`` is false.

@@ -3,8 +3,8 @@
     session ── start, send, add, dismiss, end ──> Pool ── one WorkerProcess and its loans of slabs per worker id
             <── on_ready, on_outcome, on_died, on_closed
 
-A worker id keeps its place when its process is replaced, or renewed. With persistent workers a pool outlives its
-sessions; frames that belong to an earlier run are dropped here, after their slabs were given back.
+A worker id keeps its place when its process is replaced, or renewed. With persistent workers a pool outlives
+the runs of its session; frames of an earlier run are dropped here, after their slabs were given back.
 """
 
 from __future__ import annotations
