@@ -14,7 +14,7 @@ def while_alive(method: Callable[..., T], otherwise: T) -> Callable[..., T]:
 
     Args:
         method: The method, bound to its object.
-        otherwise: What the function returns when the object is gone.
+        otherwise: Returned when the object is gone.
     """
     ref = weakref.WeakMethod(method)
 

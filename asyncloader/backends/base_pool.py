@@ -1,4 +1,4 @@
-"""What pools of processes and of threads have in common: places, workers that leave, and the end."""
+"""The base of the pools of processes and of threads: places, workers that leave, and the end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class BasePool(Generic[AnyWorker]):
         raise NotImplementedError
 
     def on_exit(self, worker: AnyWorker, expected: bool) -> None:
-        """A worker is gone, or was abandoned. What it had sent before has been given to `on_message`."""
+        """A worker is gone, or was abandoned. Its messages have been given to `on_message` before."""
         if worker in self._leaving:
             self._leaving.discard(worker)
         elif not (expected or self._closing) and self.listener is not None:
