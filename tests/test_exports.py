@@ -84,6 +84,7 @@ def test_public_names_of_feeds() -> None:
         "Feed",
         "FeedClosedError",
         "FeedFullError",
+        "FeedHandle",
         "FeedStats",
         "Lease",
         "LeaseLostError",

@@ -1,6 +1,7 @@
 """Training on data that is being made: samples come from producers while training goes on.
 
     Feed              a dataset of what producers make; leases, the bound on staleness, batches, states
+    FeedHandle        the same for producers in other processes
     Sample            what the function of a feed is given for each sample
     FeedStats         what became of samples, and who waits for whom
 
@@ -9,6 +10,7 @@ See the guide "Data that is being made".
 
 from asyncloader.online.errors import FeedClosedError, FeedFullError, LeaseLostError
 from asyncloader.online.feed import Feed
+from asyncloader.online.handle import FeedHandle
 from asyncloader.online.keys import Sample
 from asyncloader.online.lease import AsyncLease, Lease
 from asyncloader.online.stats import FeedStats
@@ -18,6 +20,7 @@ __all__ = [
     "Feed",
     "FeedClosedError",
     "FeedFullError",
+    "FeedHandle",
     "FeedStats",
     "Lease",
     "LeaseLostError",

@@ -22,6 +22,8 @@ from torch.utils.data import Sampler
 from asyncloader import identity
 from asyncloader.checks import Least, check_of
 from asyncloader.errors import ConfigurationError
+from asyncloader.online.door import Door
+from asyncloader.online.handle import FeedHandle
 from asyncloader.online.intake import Change, Intake
 from asyncloader.online.keys import FeedBatches, FeedKeys, FeedSamples, Place, Sample, SampleKey, feeds, other_has_begun
 from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules, Unit
@@ -51,9 +53,9 @@ class Feed(Intake, SuppliesKeys[T]):
     """A dataset of samples that producers make while training goes on.
 
     Give it to a :class:`~asyncloader.DataLoader` without batch size and sampler: it brings its batches. Producers are
-    tasks and threads of this process. They lease items of the ``source`` and put samples for them, or put samples of
-    their own. An item that was leased is settled when its samples are put, or when it is dropped; otherwise it is
-    leased again. Nothing is lost, and nothing comes twice.
+    tasks and threads of this process, and other processes that have a `handle`. They lease items of the ``source`` and
+    put samples for them, or put samples of their own. An item that was leased is settled when its samples are put, or
+    when it is dropped; otherwise it is leased again. Nothing is lost, and nothing comes twice.
 
     States of the loader contain that of the feed, as of the batches that the loader has given: samples that wait, items
     that are not settled, and the place in the source. `state_dict` returns it alone.
@@ -129,6 +131,7 @@ class Feed(Intake, SuppliesKeys[T]):
         self._reader: Callable[[], FeedKeys | None] = _nobody
         self._run = self._first = 0
         self._given: Callable[[], int] = int  # how many of the reader's batches, from the first one on
+        self._door: Door | None = None
         self._state_segment = 0  # of the spill: what follows the last state
         self.ends_at_once = False
         self._key = next(_numbers)
@@ -153,6 +156,21 @@ class Feed(Intake, SuppliesKeys[T]):
                 raise ValueError(f"version should be an integer that does not go back from {now}, but got {version!r}")
             self._ledger.set_version(version)
 
+    def handle(self) -> FeedHandle:
+        """Return what producers in other processes of this machine use in place of the feed. It can be pickled.
+
+        It has the secret of the feed: whoever has it can have this process unpickle anything.
+
+        Raises:
+            FeedClosedError: if the feed is closed.
+        """
+        with Change(self), self._lock:
+            if self._ledger.closed:
+                raise self._closed_error()
+            if self._door is None:
+                self._door = Door(self)
+            return FeedHandle(self._door.address, self._door.secret)
+
     def close(self, reason: str = "it was closed") -> None:
         """Take no more samples, and lease no more items; wake all who wait. What is there still goes to the trainer.
 
@@ -166,6 +184,8 @@ class Feed(Intake, SuppliesKeys[T]):
             self._ledger.closed = True
             if self._spill is not None:
                 self._spill.close()
+            if self._door is not None:
+                self._door.close()
         if self._limit is not None:
             self._limit.end()
 

@@ -275,6 +275,10 @@ class Intake:
             self._write("item", unit.number, content)
             self._ledger.put(*content, lease)
 
+    async def aput_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
+        """Put what was made under a lease: there is nothing to wait for here."""
+        self.put_leased(lease, samples, version, cost, priority)
+
     def drop_leased(self, lease: int, cost: float) -> None:
         """Settle what is leased without samples."""
         with Change(self), self._lock:

@@ -20,6 +20,9 @@ class GivesLeases(Protocol):
     def put_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease."""
 
+    async def aput_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
+        """Put what was made under a lease, without blocking the loop."""
+
     def drop_leased(self, lease: int, cost: float) -> None:
         """Settle what is leased without samples."""
 
@@ -67,10 +70,6 @@ class _Held:
         """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times."""
         self._feed.give_back(self._lease, failed=True)
 
-    def _put(self, samples: Any, version: int | None, cost: float | None, priority: float) -> None:
-        version = self.version if version is None else version
-        self._feed.put_leased(self._lease, samples, version, cost, priority)
-
     def _leave(self, error: BaseException | None) -> None:
         """Give the item back, unless it was settled. A cancelled task, or one that is interrupted, has not failed."""
         self._feed.give_back(self._lease, failed=error is None or isinstance(error, Exception))
@@ -103,7 +102,8 @@ class Lease(_Held):
             FeedClosedError: if the feed is closed.
             ValueError: if the feed does not take them. The lease goes on.
         """
-        self._put(samples, version, cost, priority)
+        version = self.version if version is None else version
+        self._feed.put_leased(self._lease, samples, version, cost, priority)
 
 
 class AsyncLease(_Held):
@@ -113,7 +113,8 @@ class AsyncLease(_Held):
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
     ) -> None:
         """Put the sample of this item, or the list of its group: see :meth:`Lease.put`."""
-        self._put(samples, version, cost, priority)
+        version = self.version if version is None else version
+        await self._feed.aput_leased(self._lease, samples, version, cost, priority)
 
     async def __aenter__(self) -> AsyncLease:
         return self

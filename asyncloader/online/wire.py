@@ -1,0 +1,122 @@
+"""What feeds and their handles in other processes send each other: pickles, with large buffers beside them.
+
+    [number of buffers, length of the pickle] [lengths of the buffers] [pickle] [buffer] [buffer] ...
+
+Both sides prove first that they know the secret of the feed: what follows is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import pickle
+import secrets
+import socket
+import struct
+from collections.abc import Generator
+from typing import Any, TypeAlias
+
+_HEAD = struct.Struct("<IQ")
+_NONCE = 32
+_SMALL = 1 << 16
+
+Reading: TypeAlias = Generator[int, bytearray, Any]
+"""Yields how many bytes it is to be sent, as they come; returns a message."""
+
+
+def parts_of(message: Any) -> list[Any]:
+    """Return the bytes of a message, in few pieces; large buffers are not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(message, 5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    head = _HEAD.pack(len(views), len(pickled)) + struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
+    return [head + pickled, *views] if len(pickled) < _SMALL else [head, pickled, *views]
+
+
+def _message() -> Reading:
+    count, length = _HEAD.unpack((yield _HEAD.size))
+    rest = yield 8 * count + length
+    lengths = struct.unpack_from(f"<{count}Q", rest)
+    buffers = []
+    for each in lengths:
+        buffers.append((yield each))
+    return pickle.loads(memoryview(rest)[8 * count :], buffers=buffers)
+
+
+def receive(sock: socket.socket) -> Any:
+    """Receive a message, in a thread.
+
+    Raises:
+        EOFError: if the other side has ended.
+        OSError: if the connection is broken.
+    """
+    reading = _message()
+    wanted = next(reading)
+    while True:
+        data = bytearray(wanted)
+        rest = memoryview(data)
+        while rest:
+            if not (count := sock.recv_into(rest)):
+                raise EOFError
+            rest = rest[count:]
+        try:
+            wanted = reading.send(data)
+        except StopIteration as end:
+            return end.value
+
+
+async def receive_async(sock: socket.socket) -> Any:
+    """Receive a message, on an event loop: see `receive`."""
+    loop, reading = asyncio.get_running_loop(), _message()
+    wanted = next(reading)
+    while True:
+        data = bytearray(wanted)
+        rest = memoryview(data)
+        while rest:
+            if not (count := await loop.sock_recv_into(sock, rest)):
+                raise EOFError
+            rest = rest[count:]
+        try:
+            wanted = reading.send(data)
+        except StopIteration as end:
+            return end.value
+
+
+def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + nonce, "sha256")
+
+
+def prove(sock: socket.socket, secret: bytes) -> None:
+    """Prove to a feed that its secret is known, and have it prove the same.
+
+    Raises:
+        EOFError: if it does not agree, or has ended.
+        OSError: if the connection is broken.
+    """
+    theirs, own = _exactly(sock, _NONCE), secrets.token_bytes(_NONCE)
+    sock.sendall(_proof(secret, b"handle", theirs) + own)
+    if not hmac.compare_digest(_exactly(sock, 32), _proof(secret, b"feed", own)):
+        raise EOFError
+
+
+async def check(sock: socket.socket, secret: bytes) -> None:
+    """Have the other side prove that it knows a secret, and prove the same: see `prove`."""
+    loop, own = asyncio.get_running_loop(), secrets.token_bytes(_NONCE)
+    await loop.sock_sendall(sock, own)
+    answer = b""
+    while len(answer) < 32 + _NONCE:
+        if not (more := await loop.sock_recv(sock, 32 + _NONCE - len(answer))):
+            raise EOFError
+        answer += more
+    if not hmac.compare_digest(answer[:32], _proof(secret, b"handle", own)):
+        raise EOFError
+    await loop.sock_sendall(sock, _proof(secret, b"feed", answer[32:]))
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (more := sock.recv(count - len(data))):
+            raise EOFError
+        data += more
+    return data

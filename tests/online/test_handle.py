@@ -1,0 +1,262 @@
+"""Producers in other processes: they lease and put by a handle; whichever process ends, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncloader import DataLoader
+from asyncloader.online import Feed, FeedClosedError, FeedHandle, LeaseLostError
+from tests.patience import wait_until
+
+CONTEXTS = ["fork", "spawn"]
+
+
+def produce(handle: FeedHandle) -> None:
+    """Lease items and put them."""
+    for item in handle.leases():
+        with item:
+            item.put((item.value, os.getpid()))
+
+
+def produce_async(handle: FeedHandle) -> None:
+    """Lease items and put them, on an event loop, several at once."""
+
+    async def one() -> None:
+        async for item in handle.leases():
+            async with item:
+                await asyncio.sleep(0)
+                await item.put((item.value, os.getpid()))
+
+    async def several() -> None:
+        await asyncio.gather(*(one() for _ in range(4)))
+
+    asyncio.run(several())
+
+
+def hold_one(handle: FeedHandle, held: Any) -> None:
+    """Lease an item and hang."""
+    lease = handle.lease()
+    held.send(lease.__enter__().value)
+    threading.Event().wait()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    """Start processes, which are joined at the end."""
+    processes = []
+
+    def begin(context: str, target: Any, *arguments: Any) -> Any:
+        process = mp.get_context(context).Process(target=target, args=arguments, daemon=True)
+        process.start()
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.join(20)
+        assert process.exitcode is not None
+        process.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("target", [produce, produce_async])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_several_processes(context: str, target: Any, start: Callable[..., Any]) -> None:
+    """Each item is made once, and no older than the bound."""
+    feed = Feed(range(60), batch_size=4, max_staleness=1)
+    for _ in range(2):
+        start(context, target, feed.handle())
+    found: list[int] = []
+    for values, _ in DataLoader(feed):
+        found += values.tolist()
+        feed.version += 1
+    assert sorted(found) == [*range(60)]
+    assert not feed.stats().counts["late"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_producer_that_is_killed(context: str, start: Callable[..., Any]) -> None:
+    """Its item is leased again."""
+    feed = Feed(range(1), batch_size=1, max_samples=1)
+    receiving, sending = mp.get_context(context).Pipe(duplex=False)
+    process = start(context, hold_one, feed.handle(), sending)
+    assert receiving.recv() == 0
+    assert feed.stats().running == 1
+    os.kill(process.pid, signal.SIGKILL)
+    with feed.lease() as item:
+        assert (item.value, item.tries) == (0, 1)
+        item.drop()
+    for end in (receiving, sending):
+        end.close()
+
+
+def serve_until_killed(pipe: Any) -> None:
+    """Be the trainer's process."""
+    feed = Feed(range(3), batch_size=1, max_samples=1)
+    pipe.send(feed.handle())
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_trainer_that_is_killed(is_async: bool, start: Callable[..., Any]) -> None:
+    """Those who wait are told."""
+    receiving, sending = mp.get_context("spawn").Pipe(duplex=False)
+    process = start("spawn", serve_until_killed, sending)
+    handle = receiving.recv()
+    held = handle.lease().__enter__()
+    threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+    with pytest.raises(FeedClosedError, match="the feed was dropped, or its process ended"):
+        if is_async:
+            asyncio.run(_wait(handle))
+        else:
+            handle.lease().__enter__()
+    with pytest.raises(FeedClosedError):
+        held.put(1)
+    handle.close()
+    with pytest.raises(FeedClosedError, match="there is no feed behind this handle"):
+        handle.put_sync(1)
+    for end in (receiving, sending):
+        end.close()
+
+
+async def _wait(handle: FeedHandle) -> None:
+    async with handle.lease():
+        pass
+
+
+async def test_everything_that_a_feed_does() -> None:
+    """The same calls, errors and versions, beside the feed."""
+    feed = Feed(range(4), batch_size=2, group_size=2, max_samples=4)
+    feed.version = 3
+    handle = pickle.loads(pickle.dumps(feed.handle()))
+    assert handle.version == 3
+    async with handle.lease() as item:
+        assert (item.id, item.value, item.version, item.tries) == (0, 0, 3, 0)
+        with pytest.raises(ValueError, match=r"a group is a list of 2 samples"):
+            await item.put([1])
+        await item.put([1, 2], version=2)
+        with pytest.raises(LeaseLostError):
+            await item.put([1, 2])
+    with pytest.raises(KeyError):
+        async with handle.lease():
+            raise KeyError
+    async with handle.lease() as item:
+        assert (item.value, item.tries) == (1, 1)
+        item.retry()
+    async with handle.lease() as item:
+        assert item.tries == 2
+        item.drop()
+    await handle.put([3, 4])
+    many = asyncio.create_task(handle.put_many([[5, 6], [7, 8]]))
+    single = asyncio.create_task(asyncio.to_thread(handle.put_sync, [9, 10]))
+    await asyncio.sleep(0.1)
+    assert not many.done()
+    feed.version = 4
+    batches = []
+    async for batch in DataLoader(feed):
+        batches.append(batch.tolist())
+        if len(batches) == 4:
+            await asyncio.gather(many, single)
+            feed.close("enough")
+    assert sorted(batches) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    with pytest.raises(FeedClosedError, match="enough"):
+        await handle.put([1, 2])
+    assert handle.version == 4
+    handle.close()
+
+
+async def test_a_task_that_is_cancelled_holds_no_lease() -> None:
+    """The lease that comes too late for it is given back."""
+    feed = Feed(range(2), batch_size=1, max_samples=1)
+    handle = feed.handle()
+    async with feed.lease() as held:
+        task = asyncio.create_task(_wait(handle))
+        await asyncio.to_thread(wait_until, lambda: feed.stats().producers_waiting == 1)
+        task.cancel()
+        await asyncio.wait({task})
+        held.drop()
+    await asyncio.to_thread(wait_until, lambda: feed.stats().pending == 1)
+    async with feed.lease() as again:
+        assert (again.value, again.tries) == (1, 0)
+        again.drop()
+    handle.close()
+    feed.close()
+
+
+async def test_large_arrays() -> None:
+    """They travel beside the pickle, and can be written to."""
+    feed = Feed(batch_size=2)
+    handle = feed.handle()
+    for n in range(2):
+        await handle.put(np.full((1000, 1000), n, np.float32))
+    (batch,) = [batch async for batch in _first(feed)]
+    assert batch.shape == (2, 1000, 1000)
+    assert torch.equal(batch[1], torch.ones(1000, 1000))
+    handle.close()
+    feed.close()
+
+
+async def _first(feed: Feed[Any]) -> Any:
+    async for batch in DataLoader(feed):
+        yield batch
+        return
+
+
+def test_strangers_are_refused() -> None:
+    """Without the secret nothing is unpickled."""
+    feed = Feed(batch_size=1)
+    handle = feed.handle()
+    with pytest.raises(FeedClosedError):
+        FeedHandle(handle._address, bytes(32)).put_sync(1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(handle._address)
+        stranger.sendall(bytes(200))
+        assert len(stranger.recv(100)) == 32
+        stranger.settimeout(20)
+        with pytest.raises(ConnectionResetError):  # bytes that were not read
+            assert stranger.recv(1)
+    handle.put_sync(1)
+    handle.close()
+    feed.close()
+
+
+def test_what_cannot_be_pickled() -> None:
+    """It is an error of the call, and the item is not lost."""
+    feed = Feed([lambda: 0, 1], batch_size=1)
+    handle = feed.handle()
+    with pytest.raises(RuntimeError, match="Can't pickle"):
+        handle.lease().__enter__()
+    with pytest.raises(Exception, match="pickle"), handle.lease() as item:
+        item.put(lambda: 0)
+    handle.close()
+    wait_until(lambda: feed.stats().pending == 2)
+    feed.close()
+    with pytest.raises(FeedClosedError):
+        feed.handle()
+
+
+def test_nothing_is_left_of_a_feed_that_was_dropped() -> None:
+    """Its thread ends, and handles are told."""
+    feed = Feed(range(1), batch_size=1)
+    handle = feed.handle()
+    with handle.lease() as item:
+        item.put(0)
+    del feed
+    gc.collect()
+    wait_until(lambda: not any(thread.name == "asyncloader feed" for thread in threading.enumerate()))
+    with pytest.raises(FeedClosedError):
+        handle.put_sync(1)
