@@ -40,7 +40,7 @@ class WeightedSampler(OrderedSampler):
 
     Args:
         weights: One for each sample, 0 or more. 8 bytes are kept for each, and 8 more with replacement; from the first
-            update on 24 in all.
+            update on 24 in all, and 24 for each weight that was changed lately: for as many as there are, or a million.
         num_samples: How many to draw in an epoch, over all ranks; by default as many as there are weights.
         replacement: Draw each time from all samples; otherwise each sample comes once at most. Without it the whole
             epoch is drawn at its beginning and after `load_state_dict`: a second for 10 million samples.
@@ -172,7 +172,7 @@ class WeightedSampler(OrderedSampler):
         updates = state.get("updates")
         self._live.load(updates)
         self._pass, self._is_given_out = 0, False
-        self._history = zlib.crc32(json.dumps(updates).encode())
+        self._history = 0 if updates is None else zlib.crc32(json.dumps(updates).encode())
 
     def _deal(self, run: Run) -> Iterator[int]:
         if not self.replacement:
@@ -182,12 +182,12 @@ class WeightedSampler(OrderedSampler):
         positions, at_once = self._positions(run.start), self._most_at_once
         self._is_given_out = False
         while positions:
-            if run is self._run:
-                live.advance((number, positions.start - self.num_replicas + 1), (number, positions.start))
-            latest, change = live.latest, live.next_moment()
-            piece = positions[:at_once]
-            if change[0] == number:
-                piece = piece[: len(range(piece.start, change[1], piece.step))]
+            piece, latest = positions[:at_once], live.latest
+            if run is self._run:  # updates are made for the newest iterator; others draw by the weights that it has
+                live.advance((number, piece.start - self.num_replicas + 1), (number, piece.start))
+                change = live.next_moment()
+                if change[0] == number:
+                    piece = piece[: len(range(piece.start, change[1], piece.step))]
             # Positions beyond the end begin anew.
             places = np.arange(piece.start, piece.stop, piece.step) % self.num_samples
             count = 0

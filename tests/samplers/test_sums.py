@@ -72,6 +72,12 @@ def test_shares_are_those_of_the_weights(kind: Any, count: int) -> None:
     assert counts.tolist() == weights.tolist()
 
 
+def test_rounding_leads_to_no_sample_without_a_weight() -> None:
+    """Sums are rounded up, and what is left of a share may come to more than what is left of the weights."""
+    weights = [0.0, 0.7000006675720214, 2.0**-53, 2.0**-53, 3.000002861022949, 0.0, 0.0, 0.0]
+    assert SumTree(np.array(weights)).find(np.array([math.nextafter(1, 0)])).tolist() == [4]
+
+
 def test_a_change_that_was_interrupted_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C between a weight and the sums above it leaves nothing wrong."""
     tree, other = SumTree(np.ones(1000)), SumTree(np.ones(1000))

@@ -269,6 +269,40 @@ def test_a_resume_goes_on_with_the_updates_that_were_made(workers: int, ahead: i
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+async def test_updates_between_batches_that_are_awaited(workers: int) -> None:
+    """The sampler is read in another thread than the trainer's; a state goes on with what was drawn."""
+
+    def make() -> DataLoader[Any]:
+        sampler = WeightedSampler(np.ones(50), 200, seed=2)
+        return DataLoader(Numbers(), 4, sampler=sampler, num_workers=workers)
+
+    loader, drawn = make(), []
+    async with aiter(loader) as batches:
+        async for batch in batches:
+            drawn.append(batch.tolist())
+            loader.sampler.update(batch, batch % 7 + 0.5)  # type: ignore[attr-defined]
+            if len(drawn) == 20:
+                state = json.loads(json.dumps(loader.state_dict()))
+                at = loader.sampler.state_dict()["cursor"] + 40  # type: ignore[attr-defined]
+                loader.sampler.update([3], [90.0], at=at)  # type: ignore[attr-defined]
+                break
+    resumed = make()
+    resumed.load_state_dict(state)
+    with iter(resumed) as rest:
+        first = next(rest).tolist()
+        resumed.sampler.update([3], [90.0], at=at)  # type: ignore[attr-defined]
+        following = [first, *(batch.tolist() for batch in rest)]
+    sampler = WeightedSampler(np.ones(50), 200, seed=2)
+    sampler.load_state_dict(json.loads(state["samplers"])["sampler"])
+    sampler.update([3], [90.0], at=at)
+    expected = list(sampler)
+    assert following == [expected[first : first + 4] for first in range(0, 120, 4)]
+    whole = WeightedSampler(np.ones(50), 200, seed=2)
+    whole.load_state_dict(loader.sampler.state_after(0))  # type: ignore[attr-defined]
+    assert [*whole] == [*itertools.chain.from_iterable(drawn), *expected]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_weights_of_a_mixture_that_were_set_while_batches_were_ready_are_in_the_state(workers: int) -> None:
     """The state is of a sample before those that the sampler has named already."""
 
@@ -287,3 +321,26 @@ def test_weights_of_a_mixture_that_were_set_while_batches_were_ready_are_in_the_
     resumed.load_state_dict(state)
     with iter(resumed) as batches:
         assert [next(batches).tolist() for _ in range(70)] == expected
+
+
+class Noted(ElasticSampler):
+    """Has more in its state than the sampler that it is made from."""
+
+    note = "none"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "note": f"after {self._run.read}"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.note = state["note"]
+        super().load_state_dict({name: state[name] for name in state if name != "note"})
+
+
+def test_states_of_a_subclass_are_its_own() -> None:
+    """A loader asks it for them after each batch."""
+    loader = DataLoader(Documents(), 16, sampler=Noted(COUNT, 1, 0), collate_fn=firsts)
+    _, state = take(loader, 3)
+    other = DataLoader(Documents(), 16, sampler=Noted(COUNT, 1, 0), collate_fn=firsts)
+    other.load_state_dict(state)
+    next(iter(other))
+    assert other.sampler.note == "after 48"  # type: ignore[attr-defined]

@@ -391,6 +391,26 @@ def test_samples_that_another_thread_has_drawn_meanwhile_are_an_error() -> None:
         next(samples)
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_iterator_that_is_not_the_newest_comes_to_its_end(loads: bool) -> None:
+    """Updates are for the newest one, which draws what it would draw alone."""
+    sampler, alone = WeightedSampler(INITIAL, SAMPLES), WeightedSampler(INITIAL, SAMPLES)
+    old = iter(sampler)
+    assert next(old) == next(iter(alone))
+    if loads:
+        for each in (sampler, alone):
+            each.load_state_dict(each.state_dict())
+    newest, expected = iter(sampler), iter(alone)
+    drawn, others = [next(newest) for _ in range(10)], [next(expected) for _ in range(10)]
+    for each in (sampler, alone):
+        each.update(*changed(3), at=20)
+        each.update(*changed(4))
+    for own, _ in itertools.zip_longest(newest, old):
+        drawn += [] if own is None else [own]
+    assert next(old, None) is None
+    assert drawn == others + list(expected)
+
+
 def test_weights_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """So memory is bounded; a state of then is an error, and one of now is whole."""
     monkeypatch.setattr(live_weights, "_KEPT", 20)
