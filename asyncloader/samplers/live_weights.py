@@ -107,8 +107,7 @@ class LiveWeights:
         for update in reversed(self._done):
             if update.begin > moment:
                 weights[update.indices] = update.before
-        last = [update for update in [*self._done][-1:] if update.begin <= moment]  # a Ctrl-C may have come before all
-        for update in [*last, *self._due(drawn, moment)]:
+        for update in self._due(drawn, moment):  # one that a Ctrl-C has kept from coming into force is among them
             weights[update.indices] = update.weights
         return weights
 

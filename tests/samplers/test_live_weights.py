@@ -403,12 +403,10 @@ def test_an_iterator_that_is_not_the_newest_comes_to_its_end(loads: bool) -> Non
     newest, expected = iter(sampler), iter(alone)
     drawn, others = [next(newest) for _ in range(10)], [next(expected) for _ in range(10)]
     for each in (sampler, alone):
-        each.update(*changed(3), at=20)
+        each.update(*changed(5), at=20)
         each.update(*changed(4))
-    for own, _ in itertools.zip_longest(newest, old):
-        drawn += [] if own is None else [own]
-    assert next(old, None) is None
-    assert drawn == others + list(expected)
+    assert len([*old]) == SAMPLES - 1
+    assert drawn + list(newest) == others + list(expected)
 
 
 def test_weights_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

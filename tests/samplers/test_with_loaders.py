@@ -307,7 +307,8 @@ def test_weights_of_a_mixture_that_were_set_while_batches_were_ready_are_in_the_
     """The state is of a sample before those that the sampler has named already."""
 
     def make() -> DataLoader[Any]:
-        return DataLoader(range(3000), 100, sampler=MixtureSampler([1000, 2000], [1, 0]), num_workers=workers)  # type: ignore[arg-type]
+        sampler = MixtureSampler([1000, 2000], [1, 0])
+        return DataLoader(range(3000), 100, sampler=sampler, num_workers=workers, max_buffered_bytes=0)  # type: ignore[arg-type]
 
     loader = make()
     with iter(loader) as batches:
