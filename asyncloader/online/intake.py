@@ -77,7 +77,8 @@ class Intake:
     def leases(self) -> Leases:
         """Iterate over leases, with ``async for`` or, in a thread, with ``for``, until there will be no more items.
 
-        Each lease is for an ``async with`` block, or a ``with`` block, in this task or thread or another one.
+        Each lease is for an ``async with`` block, or a ``with`` block, in this task or thread or another one. If the
+        feed is closed meanwhile, a put raises FeedClosedError, which ends the block and goes no further.
 
         Raises:
             ConfigurationError: if the feed has no source.

@@ -70,9 +70,15 @@ class _Held:
         """Give the item back: another producer leases it, unless it has failed more than ``max_retries`` times."""
         self._feed.give_back(self._lease, failed=True)
 
-    def _leave(self, error: BaseException | None) -> None:
-        """Give the item back, unless it was settled. A cancelled task, or one that is interrupted, has not failed."""
-        self._feed.give_back(self._lease, failed=error is None or isinstance(error, Exception))
+    def _leave(self, error: BaseException | None) -> bool:
+        """Give the item back, unless it was settled. A cancelled task, or one that is interrupted, has not failed.
+
+        Returns:
+            Whether the feed was closed meanwhile, and nothing else is wrong: then the loop over leases ends.
+        """
+        is_closed = isinstance(error, FeedClosedError)
+        self._feed.give_back(self._lease, failed=error is None or (isinstance(error, Exception) and not is_closed))
+        return is_closed and error is not None and error.__cause__ is None
 
 
 class Lease(_Held):
@@ -83,8 +89,8 @@ class Lease(_Held):
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave(error)
+    ) -> bool:
+        return self._leave(error)
 
     def put(
         self, samples: Any, *, version: int | None = None, cost: float | None = None, priority: float = 0.0
@@ -121,8 +127,8 @@ class AsyncLease(_Held):
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave(error)
+    ) -> bool:
+        return self._leave(error)
 
 
 class LeaseRequest:

@@ -288,6 +288,32 @@ async def test_those_who_wait_are_woken_by_the_end() -> None:
             await asyncio.wait_for(trainer, 20)
 
 
+async def test_a_producer_in_the_middle_of_an_item_ends_with_its_loop() -> None:
+    """The put of a closed feed is an error, which a loop over leases takes for its end; a single lease raises it."""
+    feed = Feed(range(9), batch_size=1)
+    reached = []
+    async for item in feed.leases():
+        async with item:
+            feed.close("enough")
+            with pytest.raises(FeedClosedError, match="enough"):
+                await item.put(0)
+            await item.put(0)
+            reached.append(item)
+    other = Feed(range(9), batch_size=1)
+    for held in other.leases():
+        with held:
+            other.close("enough")
+            held.put(0)
+            reached.append(held)
+    assert not reached
+    assert (feed.stats().pending, feed.stats().counts["failed"]) == (1, 0)
+    third = Feed(range(9), batch_size=1)
+    with pytest.raises(FeedClosedError, match="enough"):
+        async with third.lease() as item:
+            third.close("enough")
+            await item.put(0)
+
+
 async def test_a_block_that_is_left_closes_the_feed() -> None:
     """An error of the trainer ends its producers."""
     with pytest.raises(KeyError), Feed(range(9), batch_size=1, max_samples=1) as feed:
