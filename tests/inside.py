@@ -168,6 +168,11 @@ def idle_slabs(slabs: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- datasets
+def sizes(items: Any) -> Any:
+    """Return the sizes of what a thread has read of a stream, and takes for there."""
+    return items._sizes
+
+
 def client(dataset: Any) -> Any:
     """Return what an open dataset reads by."""
     return dataset._client

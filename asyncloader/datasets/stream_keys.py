@@ -143,10 +143,12 @@ class Items:
         self.told: deque[Told] = deque([reading.place.told] if reading.place.told is not None else [])
         self.is_over = reading.place.is_over
         self._items: deque[StreamItem] = deque()
-        self._sizes: deque[int] = deque()
-        self._bytes_in = self._bytes_out = 0  # each written by one side
         self._next = reading.first  # the number of the item that is given next
-        self._is_waiting = False  # the thread, for room
+        # What the thread takes for there: bytes of each item, in all, and the number of the first one.
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
+        self._sized = reading.first
+        self._room_at = sys.maxsize  # when this item is next, there is room, which the thread waits for
         # Takers that wait. No lock of Python's is held by both sides: handlers of signals may raise in one's functions.
         self._waiters: deque[Any] = deque()
         self._tells: deque[tuple[int, Callable[[], object]]] = deque()
@@ -207,10 +209,9 @@ class Items:
         """Let go of what was taken."""
         items = self._items
         while items and items[0][0] < self._next:
-            self._bytes_out += self._sizes[0]
-            del self._sizes[0], items[0]
-        if self._is_waiting and not self._is_full(2):
-            self._is_waiting = False
+            del items[0]
+        if self._next >= self._room_at:
+            self._room_at = sys.maxsize
             self.room.put(True)
 
     def place(self, taken: int | None = None) -> Place:
@@ -223,20 +224,26 @@ class Items:
 
     # --------------------------------------------------------------------------------------------------- the thread
 
-    def _is_full(self, share: int = 1) -> bool:
-        """Whether nothing is to be read for the moment: so much is there, or a share of that."""
-        reading, count, nbytes = self.reading, len(self._items), self._bytes_in - self._bytes_out
-        is_enough = count >= max(1, reading.most_items // share) or nbytes >= reading.most_bytes // share
+    def _is_full(self) -> bool:
+        """Whether nothing is to be read for the moment: so much is there, without what was taken since."""
+        while self._sizes and self._sized < self._next:
+            self._bytes -= self._sizes.popleft()
+            self._sized += self.reading.num_replicas
+        if self._fits():
+            return False
         wanted = len(self._waiters)  # whatever the bounds are
-        for told_of, _ in tuple(self._tells):  # no generator: a handler of a signal that raised in it would end it
+        for told_of, _ in tuple(self._tells):
             wanted = max(wanted, told_of)
-        return is_enough and count > wanted  # one of them may be taken, and not gone yet
+        return len(self._sizes) > wanted
+
+    def _fits(self) -> bool:
+        return len(self._sizes) < self.reading.most_items and self._bytes < self.reading.most_bytes
 
     def must_wait(self) -> bool:
-        """Whether there is no room; then `room` tells of some."""
-        if not self._is_full():
+        """Whether there is no room; then `room` tells when half of what is there was taken."""
+        if self._fits() or not self._is_full():
             return False
-        self._is_waiting = True
+        self._room_at = self._sized + (len(self._sizes) + 1) // 2 * self.reading.num_replicas
         return self._is_full()
 
     def wait_room(self) -> bool:
@@ -249,11 +256,16 @@ class Items:
     def put(self, items: list[StreamItem], *, is_over: bool = False) -> None:
         """Have these be taken; perhaps there are no more."""
         for item in items:
-            nbytes = size_of(item[1])
+            value = item[1]
+            nbytes = sys.getsizeof(value) if type(value) in _FLAT else size_of(value)
             self._sizes.append(nbytes)
-            self._bytes_in += nbytes
+            self._bytes += nbytes
             self._items.append(item)
         self.is_over = is_over
+        if self._waiters or self._tells:
+            self._wake()
+
+    def _wake(self) -> None:
         for waiter in tuple(self._waiters):
             if waiter.locked():
                 waiter.release()
@@ -290,8 +302,7 @@ class StreamKeys:
         self._begun = begun
         self._made: Items | None = None
 
-    @property
-    def _items(self) -> Items:
+    def _begin(self) -> Items:
         items = self._made
         if items is None:
             items = self._make()
@@ -308,11 +319,14 @@ class StreamKeys:
         return self
 
     def __next__(self) -> StreamItem:
-        return self._items.take()
+        items = self._made
+        if items is None or not items.is_read:
+            items = self._begin()
+        return items.take()
 
     def arrived(self, count: int, tell: Callable[[], object]) -> bool:
         """Whether so many items are there: see :class:`asyncloader.protocols.ArrivingKeys`."""
-        return self._items.arrived(count, tell)
+        return self._begin().arrived(count, tell)
 
 
 class _Dealer:
@@ -328,19 +342,20 @@ class _Dealer:
     def __init__(self, reading: Reading) -> None:
         self.count = 0 if reading.place.told is None else reading.place.told.given
         self._reading = reading
+        self._first, self._ranks = reading.first, reading.num_replicas
         self._begin = reading.window(reading.place.number)
         self._window: list[Any] = []
 
     def add(self, value: Any) -> list[StreamItem]:
         """Return what there is to give out after another item."""
-        number, reading = self.count, self._reading
-        self.count += 1
+        number = self.count
+        self.count = number + 1
         if number < self._begin:
             return []
-        if not reading.shuffle:
+        if not (shuffle := self._reading.shuffle):
             return [(number, value)] if self._is_own(number) else []
         self._window.append(value)
-        return self.rest() if len(self._window) == reading.shuffle else []
+        return self.rest() if len(self._window) == shuffle else []
 
     def rest(self) -> list[StreamItem]:
         """Return what is left of a window."""
@@ -352,8 +367,7 @@ class _Dealer:
         return [(number, window[at]) for number, at in enumerate(order.tolist(), first) if self._is_own(number)]
 
     def _is_own(self, number: int) -> bool:
-        first = self._reading.first
-        return number >= first and (number - first) % self._reading.num_replicas == 0
+        return number >= self._first and (number - self._first) % self._ranks == 0
 
 
 class _States:

@@ -220,8 +220,14 @@ class Plan:
         """Take the sampler's state after a batch, if there is one, and it is due."""
         if self._is_stateful is None:
             self._is_stateful = self._is_exact or is_stateful(self._inner)
-        if self._is_stateful and (self._is_elastic or (not is_short and (self._pace.is_due() or not self._has_state))):
+        if not self._is_stateful:
+            return
+        if self._is_elastic:
             self._take_state(self._progress.replied)
+        elif not is_short and (self._pace.is_due() or not self._has_state):
+            self._pace.begin()
+            self._take_state(self._progress.replied)
+            self._pace.end()
 
     def read_ahead(self, asked: int) -> None:
         """Ask the sampler now until it was asked so often in all; the answers are given out in their turn.
@@ -262,7 +268,6 @@ class Plan:
                 self._feed = map(next, repeat(self._inner))
 
     def _take_state(self, read: int) -> None:
-        self._pace.begin()
         sampler = self._sampler if self._is_exact else None
         inner = self._inner if self._inner is not self._sampler and is_stateful(self._inner) else None
         try:
@@ -279,7 +284,6 @@ class Plan:
                 exc_info=True,
             )
             self._is_stateful = False
-        self._pace.end()
 
     def _batch(self) -> list[Any]:
         """Return the next batch as torch's BatchSampler makes it, of an iterator that is looked after; [] at the end.

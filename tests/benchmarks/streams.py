@@ -8,14 +8,19 @@ same by number (`IndexedTarShards`). 2 workers each; sides take turns.
 Targets: 5 times torch's rate with small items; 1 GB/s; 0.95 of the rate by number.
 
 Found on 25 November 2026 (two cores, quiet, torch 2.13): 14.8 times torch's rate in batches of 1, 4.4 in batches of 32
-(227,000 items a second); 1.2 GB/s; 1.04 of the rate by number.
+(227,000 items a second); 1.2 GB/s; 1.04 of the rate by number. Since the 4.4 was found, the CPU seconds of the
+trainer's process in batches of 32 have become 0.76 of what they were (4.3 and 3.25 us an item, taking turns on a busy
+machine); the rate has not been measured on a quiet machine again.
 
-What profiling found: an item of 100 bytes costs 4 us of the trainer's process in batches of 32, about half of it in the
-thread that reads, and half in pickling and scheduling; as a class of our own in place of a plain tuple it cost 0.5 us
-more. Large items were copied nine times on their way, at 0.5 GB/s in the same hour: into the pickle, into the message,
-into what the socket had not taken, by the kernel in and out, into the frame, out of it, and twice by unpickling. In a
-slab they are copied twice. Of 45 us for an item of 64 kB the stream's thread then takes 17 (the half of it page faults
-of the items), the loop's thread 17, most of it for copying, and each worker 8.
+What profiling found: an item of 100 bytes cost the trainer's process 4 us in batches of 32: 1.5 in the thread that
+reads, 1.1 in the one that takes, 1.1 in the loop's. As a class of our own in place of a plain tuple it cost 0.5 us
+more. Of the reader's 1.5 us, 0.7 went where whether there is room, who waits, and what the bytes of taken items were
+was looked up anew for each item, and of the taker's part 0.15; two clocks were read for each batch to find out whether
+a state is cheap that is taken with each batch anyway. Large items were copied nine times on their way, at 0.5 GB/s in
+the same hour: into the pickle, into the message, into what the socket had not taken, by the kernel in and out, into the
+frame, out of it, and twice by unpickling. In a slab they are copied twice. Of 45 us for an item of 64 kB the stream's
+thread then takes 17 (the half of it page faults of the items), the loop's thread 17, most of it for copying, and each
+worker 8.
 """
 
 from __future__ import annotations

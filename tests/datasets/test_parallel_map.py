@@ -21,6 +21,8 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import ConfigurationError, DataLoader, StateMismatchError
 from asyncloader.datasets import ParallelMap
+from asyncloader.datasets.stream_keys import Items, Place, Reading
+from tests import inside
 from tests.patience import wait_until
 
 COUNT = 23
@@ -294,6 +296,42 @@ def test_so_much_is_read_ahead_and_no_more() -> None:
     assert 10 <= read_of(10, max_items=30) <= 50
     assert 10 <= read_of(10, max_items=1) <= 25
     assert 10 <= read_of(10, max_bytes=28 * 40) <= 60
+
+
+@given(
+    sizes=st.lists(st.integers(0, 2_000), max_size=60),
+    max_items=st.integers(1, 10),
+    max_bytes=st.integers(1, 5_000),
+    batch_size=st.integers(1, 12),
+    ranks=st.integers(1, 3),
+)
+def test_all_comes_whatever_the_bounds(
+    sizes: list[int], max_items: int, max_bytes: int, batch_size: int, ranks: int
+) -> None:
+    """Small items and large ones, batches that the bounds have no room for, every n-th item."""
+    bounds: dict[str, Any] = {"max_items": max_items, "max_bytes": max_bytes}
+    place: dict[str, Any] = {"shard": "rank", "num_replicas": ranks, "rank": ranks - 1}
+    dataset = ParallelMap([*map(bytes, sizes)], len, **bounds, **place)
+    assert list(chain.from_iterable(batches(DataLoader(dataset, batch_size)))) == sizes[ranks - 1 :: ranks]
+
+
+def test_it_is_read_on_before_all_is_taken() -> None:
+    """When half of what the bounds allow is left."""
+    stream = Counting(10_000)
+    iterator = iter(DataLoader(ParallelMap(stream, square, max_items=30), 10))
+    for taken in range(10, 300, 10):
+        next(iterator)
+        wait_until(lambda least=taken + 10: stream.read >= least)  # type: ignore[misc]
+
+
+def test_what_was_taken_is_not_counted_on() -> None:
+    """Though the taker is faster than the stream, so that the thread never waits."""
+    items = Items(Reading([], 0, (0, 0), Place(), 0, 1, 10, 1_000_000))
+    for number in range(1_000):
+        assert not items.must_wait()
+        items.put([(number, bytes(1_000))])
+        assert items.take() == (number, bytes(1_000))
+    assert len(inside.sizes(items)) <= 10
 
 
 @pytest.mark.parametrize("stream", [numbers, slow_numbers])
