@@ -125,7 +125,7 @@ class Digester:
         if isinstance(thing, _NAMED):
             return _hash(f"named {thing.__qualname__}", b"")
         if isinstance(thing, enum.Enum):
-            return _hash(f"{name}.{thing.name}", b"")
+            return self._sequence(name, [thing.name, thing.value])
         if isinstance(thing, os.PathLike):
             return _hash(name, os.fsencode(thing))
         if dataclasses.is_dataclass(thing):
@@ -168,9 +168,9 @@ class Digester:
         if (memory := _plain_memory(tensor)) is not None:  # most tensors
             return _hash(f"Tensor {tensor.dtype} {memory.shape}", memory)
         tensor = tensor.detach()
+        head = f"Tensor {tensor.dtype} {'nested' if tensor.is_nested else tuple(tensor.shape)}"
         if (parts := parts_of(tensor)) is not None:
-            return self._mapping(f"Tensor {tensor.dtype} {tensor.layout}", parts)
-        head = f"Tensor {tensor.dtype} {tuple(tensor.shape)}"
+            return self._mapping(f"{head} {tensor.layout}", parts)
         return _hash(head, b"" if tensor.is_meta or not tensor.nbytes else bits_of_tensor(tensor))
 
     def _array(self, values: Any, name: str) -> int:

@@ -61,6 +61,11 @@ class Color(enum.Enum):
     BLUE = 2
 
 
+class Flags(enum.IntFlag):
+    A = 1
+    B = 2
+
+
 class Plain:
     def __init__(self, **more: Any) -> None:
         self.__dict__.update(more)
@@ -169,7 +174,9 @@ UNLIKE: list[Callable[[], tuple[Any, ...]]] = [
     lambda: (np.array([1, "a"], object), np.array([1, "b"], object), np.array([[1, "a"]], object), [1, "a"]),
     lambda: (np.zeros(2, [("a", "i4")]), np.zeros(2, [("b", "i4")]), np.zeros(2, [("a", "f4")])),
     lambda: (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0]), np.array([1, 2])),
-    lambda: (Color.RED, Color.BLUE, 1, "RED"),
+    lambda: (torch.ones(3).to_sparse(), torch.sparse_coo_tensor(torch.arange(3)[None], torch.ones(3), (4,))),
+    lambda: (torch.nested.nested_tensor([torch.ones(2)]), torch.nested.nested_tensor([torch.ones(1), torch.ones(1)])),
+    lambda: (Color.RED, Color.BLUE, 1, "RED", Flags.A, Flags.A | Flags.B, Flags(8), Flags(16)),
     lambda: (len, max, int, float, Plain, digest),
     lambda: (array.array("b", [1]), array.array("B", [1]), b"\1", bytearray(b"\1"), memoryview(b"\1")),
     lambda: (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2), pathlib.Path("a"), range(3), range(4)),
