@@ -57,6 +57,10 @@ def main() -> None:
         drawn = list(islice(pair_samples, 4 + rank))
         pair.update([3, 4], [50.0, 20.0], group=group)
         found["pair"] = drawn + list(pair_samples)
+        pair.set_epoch(5 + rank)
+    else:
+        pair = sampler
+    found["refused in group"] = refused(pair, [1.0, 2.0], group=group)
     tell(rank, found)
     dist.barrier()
     dist.destroy_process_group()

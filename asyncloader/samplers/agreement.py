@@ -12,23 +12,25 @@ T = TypeVar("T")
 
 
 def gathered(own: T, same: dict[str, Any], group: dist.ProcessGroup | None) -> list[T]:
-    """Return what each rank says. All of them call this, from the thread that they call collectives from.
+    """Return a value of each rank. All ranks call this, in the thread in which they call collectives.
 
     Args:
-        own: What this rank says.
-        same: By name, what has to be the same on all ranks: small, plain data.
+        own: The value of this rank.
+        same: Values that have to be the same on all ranks, by name: small, plain data.
         group: The ranks; None for all of the process group.
 
     Raises:
-        ConfigurationError: if something is not, on all ranks.
+        ConfigurationError: if a value differs, on all ranks; or if this rank is not in the group.
     """
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (own, same), group=group)
-    first = told[0][1]
-    for name in first:
-        if others := [rank for rank, (_, said) in enumerate(told) if said[name] != first[name]]:
+    if (count := dist.get_world_size(group)) < 1:
+        raise ConfigurationError(f"rank {dist.get_rank()} is not in the process group that is given")
+    told: list[Any] = [None] * count
+    dist.all_gather_object(told, (dist.get_rank(), own, same), group=group)
+    first, _, expected = told[0]
+    for name in expected:
+        if others := {rank: said[name] for rank, _, said in told if said[name] != expected[name]}:
             raise ConfigurationError(
-                f"{name} should be the same on all ranks, but rank 0 has {first[name]}, and rank {others[0]} "
-                f"{told[others[0]][1][name]}. Unlike rank 0 are: {others}"
+                f"{name} should be the same on all ranks, but rank {first} has {expected[name]}; unlike it, "
+                + ", ".join(f"rank {rank} has {value}" for rank, value in others.items())
             )
-    return [each for each, _ in told]
+    return [value for _, value, _ in told]

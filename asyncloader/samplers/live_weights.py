@@ -2,8 +2,8 @@
 
     post ──> waiting ── advance: its sample is drawn next ──> done: in force; what was there before is kept with it
 
-A loader draws ahead: its state is of a sample that lies before those that were drawn last. So what the weights were
-there is found by undoing what was done since, and what is to change after it is told as well.
+A loader draws ahead: the state of a batch is asked for when later samples have been drawn already. So updates that came
+into force since are undone for it, and updates that are still to come are part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncloader.errors import AsyncLoaderError
 from asyncloader.samplers.sums import CumulativeSums, SumTree
 
 Moment = tuple[int, int]
-"""A pass over an order, and a position in it: what holds at a moment holds for what is drawn from there on."""
+"""The number of a pass over the order, and a position in it: the moment just before the sample there is drawn."""
 _FOREVER: Moment = (1 << 62, 0)
 _KEPT = 1 << 20
 
@@ -30,11 +30,11 @@ class Update:
     """Weights that change.
 
     Attributes:
-        begin: The moment from which on they hold.
-        indices: Of samples.
-        weights: One for each.
-        can_wait: They hold from a later moment on if samples were drawn there meanwhile, in another thread.
-        before: What was there, once they are in force.
+        begin: The moment from which on the weights hold.
+        indices: The samples.
+        weights: A weight for each of them.
+        can_wait: The weights may hold from a later moment on, if another thread has drawn samples there meanwhile.
+        before: The weights before the update, once it is in force.
     """
 
     begin: Moment
@@ -47,13 +47,13 @@ class Update:
 class LiveWeights:
     """Weights in force, and those that will be. Called from the thread that draws; `post` from any.
 
-    Up to a million weights that were changed are kept with what was there before, or as many as there are samples.
+    The last updates are kept, with the weights before them: a million changed weights, or as many as there are samples.
 
     Args:
         initial: The weights before the first update.
 
     Attributes:
-        sums: Of the weights in force.
+        sums: The sums of the weights in force.
         latest: The update that was posted last.
     """
 
@@ -74,14 +74,14 @@ class LiveWeights:
         return min((update.begin for update in self._waiting), default=_FOREVER)
 
     def advance(self, drawn: Moment, moment: Moment) -> None:
-        """Bring what holds from a moment on into force.
+        """Bring all updates into force that hold at a moment.
 
         Args:
-            drawn: The moment after the sample that was drawn last.
-            moment: That of the next one.
+            drawn: The moment after the last sample that was drawn.
+            moment: The moment of the next sample.
 
         Raises:
-            AsyncLoaderError: if samples were drawn meanwhile that an update was for, in another thread.
+            AsyncLoaderError: if another thread has drawn samples that an update was for, before it was posted.
         """
         for update in self._due(drawn, moment):
             update.begin = begin = self._begin(update, drawn)
@@ -93,10 +93,10 @@ class LiveWeights:
             self._apply(update)
 
     def at(self, moment: Moment, drawn: Moment) -> NDArray[np.float64]:
-        """Return what the weights are at a moment, as far as it is known by now.
+        """Return the weights at a moment, by the updates that were posted so far.
 
         Raises:
-            AsyncLoaderError: if that is so long ago that it is not known any more.
+            AsyncLoaderError: if the moment is so long ago that its weights are not known any more.
         """
         if moment < self._forgotten:
             raise AsyncLoaderError(
@@ -107,25 +107,25 @@ class LiveWeights:
         for update in reversed(self._done):
             if update.begin > moment:
                 weights[update.indices] = update.before
-        for update in self._due(drawn, moment):  # one that a Ctrl-C has kept from coming into force is among them
+        for update in self._due(drawn, moment):  # an update that a Ctrl-C has kept from coming into force is among them
             weights[update.indices] = update.weights
         return weights
 
     def sums_at(self, moment: Moment) -> CumulativeSums | SumTree:
-        """Return the sums of what the weights are at a moment that was reached."""
+        """Return the sums of the weights at a moment that was reached."""
         is_now = not self._done or self._done[-1].begin <= moment
         return self.sums if is_now else SumTree(self.at(moment, moment))
 
     def after_all(self) -> NDArray[np.float64]:
-        """Return what the weights are in the end, if nothing else is changed."""
+        """Return the weights after all updates that were posted so far."""
         return self.at(_FOREVER, _FOREVER)
 
     def state(self, moment: Moment, drawn: Moment) -> dict[str, Any] | None:
-        """Return what has changed up to a moment, and what will; None if nothing was ever changed. Plain data.
+        """Return, as plain data, the weights that have changed up to a moment, and later updates; None without any.
 
         Args:
-            moment: Where the state is of.
-            drawn: The moment up to which samples were drawn.
+            moment: The moment that the state is of.
+            drawn: The moment after the last sample that was drawn.
         """
         known = [*self._done, *(update for update in self._due(drawn, _FOREVER) if not self._is_done(update))]
         if not (known or self._has_past):
@@ -147,7 +147,7 @@ class LiveWeights:
         return {"in_force": in_force, "waiting": waiting}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Make the weights what a state says; None for the initial ones. From now on passes are counted anew."""
+        """Take weights and updates from a state, or the initial weights. Passes are counted anew from here."""
         in_force = None if state is None else state["in_force"]
         if in_force is None:
             self.sums = CumulativeSums(self._initial)
@@ -162,12 +162,12 @@ class LiveWeights:
         self._done: deque[Update] = deque()
         self._most_kept = max(_KEPT, len(self._initial))
         self._kept = 0
-        self._has_past = in_force is not None  # there were updates that are not in `_done`
-        self._forgotten: Moment = (0, 0)  # the last of them
+        self._has_past = in_force is not None  # updates are in force that are not in `_done`
+        self._forgotten: Moment = (0, 0)  # the moment of the last of these updates
         self.latest = None
 
     def _apply(self, update: Update) -> None:
-        """Bring an update into force. A Ctrl-C may come in between: then it is waiting still, and comes here again."""
+        """Bring an update into force. After a Ctrl-C in between the update is still waiting, and comes here again."""
         if isinstance(self.sums, CumulativeSums):
             self.sums = SumTree(self.sums.weights)
         if update.before is None:
@@ -192,7 +192,7 @@ class LiveWeights:
         return max(update.begin, drawn) if has_waited else update.begin
 
     def _due(self, drawn: Moment, moment: Moment) -> list[Update]:
-        """Return what is waiting, and holds from a moment on, or from before it, in this order."""
+        """Return the waiting updates that hold at a moment, in the order in which they begin to."""
         waiting = [(self._begin(update, drawn), update) for update in tuple(self._waiting)]
         due = [each for each in waiting if each[0] <= moment]
         return [update for _, update in sorted(due, key=lambda each: each[0])]

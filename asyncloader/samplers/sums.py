@@ -18,7 +18,7 @@ class CumulativeSums:
     """Finds samples by weights that stay as they are.
 
     Args:
-        weights: One for each sample, not all 0.
+        weights: A weight for each sample, not all 0.
     """
 
     def __init__(self, weights: NDArray[np.float64]) -> None:
@@ -52,7 +52,8 @@ class SumTree:
     Source: the tree of Schaul et al., "Prioritized Experience Replay", ICLR 2016, in one row, level by level.
 
     Args:
-        weights: One for each sample, 0 or from 1e-150 to 1e150, so that no sum is infinite, or rounded to whole steps.
+        weights: A weight for each sample, 0 or from 1e-150 to 1e150, so that sums are neither infinite nor rounded to
+            whole steps of the smallest float.
     """
 
     def __init__(self, weights: NDArray[np.float64]) -> None:
@@ -70,7 +71,7 @@ class SumTree:
         return self._sums[self._count :]
 
     def set(self, indices: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
-        """Change weights: 0.3 ms for a thousand of ten million. Of equal indices the last counts."""
+        """Change weights: 0.3 ms for a thousand of ten million. The last of several weights of one sample counts."""
         self._add_up()
         self._changed = indices + self._count
         self._sums[self._changed] = weights

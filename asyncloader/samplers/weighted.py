@@ -39,8 +39,9 @@ class WeightedSampler(OrderedSampler):
     Called from the thread that reads it; `update` from any.
 
     Args:
-        weights: One for each sample, 0 or more. 8 bytes are kept for each, and 8 more with replacement; from the first
-            update on 24 in all, and 24 for each weight that was changed lately: for as many as there are, or a million.
+        weights: A weight for each sample, 0 or more. 8 bytes are kept for each, and 8 more with replacement. From the
+            first update on they are 24 in all, and 24 for each weight that was changed lately: for as many as there are
+            samples, or a million.
         num_samples: How many to draw in an epoch, over all ranks; by default as many as there are weights.
         replacement: Draw each time from all samples; otherwise each sample comes once at most. Without it the whole
             epoch is drawn at its beginning and after `load_state_dict`: a second for 10 million samples.
@@ -102,10 +103,11 @@ class WeightedSampler(OrderedSampler):
         collective one: the ranks agree on the sample, and compare checksums of all weights.
 
         Args:
-            indices: Of samples, (N,), integers: those of a batch, for instance. Of equal ones the last counts.
-            weights: One for each, (N,): 0, or from 1e-150 to 1e150.
-            at: From which sample of the epoch on they hold, counted over all ranks; by default from the first one that
-                no rank has drawn. If it is given, the epoch does not depend on how far the loader reads ahead.
+            indices: The samples, (N,), integers: those of a batch, for instance. If a sample comes several times, its
+                last weight counts.
+            weights: A weight for each of them, (N,): 0, or from 1e-150 to 1e150.
+            at: The sample of the epoch from which on the weights hold, counted over all ranks; by default the first
+                that no rank has drawn. If it is given, the epoch does not depend on how far the loader reads ahead.
             group: The ranks that make this call; by default all of the process group.
 
         Raises:

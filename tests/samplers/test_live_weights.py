@@ -340,11 +340,16 @@ def test_ranks_with_a_process_group_agree(nursery: Nursery, tmp_path: Path) -> N
     for rank in told:
         assert "weights can change from sample 75 on, but not from 74" in rank["refused at"]
         assert "weights should be the same on all ranks" in rank["refused weights"]
-        assert rank["refused weights"].endswith("Unlike rank 0 are: [1]")
+        assert "but rank 0 has {'count': 2, 'checksum': " in rank["refused weights"]
+        assert "unlike it, rank 1 has {'count': 2, 'checksum': " in rank["refused weights"]
+        assert "rank 2" not in rank["refused weights"]
         assert "the weights at construction should be the same" in rank["refused initial"]
-        assert rank["refused initial"].endswith("Unlike rank 0 are: [2]")
+        assert "unlike it, rank 2 has " in rank["refused initial"]
         assert "all updates before should be the same" in rank["refused before"]
-        assert rank["refused before"].endswith("Unlike rank 0 are: [1, 2]")
+        assert "rank 0 has 0; unlike it, rank 1 has " in rank["refused before"]
+        assert ", rank 2 has " in rank["refused before"]
+    assert "but rank 0 has 5; unlike it, rank 2 has 7" in told[2]["refused in group"]
+    assert told[1]["refused in group"] == "rank 1 is not in the process group that is given"
 
 
 def test_updates_from_another_thread_hold_from_some_sample_on() -> None:
