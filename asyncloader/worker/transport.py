@@ -120,7 +120,7 @@ class ProcessTransport(WorkerTransport):
         unlock_in_child()
         own_generators()
         seed = seed_worker(spec.base_seed, worker_id)
-        self.send(Kind.UP, self._slabs is not None)
+        self.send(Kind.UP, None if self._slabs is None else True)
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker_id, num_workers=spec.num_workers, seed=seed, dataset=open_dataset()
         )

@@ -280,7 +280,7 @@ class Pool(BasePool[WorkerProcess]):
             self._lend(process, body)
         elif kind == Kind.UP:
             process.on_up()
-            self._loans[process].has_reader = pickle.loads(body)
+            self._loans[process].has_reader = len(body) > 0
         elif kind == Kind.AWAITS:
             process.on_awaits(pickle.loads(body))
         elif kind == Kind.ENDING:
