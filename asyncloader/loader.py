@@ -338,11 +338,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 thing.set_epoch(number)
             self._runs.tell(number)
 
-    def keys(self, epoch: int, number: int) -> Any:
+    def batch_keys(self, epoch: int, number: int) -> Any:
         """Return which samples a batch has: the keys that the sampler gives for it.
 
         Drawn from copies of the samplers and generators: nothing moves, and no data are read. At once for samplers
         whose order can be looked at anywhere (`ElasticSampler` and those like it); others draw what comes before it.
+        Where a sampler draws from global generators, these are put back: call this in the thread that trains.
 
         Args:
             epoch: The run: how many of this loader there were before it, as in `stats`. One of the last 8 that this
@@ -355,40 +356,42 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             IndexError: if there is no such batch, or nothing is known of that run here.
             ConfigurationError: if batches are no function of their number: of a stream, of a dataset with a state of
-                its own, or with ``seeding="worker"``; or if the samplers cannot be copied.
+                its own, or with ``seeding="worker"``; if the samplers cannot be copied, or do not give the order of
+                that run again.
         """
         replay = _import_replay()
         return replay.find(replay.apart(self), self._runs, epoch, number).keys
 
     def batch(self, epoch: int, number: int) -> Any:
-        """Make a batch of a run again, bit for bit, without those before it, whatever else goes on meanwhile.
+        """Make a batch of a run again, bit for bit, without those before it, also while a run goes on.
 
-        A worker that is started for it makes it, if the loader has workers; otherwise the calling thread does, and
-        what samples draw from the global generators is then the same only with ``seeding="sample"``.
+        If the loader has workers, one is started for it and makes it. Otherwise the calling thread does; then, as with
+        workers that are threads and with `concurrency`, what samples draw from global generators is the same only with
+        ``seeding="sample"``.
 
         Args:
-            epoch: As for `keys`.
-            number: As for `keys`.
+            epoch: As for `batch_keys`.
+            number: As for `batch_keys`.
 
         Raises:
-            IndexError: as `keys` does; or if ``on_error="skip"`` leaves the batch out.
-            ConfigurationError: as `keys` does; or if a run that goes on in this process reads the dataset at another
-                epoch.
-            Exception: whatever stands in the place of the batch.
+            IndexError: as `batch_keys` does; or if ``on_error="skip"`` leaves the batch out.
+            ConfigurationError: as `batch_keys` does; or if a run that goes on in this process reads the dataset at
+                another epoch.
+            Exception: whatever its samples, or their collation, raise.
         """
         replay = _import_replay()
-        with replay.making(self, epoch, number, wait_for_start=True) as iterator, replay.kept():
+        with replay.making(self, epoch, number) as iterator, iterator:
             for batch in iterator:
                 return batch
         raise replay.was_left_out(epoch, number)
 
     async def abatch(self, epoch: int, number: int) -> Any:
-        """Make a batch of a run again as `batch` does, without blocking the loop."""
+        """Make a batch of a run again as `batch` does, without blocking the loop while it is made."""
         replay = _import_replay()
-        with replay.making(self, epoch, number, wait_for_start=False) as iterator:
-            async for batch in iterator:
-                await iterator.aclose()
-                return batch
+        with replay.making(self, epoch, number, in_async_for=True) as iterator:
+            async with iterator:
+                async for batch in iterator:
+                    return batch
         raise replay.was_left_out(epoch, number)
 
     def exclude(self, keys: Iterable[Any]) -> None:

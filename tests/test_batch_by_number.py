@@ -1,4 +1,4 @@
-"""``loader.keys(epoch, number)`` and ``loader.batch(epoch, number)``: one batch of a run again, and nothing else moves.
+"""``loader.batch_keys(epoch, number)`` and ``loader.batch(epoch, number)``: one batch again, and nothing else moves.
 
 Each case iterates as a trainer does, keeps the batches, and asks for some of them again: at the end, in the middle of a
 run, after a resume in another process (a loader made alike), in any order.
@@ -13,6 +13,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -68,6 +69,19 @@ class Plain(Draws):
 
     def __getitem__(self, index: int) -> Any:
         return index, self.epoch, sample_rng().random()
+
+
+class Hides(Plain):
+    """Does not show its epoch."""
+
+    def __init__(self) -> None:
+        self.hidden = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.hidden = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.hidden, sample_rng().random()
 
 
 class Counts(Sampler[int]):
@@ -167,12 +181,12 @@ def assert_again(loader: DataLoader[Any], epoch: int, batches: list[Any], first:
         if number < first:
             continue
         indices = batches[number][0]
-        keys = loader.keys(epoch, number)
+        keys = loader.batch_keys(epoch, number)
         assert keys == (indices.tolist() if isinstance(indices, torch.Tensor) else indices)
         assert same(loader.batch(epoch, number), batches[number]), (epoch, number)
     assert states() == before
-    with pytest.raises(IndexError, match=f"epoch {epoch} has {len(batches)} batches"):
-        loader.keys(epoch, len(batches))
+    with pytest.raises(IndexError, match=f"epoch {epoch} has no batch {len(batches)}"):
+        loader.batch_keys(epoch, len(batches))
 
 
 @pytest.mark.covering(1)
@@ -219,7 +233,7 @@ def test_nothing_else_moves(name: str, num_workers: int) -> None:
             if asks and number in (1, 6):
                 again = loader.batch(1, number)
                 assert same(again, batch)
-                loader.keys(1, number - 1)
+                loader.batch_keys(1, number - 1)
                 loader.batch(0, number)
         return [*given, *loader, loader.state_dict()["position"]]
 
@@ -252,7 +266,7 @@ def test_of_a_state(name: str, num_workers: int) -> None:
     other.set_epoch(1)
     assert_again(other, 1, batches)
     with pytest.raises(IndexError, match=r"knows of epochs \[1\]"):
-        other.keys(0, 0)
+        other.batch_keys(0, 0)
     other = made(name, **options)
     other.load_state_dict(in_the_middle)
     assert_again(other, 1, batches, first=5)
@@ -299,7 +313,7 @@ def test_in_an_async_trainer(face: str, workers: int, seeding: Any) -> None:
         assert len(second) == len(first)
         again = await asyncio.gather(*(loader.abatch(1, number) for number in range(len(second))))
         assert same(again, second)
-        with pytest.raises(IndexError, match="has 13 batches"):
+        with pytest.raises(IndexError, match="has no batch 13"):
             await loader.abatch(1, 13)
 
     asyncio.run(train())
@@ -326,7 +340,7 @@ def test_with_other_options(options: dict[str, Any]) -> None:
     for epoch in range(2):
         by_keys = {tuple(batch[0].tolist()): batch for batch in batches[epoch]}  # with in_order=False they come anyhow
         for number in (3, 11, 0):
-            assert same(loader.batch(epoch, number), by_keys[tuple(loader.keys(epoch, number))])
+            assert same(loader.batch(epoch, number), by_keys[tuple(loader.batch_keys(epoch, number))])
     loader.close()
 
 
@@ -358,7 +372,7 @@ def test_weights_that_were_set_on_the_way() -> None:
         if number == 650:
             break
     for number in (5, 499, 500, 640, 20):
-        assert loader.keys(0, number) == given[number].tolist()
+        assert loader.batch_keys(0, number) == given[number].tolist()
         assert same(loader.batch(0, number), given[number])
     assert (given[640] < 40_000).sum() > 75
 
@@ -395,7 +409,7 @@ def test_weights_from_feedback(replacement: bool) -> None:
             if number == 30 and epoch == 1:
                 break
     for epoch, number in ((0, 0), (0, 7), (0, 39), (1, 0), (1, 20), (1, 30)):
-        assert loader.keys(epoch, number) == given[epoch, number]
+        assert loader.batch_keys(epoch, number) == given[epoch, number]
 
 
 class Shifted(Sampler[int]):
@@ -425,16 +439,17 @@ class Shifted(Sampler[int]):
 
 
 def test_a_sampler_of_the_users_that_was_changed() -> None:
-    """Nobody knows for which batches: an error, and no wrong batch."""
+    """Batches before that come again; later ones are an error, and not another batch."""
     sampler = Shifted()
     loader = DataLoader(range(100), batch_size=5, sampler=sampler)  # type: ignore[arg-type]
     iterator = iter(loader)
     given = [*islice(iterator, 5)]
-    assert loader.keys(0, 3) == given[3].tolist()
+    assert loader.batch_keys(0, 3) == given[3].tolist()
     sampler.shift = 50
     next(iterator)
-    with pytest.raises(ConfigurationError, match="shift of Shifted changed in this run"):
-        loader.keys(0, 3)
+    assert loader.batch_keys(0, 3) == given[3].tolist()
+    with pytest.raises(ConfigurationError, match="does not give the same order again"):
+        loader.batch_keys(0, 5)
 
 
 def test_an_epoch_of_a_billion() -> None:
@@ -445,7 +460,7 @@ def test_an_epoch_of_a_billion() -> None:
     assert same(loader.batch(0, 0), next(iterator))
     sampler = copy.deepcopy(loader.sampler)
     sampler.load_state_dict({**loader.sampler.state_dict(), "cursor": 3_000_000 * 32 * 8})  # type: ignore[attr-defined]
-    assert loader.keys(0, 3_000_000) == [*islice(iter(sampler), 32)]
+    assert loader.batch_keys(0, 3_000_000) == [*islice(iter(sampler), 32)]
     iterator.close()  # type: ignore[attr-defined]
 
 
@@ -475,7 +490,7 @@ def test_bad_samples() -> None:
     batches = [*loader]
     assert same(loader.batch(0, 0), batches[0])
     assert same(loader.batch(0, 2), batches[1])
-    assert loader.keys(0, 1) == [*range(8, 16)]
+    assert loader.batch_keys(0, 1) == [*range(8, 16)]
     with pytest.raises(IndexError, match="batch 1 of epoch 0 is left out"):
         loader.batch(0, 1)
     with pytest.raises(IndexError, match="batch 1 of epoch 0 is left out"):
@@ -531,9 +546,9 @@ def test_a_dataset_in_use_cannot_be_at_two_epochs(options: dict[str, Any]) -> No
     loader.set_epoch(1)
     iterator: Any = iter(loader)
     next(iterator)
-    with pytest.raises(ConfigurationError, match="is at epoch 1 of a run that goes on"):
+    with pytest.raises(ConfigurationError, match="is at epoch 1 in this process"):
         loader.batch(0, 0)
-    assert loader.keys(0, 0) == [*range(8)]
+    assert loader.batch_keys(0, 0) == [*range(8)]
     list(iterator)
     assert same(loader.batch(0, 0), first[0])
     assert loader.dataset.epoch == 1  # type: ignore[attr-defined]
@@ -582,29 +597,239 @@ def test_what_cannot_be() -> None:
             loader.batch(0, 0)
         list(loader)
         with pytest.raises(ConfigurationError, match=why):
-            loader.keys(0, 0)
+            loader.batch_keys(0, 0)
     loader = DataLoader(Remembers(), snapshot_every_n_steps=0)
     list(loader)
     assert loader.batch(0, 3)[0].tolist() == [3]
     with pytest.raises(IndexError, match="was not iterated over"):
         DataLoader(Plain()).batch(0, 0)
-    with pytest.raises(IndexError, match="counted from 0"):
-        loader.keys(0, -1)
+    with pytest.raises(IndexError, match="is counted from 0"):
+        loader.batch_keys(0, -1)
     for _ in range(9):
         list(loader)
     with pytest.raises(IndexError, match=r"knows of epochs \[2, 3, 4, 5, 6, 7, 8, 9\]"):
-        loader.keys(1, 0)
+        loader.batch_keys(1, 0)
+
+
+class OfItsOwn(BatchSampler):
+    """A subclass of torch's that draws from something of its own."""
+
+    rng = random.Random(3)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield [0, 1]  # the first batch is always the same
+        for batch in super().__iter__():
+            yield self.rng.sample(batch, len(batch))
+
+
+class WarmsUp(Sampler[int]):
+    """Begins alike, and goes on differently in each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        self.epochs += 1
+        yield from np.random.default_rng(self.epochs).permutation(np.arange(8, LENGTH)).tolist()
+
+
+def later_changed(loader: DataLoader[Any], name: str) -> None:
+    """Change what an order is drawn from, between two runs."""
+    sampler: Any = loader.sampler
+    if name == "weights":
+        sampler.weights = torch.ones(LENGTH)
+    elif name == "generator":
+        loader.generator = torch.Generator().manual_seed(8)
+    elif name == "rows":
+        random.shuffle(sampler)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {"batch_size": 8, "sampler": InPlace()}, ""),
+        (lambda: {"batch_sampler": OfItsOwn(range(LENGTH), 8, False)}, ""),
+        (lambda: {"batch_size": 8, "sampler": WarmsUp()}, ""),
+        (lambda: {"batch_size": 8, "sampler": [*range(LENGTH)]}, "rows"),
+        (lambda: {"batch_size": 8, "sampler": WeightedRandomSampler(torch.arange(LENGTH) + 1.0, 64)}, "weights"),
+        (lambda: {"batch_size": 8, "shuffle": True, "generator": torch.Generator().manual_seed(1)}, "generator"),
+    ],
+)
+def test_an_order_that_cannot_be_had_again(make: Any, change: str, num_workers: int) -> None:
+    """An error, and no other batch in the place of the one that was meant."""
+    loader = DataLoader(Plain(), num_workers=num_workers, **make())
+    for _ in range(2):
+        list(loader)
+        later_changed(loader, change)
+    list(loader)
+    for epoch in [0] if change else range(2):
+        with pytest.raises(ConfigurationError, match="does not give the same order again"):
+            loader.batch_keys(epoch, 3)
+
+
+def test_an_epoch_that_is_told_too_late() -> None:
+    """torch's samplers look at it when the first batch is asked for: the state does not know of that."""
+    loader = DataLoader(Plain(), batch_size=8, sampler=DistributedSampler(range(LENGTH), 2, 0))
+    iterator = iter(loader)
+    loader.set_epoch(5)
+    list(iterator)
+    with pytest.raises(ConfigurationError, match="does not give the same order again"):
+        loader.batch(0, 2)
+
+
+def test_keys_of_other_kinds_are_known_again() -> None:
+    """Tensors, lists, names; what is equal only if it is the same object is taken on trust."""
+
+    class Named:
+        def __getitem__(self, key: Any) -> Any:
+            return 0
+
+    class Object:
+        pass
+
+    batches: list[Any] = [
+        list(torch.randperm(8).split(4)),
+        [[torch.tensor(3), torch.tensor(4)], [torch.tensor([5, 6])]],
+        [["a", "b"], ["c"]],
+        [[(1, "a")], [[2, 3]]],
+        [[np.int64(3)], [np.array([1, 2])]],
+        [[Object()], [Object()]],
+    ]
+    for batch_sampler in batches:
+        loader = DataLoader(Named(), batch_sampler=batch_sampler)  # type: ignore[arg-type, var-annotated]
+        list(loader)
+        assert same(loader.batch_keys(0, 1), batch_sampler[1])
+
+
+def test_numbers_of_all_kinds() -> None:
+    """A number of numpy's or torch's is one, and stays what it is."""
+    loader = DataLoader(Plain(), batch_size=8, num_workers=1)
+    batches = [*loader]
+    number = torch.tensor(3)
+    for _ in range(2):
+        assert same(loader.batch(np.int64(0), number), batches[3])  # type: ignore[arg-type]
+    for wrong in (2.5, "3", None, True):
+        with pytest.raises(ConfigurationError, match="number should be an integer"):
+            loader.batch(0, wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="epoch should be an integer"):
+            loader.batch_keys(wrong, 0)  # type: ignore[arg-type]
+
+
+def test_what_the_batch_was_made_with() -> None:
+    """Attributes that were set after its run do not count."""
+    loader = DataLoader(Draws(), batch_size=8, num_workers=1)
+    batches = [*loader]
+    loader.collate_fn, loader.seeding = len, "sample"
+    list(loader)
+    assert same(loader.batch(0, 2), batches[2])
+    assert loader.batch(1, 2) == 8
+
+
+@pytest.mark.parametrize("kind", [Plain, Hides])
+def test_batches_of_several_epochs_at_once(kind: Any) -> None:
+    """Each worker is told its own epoch, and the trainer's dataset none, whoever else reads it meanwhile."""
+    loader = DataLoader(kind(), batch_size=8, num_workers=1)
+    all_batches = epochs(loader)
+
+    async def train() -> None:
+        numbers = [(epoch, number) for epoch in range(3) for number in range(3)]
+        asked = [asyncio.ensure_future(loader.abatch(*each)) for each in numbers]
+        await asyncio.sleep(0)
+        batches = [batch async for batch in loader]  # of the epoch that was told last
+        assert same([batch[1] for batch in batches], [batch[1] for batch in all_batches[2]])
+        for (epoch, number), batch in zip(numbers, await asyncio.gather(*asked), strict=True):
+            assert same(batch, all_batches[epoch][number])
+
+    asyncio.run(train())
+    with ThreadPoolExecutor(3) as executor:
+        made = [*executor.map(lambda epoch: loader.batch(epoch, 1), [0, 1, 2] * 2)]
+    assert same(made, [all_batches[epoch][1] for epoch in [0, 1, 2] * 2])
+    assert vars(loader.dataset)["epoch" if kind is Plain else "hidden"] == 2
+
+
+def test_another_thread_draws_meanwhile() -> None:
+    """Nothing that it draws is drawn again, where the sampler does not draw from global generators."""
+    loader = DataLoader(Plain(), batch_size=8, sampler=ElasticSampler(LENGTH), num_workers=1)
+    list(loader)
+    drawn, is_over = [], threading.Event()
+
+    def draw() -> None:
+        while not is_over.is_set():
+            drawn.append((random.random(), float(torch.rand(()))))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for number in range(8):
+        loader.batch_keys(0, number)
+        if number % 4 == 0:
+            loader.batch(0, number)
+    is_over.set()
+    thread.join()
+    pythons, torchs = zip(*drawn, strict=True)
+    assert len({*pythons}) == len(pythons)
+    assert len({*zip(torchs, torchs[1:], torchs[2:], strict=False)}) == len(torchs) - 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sampler_that_does_not_give_its_order_again(num_workers: int) -> None:
-    """An error, and no other batch in the place of the one that was meant."""
-    loader = DataLoader(Plain(), batch_size=8, sampler=InPlace(), num_workers=num_workers)
-    for _ in range(2):
-        list(loader)
-    for epoch in range(2):
-        with pytest.raises(ConfigurationError, match="does not give the same order again"):
-            loader.keys(epoch, 3)
+def test_a_dataset_that_shares_its_generator_with_the_sampler(num_workers: int) -> None:
+    """It is where it was, and so is the running epoch."""
+    generator = torch.Generator().manual_seed(1)
+
+    class Shares(Plain):
+        own = generator
+
+        def __getitem__(self, index: int) -> Any:
+            return index, float(torch.rand((), generator=self.own))
+
+    loader = DataLoader(Shares(), batch_size=8, shuffle=True, generator=generator, num_workers=num_workers)
+    list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    before = generator.get_state()
+    loader.batch(0, 3)
+    loader.batch_keys(0, 4)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_after_a_break_the_dataset_may_be_told_again() -> None:
+    """What the error says to do helps."""
+    loader = DataLoader(Plain(), batch_size=8)
+    first = epochs(loader, 1)[0]
+    loader.set_epoch(1)
+    iterator: Any = iter(loader)
+    next(iterator)
+    with pytest.raises(ConfigurationError, match=r"close\(\) the run"):
+        loader.batch(0, 0)
+    iterator.close()
+    assert same(loader.batch(0, 0), first[0])
+    for _ in loader:
+        break
+    assert same(loader.batch(0, 1), first[1])
+
+
+def test_a_loader_that_is_reset() -> None:
+    """Nothing is known of what was before."""
+    loader = DataLoader(Plain(), batch_size=8)
+    list(loader)
+    loader.load_state_dict({})
+    with pytest.raises(IndexError, match="was not iterated over"):
+        loader.batch_keys(0, 0)
+
+
+def test_states_without_exclusions() -> None:
+    """States of earlier versions lack them."""
+    loader = DataLoader(Plain(), batch_size=8)
+    iterator = iter(loader)
+    batches = [next(iterator), next(iterator), *iterator]
+    for _ in loader:
+        break
+    state = {name: value for name, value in loader.state_dict().items() if name not in ("excluded", "fingerprint")}
+    loader.load_state_dict(state)
+    assert same(loader.batch_keys(1, 1), batches[1][0].tolist())
+    assert same([batch[0] for batch in loader], [batch[0] for batch in batches[1:]])
 
 
 def test_a_subset_of_a_subset() -> None:

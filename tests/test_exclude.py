@@ -80,8 +80,11 @@ def test_in_the_middle_and_resumed(batch_size: int | None, in_order: bool) -> No
     assert len([index for batch in indices(batches)[:3] for index in batch]) == 3 * (batch_size or 1)
     (read,) = {number for _, _, number in json.loads(states[0][1]["excluded"])}
     assert 3 <= read <= 3 + 4  # 2 workers read 4 ahead
-    ahead = {index for number in range(read) for index in np.ravel(loader.keys(0, number)).tolist()}
+    ahead = {index for number in range(read) for index in np.ravel(loader.batch_keys(0, number)).tolist()}
     assert {index for batch in indices(batches) for index in batch} & {*gone} == ahead & {*gone}
+    if in_order:
+        by_number = (np.ravel(loader.batch(0, number)[0]).tolist() for number in range(5))
+        assert [*by_number] == indices(batches[:5])
     at_the_end = json.loads(json.dumps(loader.state_dict()))
     second = [*loader]
     for count, state in states:
@@ -106,15 +109,15 @@ def test_after_a_state_is_loaded(num_workers: int) -> None:
     loader.load_state_dict(state)
     bad = [rest[0][0], rest[2][1]]
     loader.exclude(bad)
-    assert loader.keys(0, 4) == without(rest[:1], *bad)[0]
+    assert loader.batch_keys(0, 4) == without(rest[:1], *bad)[0]
     again = json.loads(json.dumps(loader.state_dict()))
     assert indices(loader) == without(rest, *bad)
-    assert loader.keys(0, 4) == without(rest[:1], *bad)[0]
+    assert loader.batch_keys(0, 4) == without(rest[:1], *bad)[0]
     assert indices([loader.batch(0, 6)]) == without(rest[2:3], *bad)
     other = loader_of(num_workers)
     other.load_state_dict(again)
     assert indices(other) == without(rest, *bad)
-    assert loader.keys(0, 3) == first[3]  # before the state nothing was left out
+    assert loader.batch_keys(0, 3) == first[3]  # before the state nothing was left out
 
 
 def test_on_other_ranks() -> None:
@@ -168,6 +171,40 @@ def test_keys_of_other_kinds() -> None:
     assert [int(batch) for batch in other] == [1]
 
 
+def test_a_state_that_is_loaded_afterwards() -> None:
+    """What the loader was told to go on without stays out, from where the state is."""
+    loader = loader_of(0)
+    iterator = iter(loader)
+    given = indices(islice(iterator, 3))
+    state = loader.state_dict()
+    loader.exclude(bad := [*range(0, LENGTH, 2)])
+    loader.load_state_dict(state)
+    assert {*loader.batch_keys(0, 4)} <= {*range(1, LENGTH, 2)}
+    assert loader.batch_keys(0, 2) == given[2]
+    left = indices(loader)
+    assert not {index for batch in left for index in batch} & {*bad}
+    loader.load_state_dict({})
+    assert sum(map(len, indices(loader))) == LENGTH
+
+
+def test_another_batch_size() -> None:
+    """Numbers of batches mean others then: what was yet to be left out is left out."""
+
+    def sized(batch_size: int) -> DataLoader[Any]:
+        return DataLoader(Numbers(), batch_size=batch_size, sampler=ElasticSampler(LENGTH), num_workers=1)  # type: ignore[arg-type]
+
+    loader = sized(2)
+    iterator = iter(loader)
+    next(iterator)
+    order = [index for number in range(25) for index in loader.batch_keys(0, number)]
+    loader.exclude(order[30:])
+    state = loader.state_dict()
+    for size in (2, 8, 16):
+        other = sized(size)
+        other.load_state_dict(state)
+        assert sorted(index for batch in indices(other) for index in batch) == sorted(order[2:30])
+
+
 class Stream(IterableDataset[int]):
     """A stream."""
 
@@ -180,6 +217,8 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="it is a stream"):
         DataLoader(Stream()).exclude([1])
     loader = loader_of(0)
+    with pytest.raises(ConfigurationError, match=r"is \['12'\]"):
+        loader.exclude("12")
     with pytest.raises(ConfigurationError, match="unhashable type"):
         loader.exclude([1, torch.tensor([1, 2])])
     assert sum(len(batch) for batch in indices(loader)) == LENGTH

@@ -66,8 +66,8 @@ def _compare_timelines(files: Sides, report: Report) -> bool:
         "differs",
         f"{place} is the first that differs, of {len(differing)} among the {len(both)} that both have:\n"
         + "".join(f"  {' and '.join(prints)}  {path}\n" for path, prints in found.items())
-        + f"loader.keys({first.epoch}, {first.number}) tells its samples, loader.batch({first.epoch}, {first.number}) "
-        "makes it again.",
+        + f"loader.batch_keys({first.epoch}, {first.number}) tells its samples, "
+        f"loader.batch({first.epoch}, {first.number}) makes it again.",
         {**first._asdict(), "fingerprints": found, "differing": len(differing), "both": len(both)},
     )
     return False

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +30,8 @@ from asyncloader.seeding.hashing import mix
 from asyncloader.seeding.sample_context import Placed
 
 _MASK = (1 << 64) - 1
+_DIGESTS = 1 << 17
+"""Batches whose keys are known by a digest, of 8 bytes."""
 _new = tuple.__new__  # a NamedTuple's own `__new__` is written in Python, and takes three times as long
 
 
@@ -155,7 +158,7 @@ class Progress:
     Attributes:
         samplers_before: Where samplers were before the run.
         began: The number of the batch at which it began, and of the first sample of that.
-        first_keys: The keys of that batch; None if it was not read, or had been given before.
+        digests: Of the keys of the batches that were read from there on, 0 where there is none; the last of them.
         lock: Held by whoever reads or takes, and by who makes a state of it. A handler of a signal may make one in the
             middle of that, in the same thread: so it can be taken again.
         counted: How far consumers are, and the calls that are not counted in this: in the order of their batches.
@@ -188,7 +191,7 @@ class Progress:
         place = Place(position, frozenset(ahead or ()), bad_count, tracks, next_worker, "", chain)
         self.counted: tuple[Place, tuple[Call, ...]] = place, ()
         self.began = position, sample
-        self.first_keys: Any = None
+        self.digests = array("q")
         self.read = position  # batches of keys that the plan has given out
         self.asked = self.replied = position  # how often the sampler was asked, and answered: a batch, or its end
         self.named_samples = 0  # that those of this run have named
@@ -230,6 +233,18 @@ class Progress:
             self._firsts[self.read] = self._next_sample
             self._next_sample += count
         self.read += 1
+
+    def note_keys(self, digest: int) -> None:
+        """Note what tells the keys of the batch that is read next from others. May be done again."""
+        at = (self.read - self.began[0]) % _DIGESTS
+        self.digests.extend([0] * (at + 1 - len(self.digests)))
+        self.digests[at] = digest
+
+    def digest_of(self, number: int) -> int:
+        """Return what `note_keys` was given for a batch; 0 if it was not read, or too many were since."""
+        is_there = max(self.began[0], self.read - _DIGESTS) <= number < self.read
+        at = (number - self.began[0]) % _DIGESTS
+        return self.digests[at] if is_there and at < len(self.digests) else 0
 
     def pass_by(self, number: int) -> None:
         """Have a batch be done with that is not given: in order, those after it say so."""

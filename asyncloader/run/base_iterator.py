@@ -148,7 +148,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
 
     def _epochs(self) -> tuple[Told, ...]:
         """Return what the dataset was told by `set_epoch`, if workers have copies of it."""
-        return self._runs.heard(self._dataset) if self._options.has_workers else ()
+        return (self._runs.told_then or self._runs.heard(self._dataset)) if self._options.has_workers else ()
 
     def _modes(self) -> Modes | None:
         """Look at torch's modes of the caller, where torch's workers would be forked with them."""

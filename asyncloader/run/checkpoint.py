@@ -56,6 +56,8 @@ from asyncloader.run.rng_snapshot import RNGSnapshot
 log = logging.getLogger("asyncloader")
 
 VERSION = 2
+_LATER = {"excluded", "fingerprint"}
+"""What states of earlier versions lack."""
 
 _OTHER_RANKS = (
     "A state of this sampler fits as many ranks as it was taken on. asyncloader.ElasticSampler, in the place of "
@@ -98,7 +100,7 @@ def check(state: dict[str, Any], options: Options) -> None:
         version = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise StateMismatchError("version", version, VERSION, "It is not a state of this version of asyncloader.")
     keys = _state("", 0, {}, "").keys()
-    if missing := keys - state.keys():
+    if missing := keys - state.keys() - _LATER:
         advice = f"It is not all that a loader had given: without {', '.join(sorted(missing))}."
         raise StateMismatchError("keys", sorted(state), sorted(keys), advice)
     _same("kind", state["kind"], _kind(options))
@@ -142,11 +144,16 @@ def describe(options: Options) -> dict[str, Any]:
         "rank": None if elastic or divided is None else divided.rank,
         # Not which one: the states of ranks are alike, and many trainers save that of the first for all.
         "seeding_rank": None if options.seeding_rank is None else "given",
-        "division": [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers],
+        "division": division(options),
         "dataset_state": not options.is_iterable and options.snapshot_every > 0 and is_stateful(options.dataset),
         "samplers": json.dumps([_identity(sampler, elastic) for sampler in samplers], default=identity.plain),
         "datasets": json.dumps([known for one in members(options.dataset) if len(known := identity.of(one)) > 1]),
     }
+
+
+def division(options: Options) -> list[list[int | None]]:
+    """Return what of the samplers says which samples batch n has."""
+    return [[_whole(sampler, name) for name in _DIVISION] for sampler in samplers_within(options.index_sampler)]
 
 
 def _identity(sampler: Any, elastic: bool) -> dict[str, Any]:
@@ -274,23 +281,12 @@ class Checkpointer:
             fingerprint=self.progress.now.fingerprint,
         )
 
-    def state_before(self, number: int) -> dict[str, Any]:
-        """Return a state as of the beginning of the run, which `moved` takes on to a batch, whatever was given so far.
-
-        The state of the samplers in it is the last known that is not beyond that batch, and so may be a later one: then
-        so many batches less than none were drawn since.
-        """
-        with self.progress.lock:
-            (position, sample), samplers = self.progress.began, self.progress.sampler_state(number)
-            if not samplers.is_over:
-                samplers = samplers._replace(drawn=samplers.drawn + position - number)
-            return self._of_the_run(samplers, position=position, sample=sample)
-
-    def last_sampler_state(self) -> dict[str, Any] | None:
-        """Return the newest known state of the samplers and their iterator, which may be of a batch not given yet."""
-        with self.progress.lock:
-            states = self.progress.sampler_states
-            return states[-1][1].thaw() if states else None
+    def at_beginning(self) -> dict[str, Any]:
+        """Return a state as of the beginning of the run, which `moved` takes on to any batch of it."""
+        position, sample = self.progress.began
+        before = self.progress.samplers_before
+        samplers = before if before.state is not None else before._replace(drawn=position)
+        return self._of_the_run(samplers, position=position, sample=sample)
 
     def _within_the_run(self) -> dict[str, Any]:
         progress, now = self.progress, self.progress.now

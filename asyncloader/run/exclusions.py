@@ -26,6 +26,7 @@ class Exclusions:
         self._since: dict[Any, tuple[int, int]] = {
             _hashable(key): (epoch, number) for key, epoch, number in unplain(state) or ()
         }
+        self._text: Any = None
 
     def __bool__(self) -> bool:
         return bool(self._since)
@@ -37,9 +38,21 @@ class Exclusions:
             ConfigurationError: if a key cannot be looked up.
         """
         try:
+            if isinstance(keys, (str, bytes)):
+                raise TypeError(f"one {type(keys).__name__} would be many keys; of one sample it is [{keys!r}]")
             self._since = {**dict.fromkeys(map(_hashable, keys), (epoch, number)), **self._since}
+            self._text = None
         except TypeError as error:
             raise ConfigurationError(f"exclude takes keys of samples as the sampler yields them: {error}") from error
+
+    def add_those_of(self, other: Exclusions, epoch: int, number: int) -> None:
+        """Leave out what another leaves out, from this batch of this run on."""
+        self.add(other._since, epoch, number)
+
+    def hold_from(self, epoch: int, number: int) -> None:
+        """Let those of this run that hold from a later batch on hold from this one on: numbers mean others by now."""
+        self._since = {key: min(at, (epoch, number)) if at[0] == epoch else at for key, at in self._since.items()}
+        self._text = None
 
     def without(self, keys: Any, number: int, *, epoch: int, is_batched: bool) -> Any:
         """Return the keys of a batch without those that are left out of it; VOID if there are no others."""
@@ -56,13 +69,18 @@ class Exclusions:
 
         if not is_batched:
             return keys if is_left(keys) else VOID
-        keys = keys if hasattr(keys, "__len__") else list(keys)
+        try:
+            keys = keys if hasattr(keys, "__len__") else list(keys)
+        except TypeError:  # a slice, for instance
+            return keys
         left = list(filter(is_left, keys))
         return keys if len(left) == len(keys) else left or VOID
 
     def state(self) -> Any:
         """Return them as plain data; None for no samples."""
-        return plain([[key, *at] for key, at in self._since.items()]) if self._since else None
+        if self._text is None and self._since:
+            self._text = plain([[key, *at] for key, at in self._since.items()])
+        return self._text
 
 
 def _hashable(key: Any) -> Any:

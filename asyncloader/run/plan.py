@@ -19,13 +19,15 @@ from itertools import repeat
 from types import GeneratorType
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
 from asyncloader.epochs import epoch_of, restore
 from asyncloader.errors import LoaderClosedError
-from asyncloader.messages.indices import Indices
+from asyncloader.messages.indices import Indices, listed
 from asyncloader.messages.snapshot import Frozen, Pace, plain, unplain
 from asyncloader.protocols import FollowsConsumers, is_stateful, probe
 from asyncloader.run.rng_snapshot import draws_once
@@ -109,6 +111,7 @@ class Plan:
         self._is_exact = self._sampler is iterated  # otherwise its state does not say where in the epoch it is
         self._is_elastic = self._is_exact and is_elastic(iterated)
         self.arrives = probe(iterated, "keys_arrive") is True  # its iterator knows whether it has keys: `ArrivingKeys`
+        self._has_digests = leave_out is not None and not self.arrives  # otherwise keys are large, or there are none
         if self.arrives and hasattr(iterator, "follow"):
             progress.follow(cast(FollowsConsumers, iterator))
         # Blocks of samples, while the sampler is read: it may draw from global generators.
@@ -146,8 +149,8 @@ class Plan:
             progress.named_samples += count
             if self._leave_out is not None and (keys := self._leave_out(keys, progress.read)) is VOID:
                 progress.pass_by(progress.read)
-        if progress.read == progress.began[0] and keys is not VOID:
-            progress.first_keys = keys
+            if self._has_digests:
+                progress.note_keys(digest(keys))
         progress.read_batch(count)
         self._held = _NOTHING
         return keys
@@ -403,3 +406,31 @@ def written(index_sampler: Any, states: Frozen | None) -> Any:
 def set_epochs(index_sampler: Any) -> list[int | None]:
     """Return what `set_epoch` of samplers, from the outermost on, has been called with."""
     return [epoch_of(sampler) for sampler in samplers_within(index_sampler)]
+
+
+def digest(keys: Any) -> int:
+    """Return a number that tells the keys of a batch from others, in this process; 0 for keys that may be anything."""
+    try:
+        keys = listed(keys)
+        if type(keys) is list and {*map(type, keys)} == {int}:  # as nearly always
+            return hash(tuple(keys)) or 1
+        return hash(_plain_keys(keys)) or 1
+    except Exception:
+        return 0
+
+
+def _plain_keys(keys: Any) -> Any:
+    """Return keys as what is equal, and has equal hashes, if they are.
+
+    Raises:
+        TypeError: for keys that may be equal to others only by being the same object.
+    """
+    if isinstance(keys, (int, float, str, bytes, type(None))):
+        return keys
+    if isinstance(keys, (list, tuple)):
+        return tuple(map(_plain_keys, keys))
+    if isinstance(keys, torch.Tensor):
+        keys = keys.detach().cpu().numpy()
+    if isinstance(keys, (np.ndarray, np.generic)):
+        return keys.shape, keys.tobytes()
+    raise TypeError(type(keys))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,27 +22,27 @@ import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.engine.actions import VOID
-from asyncloader.epochs import listeners
+from asyncloader.epochs import Told, as_number, listeners
 from asyncloader.errors import ConfigurationError
 from asyncloader.messages.indices import listed
-from asyncloader.messages.snapshot import Frozen, unplain
+from asyncloader.messages.snapshot import Frozen
 from asyncloader.options import Options
 from asyncloader.protocols import SuppliesKeys, is_stateful, members, probe
 from asyncloader.run.checkpoint import Checkpointer, initial_state, moved
 from asyncloader.run.data_rank import data_rank
+from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.inline_iterator import InlineIterator
-from asyncloader.run.plan import samplers_within, stateful_sampler
-from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
+from asyncloader.run.plan import digest, samplers_within
+from asyncloader.run.rng_snapshot import DRAW_FROM_TORCH, KNOWN_SAMPLERS, draws_once
 from asyncloader.run.run_start import Drawn, RunStart, begin
 from asyncloader.run.runs import Runs
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.samplers.ordered import OrderedSampler, ResumableSampler
-from asyncloader.seeding.generators import GLOBAL, restore, states_of
+from asyncloader.seeding.generators import GLOBAL, left_alone, restore, states_of
+from asyncloader.seeding.own_generators import generators_of
 from asyncloader.seeding.turns import untouched
 
 _END: Any = object()
-_HOW_FAR = frozenset({"cursor", "epoch", "world", "version"})
-"""What of the state of a sampler like ours changes as it is read."""
 
 
 class Found(NamedTuple):
@@ -49,13 +50,17 @@ class Found(NamedTuple):
 
     Attributes:
         keys: Of its samples, or of its one sample without batching.
+        number: Of the batch.
         first: Number of the first sample in the order of the epoch, where that is known; otherwise 0.
+        made_with: The options of its run.
         seeds: Makes states of the run on copies, which has the seeds.
         told: What each of the dataset's listeners had been told when the run began; nothing if it has not begun yet.
     """
 
     keys: Any
+    number: int
     first: int
+    made_with: Options
     seeds: Checkpointer
     told: list[int | None]
 
@@ -75,64 +80,44 @@ def find(twin: Any, runs: Runs, epoch: int, number: int) -> Found:
     """
     options: Options = twin._loader_options()
     _refuse(options)
-    if number < 0:
-        raise IndexError(f"batches are counted from 0, but got {number}")
+    epoch, number = _whole("epoch", epoch), _whole("number", number)
     past, samples = _past(runs, epoch), _samples_in_each(options)
-    state = runs.loaded if past is None else past.state_before(number)
+    state = runs.begins_from if past is None else past.at_beginning()
     assert state is not None
-    began = int(state["position"])
-    # What comes before the batch is drawn where its samples have to be counted, or the sampler is not to be trusted.
-    is_read = (options.knows_places and samples is None) or (past is not None and not _is_known(options.index_sampler))
-    if is_read and past is not None:
-        state = past.state_before(began)
-    there = moved(state, began if is_read else number, samples)
+    has_to_count = options.knows_places and samples is None  # the samples of all batches before it
+    there = moved(state, int(state["position"]) if has_to_count else number, samples)
     if there["drawn"] < 0 or number < there["position"]:
         raise IndexError(
-            f"batch {number} lies before the state that this run was resumed from, which is of batch {began}: load one "
-            f"of epoch {epoch} that was saved before it"
+            f"batch {number} lies before the state that this run was resumed from, which is of batch "
+            f"{state['position']}: load one of epoch {epoch} that was saved before it"
         )
-    if past is not None:
-        _refuse_changes(there, past.last_sampler_state(), stateful_sampler(options.index_sampler))
-    with kept():
-        start = _begun(twin, options, there if is_read else _put(twin, there, options))
-        progress = start.checkpointer.progress
-        keys = _read(start.plan, number - there["position"], past.progress.first_keys if is_read and past else None)
-    if keys is _END:
-        raise IndexError(f"epoch {epoch} has {progress.read} batches, counted from 0: none {number}")
-    if keys is VOID:
-        raise IndexError(f"batch {number} of epoch {epoch} is left out: all of its samples are excluded")
-    first = progress.placed(number, keys).first if options.knows_places else 0
-    return Found(listed(keys), first, start.checkpointer, state["dataset_epochs"])
-
-
-def _read(plan: Iterator[Any], count: int, first: Any) -> Any:
-    """Return the keys after so many batches, or that there are none.
-
-    Raises:
-        ConfigurationError: if the sampler begins otherwise than it had.
-    """
-    keys = next(plan, _END)
-    if first is not None and not _are_alike(keys, first):
+    with _kept(options):
+        start = _begun(twin, options, there if has_to_count else _put(twin, there, options))
+        keys = next(islice(start.plan, number - there["position"], None), _END)
+    known = 0 if past is None else past.progress.digest_of(number)
+    if known and known != (0 if keys is _END else digest(keys)):
         raise ConfigurationError(
             "the sampler does not give the same order again: what it is drawn from is neither in its state (state_dict "
-            "and load_state_dict) nor in a generator of torch's, numpy's or Python's that the loader knows of"
+            "and load_state_dict) nor in a generator of torch's, numpy's or Python's that the loader knows of; or it, "
+            "its epoch or the loader's generator was changed after the run had begun"
         )
-    return keys if count == 0 else next(islice(plan, count - 1, None), _END)
+    if keys is _END:
+        raise IndexError(f"epoch {epoch} has no batch {number}; they are counted from 0")
+    if keys is VOID:
+        raise IndexError(f"batch {number} of epoch {epoch} is left out: all of its samples are excluded")
+    progress = start.checkpointer.progress
+    first = progress.placed(number, keys).first if options.knows_places else 0
+    made_with = options if past is None else past.options
+    return Found(listed(keys), number, first, made_with, start.checkpointer, state["dataset_epochs"])
 
 
-def _are_alike(keys: Any, others: Any) -> bool:
-    try:
-        return bool(listed(keys) == listed(others))
-    except Exception:  # two tensors, for instance
-        return pickle.dumps(keys) == pickle.dumps(others)
-
-
-def _is_known(index_sampler: Any) -> bool:
-    """Whether a sampler is drawn from known generators, or has a state that says all."""
-    kinds = (*KNOWN_SAMPLERS, list, tuple, range)
-    return is_stateful(index_sampler) or all(
-        isinstance(sampler, kinds) or is_stateful(sampler) for sampler in samplers_within(index_sampler)
-    )
+def _whole(name: str, given: Any) -> int:
+    number = None if isinstance(given, bool) else as_number(given)
+    if number is None:
+        raise ConfigurationError(f"{name} should be an integer, but got {given!r}")
+    if number < 0:
+        raise IndexError(f"{name} is counted from 0, but got {number}")
+    return number
 
 
 def _samples_in_each(options: Options) -> int | None:
@@ -173,35 +158,16 @@ def _past(runs: Runs, epoch: int) -> Checkpointer | None:
         if known == [epoch]:
             return None
     else:
-        for checkpointer in reversed(runs.past):
+        past = tuple(runs.past)  # other threads may begin runs
+        for checkpointer in reversed(past):
             if checkpointer.epoch == epoch:
                 return checkpointer
-        known = sorted({checkpointer.epoch for checkpointer in runs.past})
+        known = sorted({checkpointer.epoch for checkpointer in past})
     raise IndexError(
         f"nothing is known of epoch {epoch}: this loader knows of "
         + (f"epochs {known}" if known else "none, for it was not iterated over")
         + ". Load a state that was saved in that epoch, or at the end of the one before."
     )
-
-
-def _refuse_changes(state: dict[str, Any], last: dict[str, Any] | None, sampler: Any) -> None:
-    """Say so if a sampler of the user's was changed later in the run. States of ours have what was changed, and where.
-
-    Raises:
-        ConfigurationError: if it was: nobody knows from which batch on that holds.
-    """
-    states = unplain(state["samplers"])
-    if states is None or last is None or not isinstance(states["sampler"], dict) or last["sampler"] is None:
-        return
-    if isinstance(sampler, ResumableSampler) or not callable(probe(sampler, "state_after")):
-        return  # a sampler without `state_after` may keep anything in its state
-    mine = states["sampler"]
-    changed = sorted(name for name, now in last["sampler"].items() if name not in _HOW_FAR and mine.get(name) != now)
-    if changed:
-        raise ConfigurationError(
-            f"{', '.join(changed)} of {type(sampler).__name__} changed in this run, and which batches that was "
-            "for is not known any more: load a state that was saved after the last change before the batch"
-        )
 
 
 def _put(twin: Any, state: dict[str, Any], options: Options) -> dict[str, Any]:
@@ -248,8 +214,14 @@ def apart(loader: Any) -> Any:
     Raises:
         ConfigurationError: if they cannot be copied.
     """
+    samplers = samplers_within(loader._index_sampler)
     memo: dict[int, Any] = {id(each): each for each in members(loader.dataset)}
-    for holder in (loader, *samplers_within(loader._index_sampler)):
+    for holder in (loader, *samplers):
+        # What plain sequences and torch's samplers have is read, and never changed.
+        memo |= {id(holder): holder} if type(holder) in (list, tuple, range) else {}
+        parts = vars(holder) if type(holder) in KNOWN_SAMPLERS and hasattr(holder, "__dict__") else {}
+        memo |= {id(part): part for name, part in parts.items() if name not in ("sampler", "generator")}
+        memo |= {id(part): part for part in (probe(holder, "data_source"), probe(holder, "dataset"))}
         own = probe(holder, "generator")
         if isinstance(own, torch.Generator):
             memo[id(own)] = own if own is torch.default_generator else own.clone_state()
@@ -263,37 +235,54 @@ def apart(loader: Any) -> Any:
             "would move them: give them a __deepcopy__, or a __getstate__, without what cannot be"
         ) from error
     vars(twin).update(zip(names, copies, strict=True), _iterator=None)
+    twin._runs.exclusions = Exclusions()  # those that count are in the state that it begins from
+    if twin.generator in (None, torch.default_generator) and all(map(_draws_from_its_own, samplers)):
+        twin.generator = torch.default_generator.clone_state()  # its base seed is drawn from that, if it has to be
     return twin
 
 
-def of_one_batch(twin: Any, found: Found, number: int) -> dict[str, Any]:
-    """Have a loader give one batch, which one worker makes if it has any; return the state to begin its run from."""
+def of_one_batch(twin: Any, found: Found) -> dict[str, Any]:
+    """Return the state from which a loader gives this batch alone; it is one by now, whose one worker makes it."""
     options: Options = twin._loader_options()
-    keys = [found.keys]
+    keys, made_with = [found.keys], found.made_with
     vars(twin).update(
         {"batch_sampler": keys} if options.auto_collation else {"sampler": keys},
         num_workers=int(options.has_workers),
         prefetch_factor=1 if options.has_workers else None,
         persistent_workers=False,
         worker_backend="process" if options.provider is not None else twin.worker_backend,
-        seeding=options.seeding,
+        generator=torch.Generator(),  # its base seed is known, and the trainer's generator is not asked
+        collate_fn=made_with.collate_fn,
+        worker_init_fn=made_with.worker_init_fn,
+        on_error=made_with.on_error,
+        seeding=made_with.seeding,
         seeding_rank=data_rank(options),
         scheduling="static",
         prefetch_epochs=0,
+        max_errors=None,
         max_workers=None,
         max_tasks_per_child=None,
         max_worker_memory=None,
         trace=None,
     )
-    begun = {"position": number, "sample": found.first, "base_seed": found.seeds.base_seed, "inline": True}
-    return {**initial_state(twin._loader_options(), found.seeds.epoch), **begun}
+    begun = {"position": found.number, "sample": found.first, "base_seed": found.seeds.base_seed, "inline": True}
+    return {**initial_state(twin._loader_options(), found.seeds.epoch), **begun, "draws": "[]"}  # no generator is set
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Leave the global generators as they are, whatever is drawn from them meanwhile in this thread."""
+def _kept(options: Options, generators: Iterable[Any] = ()) -> Iterator[None]:
+    """Leave generators as they are, whatever is drawn meanwhile: the global ones too, if samplers draw from these.
+
+    For the thread that trains: what another thread draws from them meanwhile is drawn again.
+    """
+    samplers = samplers_within(options.index_sampler)
+    if options.generator in (None, torch.default_generator) or not all(map(_draws_from_its_own, samplers)):
+        generators = (*GLOBAL, *generators)
+    known = (*KNOWN_SAMPLERS, list, tuple, range)
+    if not all(type(sampler) in known or isinstance(sampler, ResumableSampler) for sampler in samplers):
+        generators = (*generators, *generators_of(options.dataset).values())
     with untouched():
-        states = states_of(GLOBAL)
+        states = states_of(generators)
     try:
         yield
     finally:
@@ -305,65 +294,89 @@ def kept() -> Iterator[None]:
                 raise
 
 
+def _draws_from_its_own(sampler: Any) -> bool:
+    """Whether a sampler moves no global generator, and the state of none is saved for it."""
+    if isinstance(sampler, ResumableSampler):
+        return True
+    own = probe(sampler, "generator")
+    return draws_once(sampler) and (type(sampler) not in DRAW_FROM_TORCH or isinstance(own, torch.Generator))
+
+
+_telling = threading.Lock()
+"""Held while a dataset of this process is at another epoch than its own."""
+
+
+def _begin_anew_in_child() -> None:
+    global _telling
+    _telling = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)
+
+
 @contextlib.contextmanager
-def _telling(dataset: Any, runs: Runs, epochs: list[int | None], *, is_read: bool) -> Iterator[None]:
-    """Have the dataset be at the epoch of a run meanwhile; copies that other runs make of it hear which theirs is.
+def _told(loader: Any, epochs: Sequence[int | None], *, may_change: bool) -> Iterator[None]:
+    """Have a dataset of this process be at the epoch of a run meanwhile.
 
     Args:
-        dataset: The loader's.
-        runs: The loader's.
+        loader: Has the dataset.
         epochs: What each of the dataset's listeners had been told before that run.
-        is_read: A run that goes on reads this very dataset.
+        may_change: Nothing else of this thread goes on meanwhile.
 
     Raises:
-        ConfigurationError: if it does, and at another epoch.
+        ConfigurationError: if something else reads the dataset, at another epoch.
     """
-    told = zip(listeners(dataset), runs.heard(dataset), epochs, strict=False)
-    changes = [(one, now.number, then) for one, now, then in told if then not in (None, now.number)]
-    if changes and is_read:
-        raise ConfigurationError(
-            f"the dataset is at epoch {changes[0][1]} of a run that goes on in this process, so it cannot be told "
-            f"epoch {changes[0][2]} now: close() that run first, or use worker processes"
-        )
-    with runs.telling():
-        try:
-            for one, _, then in changes:
-                one.set_epoch(then)
-            yield
-        finally:
-            for one, now, _ in changes:
-                if now is not None:
-                    one.set_epoch(now)
+    dataset, runs = loader.dataset, loader._runs
+    with _telling if may_change else contextlib.nullcontext():
+        told = zip(listeners(dataset), runs.heard(dataset), epochs, strict=False)
+        changes = [(one, now.number, then) for one, now, then in told if then not in (None, now.number)]
+        newest = loader._newest()
+        if changes and (not may_change or not (newest is None or newest._run.closed or runs.done == 0)):
+            raise ConfigurationError(
+                f"the dataset is at epoch {changes[0][1]} in this process, where something else may read it, so it "
+                f"cannot be told epoch {changes[0][2]} now: close() the run that goes on and use batch(), or use "
+                "worker processes"
+            )
+        with runs.telling():
+            try:
+                for one, _, then in changes:
+                    one.set_epoch(then)
+                yield
+            finally:
+                for one, now, _ in changes:
+                    if now is not None:
+                        one.set_epoch(now)
 
 
 @contextlib.contextmanager
-def making(loader: Any, epoch: int, number: int, *, wait_for_start: bool) -> Iterator[Any]:
-    """Make a batch again: give the iterator over it alone, which ends at once if the batch was left out.
+def making(loader: Any, epoch: int, number: int, *, in_async_for: bool = False) -> Iterator[Any]:
+    """Give an iterator over one batch alone, which ends at once if the batch was left out. The caller closes it.
 
     Args:
         loader: Whose batch.
         epoch: See `find`.
         number: See `find`.
-        wait_for_start: Workers are there when this returns.
+        in_async_for: Other tasks go on while the batch is made.
 
     Raises:
         IndexError, ConfigurationError: see `find`.
     """
-    twin, runs = apart(loader), loader._runs
-    found = find(twin, runs, epoch, number)
-    state = of_one_batch(twin, found, number)
+    twin = apart(loader)
+    found = find(twin, loader._runs, epoch, number)
+    state = of_one_batch(twin, found)
     options: Options = twin._loader_options()
-    is_read = options.is_in_process and runs.latest is not None and not runs.latest.progress.finished
-    with _telling(loader.dataset, runs, found.told, is_read=is_read):
-        with kept():
-            if options.has_workers or options.overlaps:
-                iterator: Any = WorkerIterator(twin, options, twin._runs, wait_for_start=wait_for_start, state=state)
-            else:
-                iterator = InlineIterator(twin, options, twin._runs, state)
-        try:
-            yield iterator
-        finally:
-            iterator.close()
+    with contextlib.ExitStack() as steps:
+        if options.is_in_process:
+            steps.enter_context(_told(loader, found.told, may_change=not in_async_for))
+            if not in_async_for:
+                own = generators_of(options.dataset, options.collate_fn).values()
+                steps.enter_context(left_alone((*GLOBAL, *own)))
+        else:  # its own copy of the dataset hears of the epoch
+            twin._runs.told_then = tuple(map(Told, found.told))
+        if options.has_workers or options.overlaps:
+            yield WorkerIterator(twin, options, twin._runs, wait_for_start=not in_async_for, state=state)
+        else:
+            yield InlineIterator(twin, options, twin._runs, state)
 
 
 def was_left_out(epoch: int, number: int) -> IndexError:

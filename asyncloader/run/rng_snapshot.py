@@ -28,8 +28,8 @@ from asyncloader.seeding.generators import GLOBAL, check_of, decode, encode, set
 from asyncloader.seeding.turns import untouched
 
 _DRAW_NOTHING = (SequentialSampler, DistributedSampler, BatchSampler, _InfiniteConstantSampler)
-_DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-KNOWN_SAMPLERS = (*_DRAW_NOTHING, *_DRAW_FROM_TORCH)
+DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+KNOWN_SAMPLERS = (*_DRAW_NOTHING, *DRAW_FROM_TORCH)
 """Torch's samplers: to iterate over one moves its generator, if it has one, and nothing else."""
 
 
@@ -57,7 +57,7 @@ class RNGSnapshot:
             own = own if isinstance(own, torch.Generator) else torch.default_generator
             if not any(own is other for other in generators):
                 generators.append(own)
-            others |= type(sampler) not in _DRAW_FROM_TORCH and not is_stateful(sampler)
+            others |= type(sampler) not in DRAW_FROM_TORCH and not is_stateful(sampler)
         self._generators = [*generators, *(GLOBAL[1:] if others else ())]
         is_global = any(own is each for own in self._generators for each in GLOBAL)
         self._untouched: Callable[[], AbstractContextManager[Any]] = (

@@ -17,7 +17,7 @@ from asyncloader.observe.meter import Meter
 from asyncloader.observe.trace import Trace, active_trace, shared_trace
 from asyncloader.observe.traffic import Traffic
 from asyncloader.options import Options
-from asyncloader.run.checkpoint import Checkpointer, check, initial_state, is_between_runs
+from asyncloader.run.checkpoint import Checkpointer, check, division, initial_state, is_between_runs
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import left_after, samplers_within
 
@@ -36,8 +36,9 @@ class Runs:
         past: Makes states of the last ones of the same history: of those before a state was loaded there are none.
         meter: Counts what happens in the newest one.
         loaded: A state that the next one begins from.
-        exclusions: Samples that are left out; those of a loaded state are in it.
+        exclusions: Samples that are left out, beside those of a loaded state.
         told: The last epoch that `set_epoch` of the loader has told, and how often it was called.
+        told_then: The epochs of a past run, one batch of which is made again by workers that are told these.
         is_telling: `set_epoch` runs at this moment: a copy that is made now may or may not have heard of the epoch.
         epochs_when_loaded: The epochs of samplers at the moment when a state was loaded.
         slicer: Knows what samples cost, where batches are made in slices.
@@ -57,6 +58,7 @@ class Runs:
         self.resumed: dict[str, Any] | None = None
         self._left: tuple[dict[str, Any], int | None] | None = None  # after a state, on this rank
         self.told = Told()
+        self.told_then: tuple[Told, ...] = ()
         self.is_telling = False
         self._restored: tuple[list[int | None], list[int | None]] = [], []  # what a state has told since then
         self.epochs_when_loaded: list[int | None] = []
@@ -77,11 +79,18 @@ class Runs:
         Args:
             options: Makes what a first run would be made with; that takes as long as all the rest.
         """
-        if self.loaded is not None:
-            return copy.deepcopy(self.loaded)
+        if (state := self.begins_from) is not None:
+            return state
         if self.latest is None:
             return initial_state(options(), self.begun, self.exclusions.state())
         return self.latest.state_dict()
+
+    @property
+    def begins_from(self) -> dict[str, Any] | None:
+        """The state that the next run begins from, or None."""
+        if self.loaded is None:
+            return None
+        return {**copy.deepcopy(self.loaded), "excluded": self._excluded(self.loaded).state()}
 
     @property
     def done(self) -> int:
@@ -132,20 +141,28 @@ class Runs:
         self.loaded = copy.deepcopy(state) or None
         self.note_epochs(options)
         self.latest = self.resumed = None
+        self.past.clear()
         self.begun = 0
-        self.exclusions = Exclusions()
+        if not state:
+            self.exclusions = Exclusions()
 
     def exclude(self, keys: Iterable[Any]) -> None:
         """Leave samples out of all batches that are yet to be read."""
-        if (state := self.loaded) is not None:
-            exclusions = Exclusions(state["excluded"])
-            exclusions.add(keys, state["epoch"], state["position"])
-            state["excluded"] = exclusions.state()
+        if self.loaded is not None:
+            self.exclusions.add(keys, self.loaded["epoch"], self.loaded["position"])
         elif self._has_begun and self.latest is not None:
             with self.latest.progress.lock:
                 self.exclusions.add(keys, self.latest.epoch, self.latest.progress.read)
         else:
             self.exclusions.add(keys, self.begun, 0)
+
+    def _excluded(self, state: dict[str, Any], options: Options | None = None) -> Exclusions:
+        """Return what a run goes on without that begins from a state: what that says, and what the loader was told."""
+        found, here = Exclusions(state.get("excluded")), (state["epoch"], state["position"])
+        if options is not None and found and state["fits"].get("division") != division(options):
+            found.hold_from(*here)
+        found.add_those_of(self.exclusions, *here)
+        return found
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -185,7 +202,7 @@ class Runs:
         before = self.heard_by_samplers(options.index_sampler), [each.number for each in self.heard(options.dataset)]
         since = state["set_epochs"], state["dataset_epochs"]
         self._restored = _changed(before[0], since[0]), _changed(before[1], since[1])
-        self.exclusions = Exclusions(state["excluded"])
+        self.exclusions = self._excluded(state, options)
 
     def note_epochs(self, options: Options) -> None:
         """Note which epochs are set when a state is loaded: one that is set afterwards goes before the state's."""

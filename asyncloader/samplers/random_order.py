@@ -134,11 +134,17 @@ class RandomOrder:
         sampler = self._sampler
         self._length = len(sampler.data_source)
         self._num_whole = sampler.num_samples // self._length
-        generator = sampler.generator
-        if generator is None:
+        if sampler.generator is not None:
+            self._generator = sampler.generator
+            return
+        before = torch.default_generator.get_state()
+        try:
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        self._generator = generator
+            self._generator = generator
+        except BaseException:  # Ctrl-C: the next call draws the same seed
+            torch.default_generator.set_state(before)
+            raise
 
     def _draw(self) -> None:
         """Draw the next permutation. A Ctrl-C in here puts the generator back: the next call draws the same one."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,16 @@ def _has_state(generator: Any) -> bool:
 
 
 def generators_of(dataset: Any, collate_fn: Any = None) -> dict[str, Any]:
-    """Return the random generators that these hold, by their paths: not the global ones, nor those without a state."""
-    of_collate_fn = {f"collate_fn.{path}": generator for path, generator in held(collate_fn, _is_generator)}
-    return {**dict(held(dataset, _is_generator)), **of_collate_fn}
+    """Return the random generators that these hold, by their paths: not the global ones, nor those without a state.
+
+    Datasets inside torch's wrappers may hold several at one path.
+    """
+    found: dict[str, Any] = {}
+    of_collate_fn = ((f"collate_fn.{path}", generator) for path, generator in held(collate_fn, _is_generator))
+    for path, generator in chain(held(dataset, _is_generator), of_collate_fn):
+        names = (path, *(f"{path} ({number})" for number in range(2, len(found) + 2)))
+        found[next(name for name in names if name not in found)] = generator
+    return found
 
 
 class OwnGenerators:

@@ -2,8 +2,8 @@
 
 An epoch of 1,000,000,000 samples (--quick: the same) dealt out to 8 ranks, in batches of 32; a batch from its middle:
 
-- keys: `loader.keys(epoch, number)`: which samples it has. By `ElasticSampler`, whose order can be looked at anywhere;
-  and by torch's RandomSampler over 10,000,000 samples, which is drawn again.
+- keys: `loader.batch_keys(epoch, number)`: which samples it has. By `ElasticSampler`, whose order can be looked at
+  anywhere; and by torch's RandomSampler over 10,000,000 samples, which is drawn again.
 - batch: `loader.batch(epoch, number)`, of samples that cost nothing, so that all of it is beside making them: in the
   trainer's process, and in a worker that is started for it.
 - on from a state: the only way without it, where a run is resumed at the nearest state, here 1,000 batches before, and
@@ -11,9 +11,17 @@ An epoch of 1,000,000,000 samples (--quick: the same) dealt out to 8 ranks, in b
 
 Target: <= 10 ms beside making the batch, of an epoch of 10^9 samples with ElasticSampler.
 
-Found on two cores at 2.5 GHz, beside other work on the machine:
+Found on two cores at 2.5 GHz, beside other work on the machine (4 runnable):
 
-FOUND
+                                                 median ms   least    most
+    keys, ElasticSampler                            1.93      1.62    11.4
+    keys, torch's RandomSampler of 10,000,000     357       328      400
+    batch, in the trainer's process                 3.17      2.71     9.1
+    batch, in a worker                             32.5      26.3    158
+    on from a state, 1,000 batches                199       157      277
+
+So the target is met without workers, and missed with them: the start of a worker takes nearly all of that, of which a
+fork is 7 ms. A batch that is made in the trainer's process would have other surroundings (docs/decisions/states.md).
 """
 
 from __future__ import annotations
@@ -81,10 +89,10 @@ def measure(bench: Bench) -> None:
     here, there = elastic(0), elastic(1)
     shuffled = DataLoader(Numbers(10_000_000), batch_size=BATCH, shuffle=True)
     next(iter(shuffled))
-    made = [here.dataset[key] for key in here.keys(0, number)]
+    made = [here.dataset[key] for key in here.batch_keys(0, number)]
     calls: dict[str, Callable[[], Any]] = {
-        "keys, ElasticSampler": lambda: here.keys(0, number),
-        "keys, torch's RandomSampler of 10,000,000": lambda: shuffled.keys(0, 10_000_000 // BATCH // 2),
+        "keys, ElasticSampler": lambda: here.batch_keys(0, number),
+        "keys, torch's RandomSampler of 10,000,000": lambda: shuffled.batch_keys(0, 10_000_000 // BATCH // 2),
         "batch, in the trainer's process": lambda: here.batch(0, number),
         "batch, in a worker": lambda: there.batch(0, number),
         "on from a state, 1,000 batches": lambda: from_a_state(1000),

@@ -63,7 +63,7 @@ def test_the_first_batch_that_differs_is_named(num_workers: int, tmp_path: Path)
     result = compare(*files)
     assert result.exit_code == 1
     assert told(result).startswith("batch 2 of epoch 0 is the first that differs, of 2 among the 12 that both have:")
-    assert "loader.keys(0, 2) tells its samples, loader.batch(0, 2) makes it again." in told(result)
+    assert "loader.batch_keys(0, 2) tells its samples, loader.batch(0, 2) makes it again." in told(result)
     found = json.loads(compare(*files, "--json").stdout)["differs"]
     assert [found[name] for name in ("epoch", "loader", "number", "differing", "both")] == [0, 0, 2, 2, 12]
     prints = [found["fingerprints"][str(path)] for path in files]

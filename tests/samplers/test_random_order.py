@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from asyncloader.samplers.random_order import indices, skip, take, take_array
+from tests.faults.test_interrupts_everywhere import CtrlC
 
 
 def states(generator: torch.Generator | None) -> tuple[list[int], list[int] | None]:
@@ -109,3 +110,29 @@ def test_indices_that_are_no_array() -> None:
     assert take_array(iter([1, 2]), 5, []) == ([1, 2], None)
     assert take_array(iter(range(0, 10, 2)), 3, []) == ([0, 2, 4], None)
     assert take_array(iter(range(0)), 3, []) == ([], None)
+
+
+@pytest.mark.parametrize("owns_generator", [False, True], ids=["global", "own generator"])
+def test_an_interrupt_at_each_moment_of_the_first_answer(owns_generator: bool) -> None:
+    """The next question is answered with the same order, and the generators are where they would be."""
+
+    def answers(moment: int) -> tuple[list[int], Any, bool]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(5) if owns_generator else None
+        iterator = indices(RandomSampler(range(20), num_samples=30, generator=generator))
+        was_hit = False
+        try:
+            with CtrlC(moment):
+                taken = take(iterator, 4, [])
+        except KeyboardInterrupt:
+            was_hit = True
+            taken = take(iterator, 4, [])
+        return [*taken, *take(iterator, 30, [])], states(generator), was_hit
+
+    whole, after, _ = answers(10**9)
+    for moment in range(1, 1000):
+        order, now, was_hit = answers(moment)
+        assert (order, now) == (whole, after), moment
+        if not was_hit:
+            return
+    pytest.fail("there is no end of it")
