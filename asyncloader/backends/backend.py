@@ -1,6 +1,6 @@
 """Where workers run, as the session sees it.
 
-    session ── start, send, add, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop; Ray's
+    session ── start, send, add, end ──> Backend   `Pool` of processes, `LocalPool` of threads or on the loop; others
             <── on_ready, on_outcome, ... ──
 
 All of it happens on the loop thread, but for `wait_dead` and a `Launch`, which any thread may carry out.
