@@ -1,4 +1,4 @@
-"""A worker as the loop thread knows it, whatever it runs in: the base of processes, threads and remote workers."""
+"""A worker as the loop thread knows it, whatever it runs in: the base of all kinds of workers."""
 
 from __future__ import annotations
 
