@@ -84,8 +84,10 @@ class WeightedSampler(OrderedSampler):
         self._pass = 0  # how many epochs were begun before this one, since the sampler was made, or has loaded a state
         self._is_given_out = False  # the order of this pass, as a whole
         self._history = 0  # a checksum of all updates
+        self._is_to_load = False  # a loader has been given a state, which this loads when the loader is iterated over
 
     def __iter__(self) -> Iterator[int]:
+        self._is_to_load = False
         if self._next == self._beginning:
             self._begin_pass()
         yield from super().__iter__()
@@ -112,8 +114,14 @@ class WeightedSampler(OrderedSampler):
 
         Raises:
             ConfigurationError: if indices or weights are bad, or leave too few samples to draw; if samples were drawn
-                beyond `at`, or it cannot be chosen; if ranks differ, or cannot agree without a process group.
+                beyond `at`, or it cannot be chosen; if ranks differ, or cannot agree without a process group; if a
+                loader has been given a state, and was not iterated over since.
         """
+        if self._is_to_load:
+            raise ConfigurationError(
+                "a loader has been given a state, which it brings this sampler to when it is iterated over: the update "
+                "would be lost. Make it after iter(loader)"
+            )
         indices, weights = _row(indices), _row(weights)
         first, can_wait = self._first_moment(), at is None
         if self.num_replicas > 1 and dist.is_available() and dist.is_initialized():
@@ -164,6 +172,10 @@ class WeightedSampler(OrderedSampler):
             self._begin_pass()
         super().set_epoch(epoch)
 
+    def preload(self, state: dict[str, Any]) -> None:
+        """Refuse updates until a state is loaded that a loader has been given: they would be lost."""
+        self._is_to_load = True
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks, with the weights in it.
 
@@ -173,7 +185,7 @@ class WeightedSampler(OrderedSampler):
         super().load_state_dict(state)
         updates = state.get("updates")
         self._live.load(updates)
-        self._pass, self._is_given_out = 0, False
+        self._pass, self._is_given_out, self._is_to_load = 0, False, False
         self._history = 0 if updates is None else zlib.crc32(json.dumps(updates).encode())
 
     def _deal(self, run: Run) -> Iterator[int]:

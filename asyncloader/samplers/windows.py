@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncloader.errors import ConfigurationError, StateMismatchError
+from asyncloader.protocols import probe
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.samplers.lengths import Lengths, LengthsLike
 from asyncloader.samplers.ordered import ENDLESS, HasOrder, Order, ResumableSampler, Run, check_state
@@ -109,6 +110,11 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
         left = there._left(there._next if next_epoch is None else self._beginning)
         assert left is not None
         return left
+
+    def preload(self, state: dict[str, Any]) -> None:
+        """Tell the order of samples within of a state that a loader has been given, and which is loaded later."""
+        if callable(preload := probe(self.sampler, "preload")) and state["sampler"] is not None:
+            preload(state["sampler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from a state, of whichever rank and number of ranks.

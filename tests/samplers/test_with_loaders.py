@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from asyncloader import DataLoader, ElasticSampler
+from asyncloader import ConfigurationError, DataLoader, ElasticSampler
 from asyncloader.run.plan import Pace
 from asyncloader.samplers import (
     BalancedBatchSampler,
@@ -345,3 +345,28 @@ def test_states_of_a_subclass_are_its_own() -> None:
     other.load_state_dict(state)
     next(iter(other))
     assert other.sampler.note == "after 48"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_an_update_before_the_state_is_loaded(is_inside: bool) -> None:
+    """It would be lost when the loader brings the sampler to the state, so it is refused, until then."""
+
+    def make() -> tuple[DataLoader[Any], WeightedSampler]:
+        sampler = WeightedSampler(np.ones(COUNT), num_replicas=1, rank=0)
+        batches = LengthBatchSampler(np.full(COUNT, 4), max_tokens=64, sampler=sampler, num_replicas=1, rank=0)
+        order: dict[str, Any] = {"batch_sampler": batches} if is_inside else {"batch_size": 16, "sampler": sampler}
+        return DataLoader(range(COUNT), **order), sampler  # type: ignore[arg-type]
+
+    loader, sampler = make()
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    other, sampler = make()
+    other.load_state_dict(state)
+    with pytest.raises(ConfigurationError, match=r"Make it after iter\(loader\)"):
+        sampler.update([1], [5.0])
+    left = iter(other)
+    first = next(left).tolist()
+    sampler.update([1], [5.0])
+    assert first == rest[0]
