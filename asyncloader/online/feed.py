@@ -78,7 +78,7 @@ class Feed(Intake, SuppliesKeys[T]):
             with an old one: "drop"; "keep" trains them; "recycle" has their items leased again.
         order: "first_come"; "freshest": the newest version first; "priority": the highest first.
         window: A slow sample, or group, is not overtaken by those that were leased so many leases later. None: by any.
-        max_uses: How often a sample is trained; it goes to the end after each time.
+        max_uses: How often a sample is trained, as long as it is not too old; it goes to the end after each time.
         max_cost: The most that a batch costs, in tokens for example: a batch is full with that, or with
             ``batch_size``. None: no bound. Where batches have fewer samples than ``batch_size``, more samples get old.
         max_retries: How often an item is leased again after its producer has failed; then it is dropped.

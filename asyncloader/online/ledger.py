@@ -344,7 +344,7 @@ class Ledger:
         return most is not None and self.version - unit.version > most
 
     def _is_unfit(self, unit: Unit) -> bool:
-        return self.rules.on_stale != "keep" and self._is_stale(unit)
+        return (self.rules.on_stale != "keep" or unit.uses > 0) and self._is_stale(unit)
 
     def _turn_away(self, unit: Unit) -> None:
         """Settle a unit that is too old, or have it leased again."""
@@ -421,11 +421,15 @@ class Ledger:
 
     def _in_window(self) -> Iterable[Unit]:
         """Return the units that are ready, without those that would overtake too many others."""
+        ready: Iterable[Unit] = self._ready.values()
+        if self.rules.max_uses > 1 and (most := self.rules.max_staleness) is not None:
+            oldest = self._version_at(self.formed) - most
+            ready = [unit for unit in ready if not unit.uses or unit.version >= oldest]
         waited_for = [unit.id for unit in (*self.pending, *(() if self.closed else self._running.values()))]
         if self.rules.window is None or not waited_for:
-            return self._ready.values()
+            return ready
         end = min(waited_for) + self.rules.window
-        return [unit for unit in self._ready.values() if unit.id < end]
+        return [unit for unit in ready if unit.id < end]
 
     def _in_order(self, units: Iterable[Unit]) -> Iterable[Unit]:
         """Return units with those first that the order prefers."""
