@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from asyncloader import threads
 from asyncloader.online.errors import FeedFullError
 from asyncloader.online.lease import GivesLeases
-from asyncloader.online.wire import check, parts_of, receive_async
+from asyncloader.online.wire import check, keep_from_forks, parts_of, receive_async
 
 _LONGEST_PROOF_S = 10.0
 
@@ -56,7 +56,7 @@ class Door:
     def __init__(self, feed: ServesHandles) -> None:
         self.address = f"\0asyncloader-feed-{os.getpid()}-{secrets.token_hex(8)}"
         self.secret = secrets.token_bytes(32)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._listener.bind(self.address)
         self._listener.listen(1024)
         self._listener.setblocking(False)
@@ -93,7 +93,7 @@ class Door:
     async def _accept(self) -> None:
         while True:
             sock, _ = await self._loop.sock_accept(self._listener)
-            sock.setblocking(False)
+            keep_from_forks(sock).setblocking(False)
             task = asyncio.create_task(_Connection(sock, self._feed).serve(self.secret))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from asyncloader import threads
 from asyncloader.online.errors import FeedClosedError
 from asyncloader.online.lease import LeaseRequest, Leases
-from asyncloader.online.wire import parts_of, prove, receive
+from asyncloader.online.wire import keep_from_forks, parts_of, prove, receive
 
 
 class _Leased(NamedTuple):
@@ -46,7 +46,7 @@ class _Link:
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock = keep_from_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             self.sock.connect(address)
             prove(self.sock, secret)

@@ -133,6 +133,37 @@ def test_a_trainer_that_is_killed(is_async: bool, start: Callable[..., Any]) -> 
         end.close()
 
 
+def fork_and_hang(pipe: Any) -> None:
+    """Be a trainer's process that forks another one, which outlives it."""
+    feed = Feed(range(3), batch_size=1, max_samples=1)
+    pipe.send(feed.handle())
+    pipe.recv()
+    if child := os.fork():
+        pipe.send(child)
+    threading.Event().wait()
+
+
+def test_forks_of_the_trainer_hold_no_connections(start: Callable[..., Any]) -> None:
+    """The end of the trainer is seen while they go on."""
+    ours, theirs = mp.get_context("spawn").Pipe()
+    process = start("spawn", fork_and_hang, theirs)
+    handle = ours.recv()
+    held = handle.lease().__enter__()
+    ours.send("connected")
+    fork = ours.recv()
+    try:
+        threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+        with pytest.raises(FeedClosedError, match="the feed was dropped, or its process ended"):
+            handle.lease().__enter__()
+        handle.close()
+        with pytest.raises(FeedClosedError, match="there is no feed behind this handle"):
+            handle.put_sync(held.value)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+    for end in (ours, theirs):
+        end.close()
+
+
 async def _wait(handle: FeedHandle) -> None:
     async with handle.lease():
         pass

@@ -1,0 +1,29 @@
+"""Some runs of the chaos of feeds, with fresh seeds; `python -m tests.online.chaos` plays more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import effort
+from tests.online.chaos import ITEMS, check
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_some_runs() -> None:
+    """Each comes to its end, with each item trained once."""
+    command = [sys.executable, "-m", "tests.online.chaos", "--runs", str(effort.examples(12))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_the_chaos_sees() -> None:
+    """Items that are lost, trained twice, or made again after they were put."""
+    steps = [["trained", str(step), *map(str, range(4 * step, 4 * step + 4))] for step in range(ITEMS // 4)]
+    assert check(steps) == ""
+    assert check([*steps[:9], ["begin", "5"], *steps[5:]]) == ""
+    assert check([*steps[:9], ["begin", "5"], *steps[6:]]) == "lost: [20, 21, 22, 23]; trained twice: []"
+    assert check([*steps, ["trained", str(ITEMS), "7"]]) == "lost: []; trained twice: [7]"
+    assert check([["leased", "3"], ["put", "3"], ["leased", "3"], *steps]) == "item 3 was leased again after its put"
