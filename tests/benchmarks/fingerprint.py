@@ -11,7 +11,8 @@ Target: at most 5 % of the throughput of batches of photos.
 Found on two cores that others kept busy eight times over: the fingerprint took 5.3 ms of CPU beside the 136 of a batch
 of photos (3.9 %), 4.0 beside 48 for small ones (8 %), 5.2 beside 17.6 for converted bytes (30 %), 4.9 beside 7.2 for
 mere copies (67 %), and 0.57 beside 0.84 for the dictionary (68 %). So 5 % hold where a batch of this size takes some
-100 ms of CPU. Throughput of photos was 0.97 of that without with 1 worker, 0.95 with 2 (rounds from 0.74 to 1.7). In
+100 ms of CPU. Throughput of photos was 0.97 and 1.01 of that without, in two runs with 1 worker, and 0.95 and 1.23 with
+2 (rounds from 0.74 to 1.9): such noise hides it, and the 4 to 5 ms of CPU of all large batches are the figure. In
 private memory a digest took 4.05 ms, a sum 3.95, a memcpy 6.6, crc32 17.2; on quieter cores 2.6, 2.6, 5.8 and 16. Tried
 without success: hashing each row right behind its copy. Copying row by row took 1 ms more than torch's `stack`, and all
 in all 11.5 ms, as copying and then hashing.
