@@ -7,10 +7,9 @@ same by number (`IndexedTarShards`). 2 workers each; sides take turns.
 
 Targets: 5 times torch's rate with small items; 1 GB/s; 0.95 of the rate by number.
 
-Found on 25 November 2026 (two cores, quiet, torch 2.13): 14.8 times torch's rate in batches of 1, 4.4 in batches of 32
-(227,000 items a second); 1.2 GB/s; 1.04 of the rate by number. Since the 4.4 was found, the CPU seconds of the
-trainer's process in batches of 32 have become 0.76 of what they were (4.3 and 3.25 us an item, taking turns on a busy
-machine); the rate has not been measured on a quiet machine again.
+Found on 25 November 2026 (two cores, torch 2.13, 7 rounds): 16.8 times torch's rate in batches of 1 (13.5 to 17.5), 6.3
+in batches of 32 (5.5 to 7.4; 298,000 items a second); 1.5 GB/s; 1.02 of the rate by number (0.95 to 1.09). Earlier that
+day, before keys went through slabs and the reading thread counted alone: 14.8, 4.4 and 1.04, and 0.5 GB/s.
 
 What profiling found: an item of 100 bytes cost the trainer's process 4 us in batches of 32: 1.5 in the thread that
 reads, 1.1 in the one that takes, 1.1 in the loop's. As a class of our own in place of a plain tuple it cost 0.5 us
