@@ -11,17 +11,17 @@ An epoch of 1,000,000,000 samples (--quick: the same) dealt out to 8 ranks, in b
 
 Target: <= 10 ms beside making the batch, of an epoch of 10^9 samples with ElasticSampler.
 
-Found on two cores at 2.5 GHz, beside other work on the machine (4 runnable):
+Found on two cores at 2.5 GHz:
 
                                                  median ms   least    most
-    keys, ElasticSampler                            1.93      1.62    11.4
-    keys, torch's RandomSampler of 10,000,000     357       328      400
-    batch, in the trainer's process                 3.17      2.71     9.1
-    batch, in a worker                             32.5      26.3    158
-    on from a state, 1,000 batches                199       157      277
+    keys, ElasticSampler                            1.80      1.50     6.5
+    keys, torch's RandomSampler of 10,000,000     271       236      322
+    batch, in the trainer's process                 2.93      2.60     5.4
+    batch, in a worker                             22.4      18.9     27.3
+    on from a state, 1,000 batches                108       100      129
 
-So the target is met without workers, and missed with them: the start of a worker takes nearly all of that, of which a
-fork is 7 ms. A batch that is made in the trainer's process would have other surroundings (docs/decisions/states.md).
+So the target is met without workers, and missed with them: the start of a worker takes nearly all of that. A batch
+that is made in the trainer's process would have other surroundings (docs/decisions/states.md).
 """
 
 from __future__ import annotations
