@@ -84,10 +84,11 @@ class WeightedSampler(OrderedSampler):
         self._pass = 0  # how many epochs were begun before this one, since the sampler was made, or has loaded a state
         self._is_given_out = False  # the order of this pass, as a whole
         self._history = 0  # a checksum of all updates
+        self._had_begun = False  # the epoch of a state that was loaded, of which nothing was taken
         self._is_to_load = False  # a loader has been given a state, which this loads when the loader is iterated over
 
     def __iter__(self) -> Iterator[int]:
-        self._is_to_load = False
+        self._is_to_load = self._had_begun = False
         if self._next == self._beginning:
             self._begin_pass()
         yield from super().__iter__()
@@ -186,6 +187,7 @@ class WeightedSampler(OrderedSampler):
         updates = state.get("updates")
         self._live.load(updates)
         self._pass, self._is_given_out, self._is_to_load = 0, False, False
+        self._had_begun = any(number for number, *_ in (updates or {"waiting": ()})["waiting"])
         self._history = 0 if updates is None else zlib.crc32(json.dumps(updates).encode())
 
     def _deal(self, run: Run) -> Iterator[int]:
@@ -215,9 +217,9 @@ class WeightedSampler(OrderedSampler):
 
     def _begin_pass(self) -> None:
         """Let all updates hold that were made, if anything was drawn since they could for the last time."""
-        if self._is_given_out or self._drawn()[1]:
+        if self._is_given_out or self._had_begun or self._drawn()[1]:
             self._pass += 1
-            self._is_given_out = False
+            self._is_given_out = self._had_begun = False
 
     def _drawn(self) -> Moment:
         """Return up to where the newest iterator was read."""

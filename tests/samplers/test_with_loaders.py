@@ -370,3 +370,33 @@ def test_an_update_before_the_state_is_loaded(is_inside: bool) -> None:
     first = next(left).tolist()
     sampler.update([1], [5.0])
     assert first == rest[0]
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_an_update_for_the_next_epoch_in_a_state_before_the_first_batch(is_inside: bool) -> None:
+    """It holds in the next epoch, and not in the one of the state."""
+
+    def make() -> tuple[Any, WeightedSampler]:
+        sampler = WeightedSampler(np.ones(50), 30, is_inside, num_replicas=1, rank=0)
+        if not is_inside:
+            return sampler, sampler
+        return LengthBatchSampler(np.arange(1, 51), max_tokens=200, sampler=sampler, num_replicas=1, rank=0), sampler
+
+    outer, sampler = make()
+    iterator = iter(outer)
+    first = [next(iterator)]
+    sampler.update(np.arange(20), np.zeros(20))
+    state = json.loads(json.dumps(outer.state_after(0)))
+    first += iterator
+    outer.set_epoch(1)
+    second = [*outer]
+    assert np.hstack(second).min() >= 20
+    resumed, _ = make()
+    resumed.load_state_dict(state)
+    assert [*resumed] == first
+    resumed.set_epoch(1)
+    assert [*resumed] == second
+    resumed, _ = make()
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)
+    assert [*resumed] == second
