@@ -284,9 +284,7 @@ class Checkpointer:
     def at_beginning(self) -> dict[str, Any]:
         """Return a state as of the beginning of the run, which `moved` takes on to any batch of it."""
         position, sample = self.progress.began
-        before = self.progress.samplers_before
-        samplers = before if before.state is not None else before._replace(drawn=position)
-        return self._of_the_run(samplers, position=position, sample=sample)
+        return self._of_the_run(self.progress.sampler_state(position), position=position, sample=sample)
 
     def _within_the_run(self) -> dict[str, Any]:
         progress, now = self.progress, self.progress.now

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -270,17 +270,18 @@ def of_one_batch(twin: Any, found: Found) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kept(options: Options, generators: Iterable[Any] = ()) -> Iterator[None]:
+def _kept(options: Options) -> Iterator[None]:
     """Leave generators as they are, whatever is drawn meanwhile: the global ones too, if samplers draw from these.
 
     For the thread that trains: what another thread draws from them meanwhile is drawn again.
     """
     samplers = samplers_within(options.index_sampler)
+    generators: list[Any] = []
     if options.generator in (None, torch.default_generator) or not all(map(_draws_from_its_own, samplers)):
-        generators = (*GLOBAL, *generators)
+        generators += GLOBAL
     known = (*KNOWN_SAMPLERS, list, tuple, range)
     if not all(type(sampler) in known or isinstance(sampler, ResumableSampler) for sampler in samplers):
-        generators = (*generators, *generators_of(options.dataset).values())
+        generators += generators_of(options.dataset).values()
     with untouched():
         states = states_of(generators)
     try:
