@@ -81,6 +81,7 @@ def test_public_names_of_feeds() -> None:
     """What `asyncloader.online` offers."""
     assert asyncloader.online.__all__ == [
         "AsyncLease",
+        "CostStats",
         "Feed",
         "FeedClosedError",
         "FeedFullError",

@@ -4,10 +4,12 @@
     FeedHandle        the same for producers in other processes
     Sample            what the function of a feed is given for each sample
     FeedStats         what became of samples, and who waits for whom
+    CostStats         what samples cost, by what became of them
 
 See the guide "Data that is being made".
 """
 
+from asyncloader.online.costs import CostStats
 from asyncloader.online.errors import FeedClosedError, FeedFullError, LeaseLostError
 from asyncloader.online.feed import Feed
 from asyncloader.online.handle import FeedHandle
@@ -17,6 +19,7 @@ from asyncloader.online.stats import FeedStats
 
 __all__ = [
     "AsyncLease",
+    "CostStats",
     "Feed",
     "FeedClosedError",
     "FeedFullError",

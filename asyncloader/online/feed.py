@@ -201,7 +201,6 @@ class Feed(Intake, SuppliesKeys[T]):
         """Return what became of the samples so far."""
         with Change(self), self._lock:
             ledger = self._ledger
-            costs = {name: ledger.costs[name] / count for name, count in ledger.counts.items() if name in ledger.costs}
             return FeedStats(
                 ledger.version,
                 ledger.num_running,
@@ -209,7 +208,7 @@ class Feed(Intake, SuppliesKeys[T]):
                 ledger.num_ready,
                 ledger.num_in_batches,
                 {name: ledger.counts[name] for name in OUTCOMES},
-                costs,
+                {name: costs.summary() for name, costs in ledger.costs.items() if costs},
                 dict(sorted(ledger.ages.items())),
                 len(self._leasers) + len(self._putters),
                 self._trainer_waits.total_s,

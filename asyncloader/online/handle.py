@@ -181,7 +181,7 @@ class FeedHandle:
         """Put what was made under a lease, without blocking the loop."""
         await asyncio.wrap_future(self._send("put_leased", (lease, samples, version, cost, priority)))
 
-    def drop_leased(self, lease: int, cost: float) -> None:
+    def drop_leased(self, lease: int, cost: float | None) -> None:
         """Settle what is leased without samples."""
         self._send("drop_leased", (lease, cost)).result()
 

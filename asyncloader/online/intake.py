@@ -6,6 +6,7 @@ there, and nobody is called back with the lock held.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -184,7 +185,7 @@ class Intake:
         most = self._ledger.rules.max_cost
         if most is not None and (cost is None or cost > most):
             raise ValueError(f"cost should be at most max_cost, {most}, but got {cost!r}")
-        return list(samples), version, float(len(samples) if cost is None else cost)
+        return list(samples), version, float(len(samples)) if cost is None else _checked_cost(cost)
 
     def _check_source(self) -> None:
         if self._source is None:
@@ -280,8 +281,9 @@ class Intake:
         """Put what was made under a lease: there is nothing to wait for here."""
         self.put_leased(lease, samples, version, cost, priority)
 
-    def drop_leased(self, lease: int, cost: float) -> None:
+    def drop_leased(self, lease: int, cost: float | None) -> None:
         """Settle what is leased without samples."""
+        cost = None if cost is None else _checked_cost(cost)
         with Change(self), self._lock:
             self._write("item", self._ledger.running(lease).number, None)
             self._ledger.drop(lease, cost)
@@ -361,6 +363,12 @@ class Intake:
         error = FeedClosedError(f"the feed takes no more: {self._closed_by}")
         error.__cause__ = self._error
         return error
+
+
+def _checked_cost(cost: float) -> float:
+    if not 0 <= (checked := float(cost)) < math.inf:
+        raise ValueError(f"cost should be a number of at least 0, but got {cost!r}")
+    return checked
 
 
 class Change:

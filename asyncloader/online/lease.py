@@ -23,7 +23,7 @@ class GivesLeases(Protocol):
     async def aput_leased(self, lease: int, samples: Any, version: int, cost: float | None, priority: float) -> None:
         """Put what was made under a lease, without blocking the loop."""
 
-    def drop_leased(self, lease: int, cost: float) -> None:
+    def drop_leased(self, lease: int, cost: float | None) -> None:
         """Settle what is leased without samples."""
 
     def give_back(self, lease: int, *, failed: bool) -> None:
@@ -55,11 +55,11 @@ class _Held:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of item {self.id}, version {self.version}>"
 
-    def drop(self, cost: float = 0.0) -> None:
+    def drop(self, cost: float | None = None) -> None:
         """Settle the item without samples.
 
         Args:
-            cost: What it has cost, for the statistics.
+            cost: What it has cost, for the statistics. None: unknown.
 
         Raises:
             LeaseLostError: if the lease has ended.

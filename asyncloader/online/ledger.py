@@ -22,12 +22,13 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from asyncloader.online.costs import Costs
 from asyncloader.online.errors import LeaseLostError
 
 OnStale = Literal["drop", "keep", "recycle"]
@@ -113,7 +114,7 @@ class Ledger:
         closed: Nothing more is leased or put.
         counts: Units by what became of them: "trained", "stale", "dropped", "failed". Beside these, "recycled" counts
             units that were too old and leased again, and "late" those that were trained beyond the bound.
-        costs: Their costs.
+        costs: What they cost, where that is known.
         ages: Units that were trained, by how many versions they were old when their batch was due.
     """
 
@@ -125,7 +126,7 @@ class Ledger:
         self.pending: deque[Unit] = deque()
         self.source_over = self.closed = False
         self.counts: Counter[str] = Counter()
-        self.costs: Counter[str] = Counter()
+        self.costs: defaultdict[str, Costs] = defaultdict(Costs)
         self.ages: Counter[int] = Counter()
         self._running: dict[int, Unit] = {}  # by lease
         self._ready: dict[int, Unit] = {}  # by id, in the order in which they came
@@ -205,15 +206,13 @@ class Ledger:
         self._accept(unit)
         return unit
 
-    def drop(self, lease: int, cost: float = 0.0) -> None:
+    def drop(self, lease: int, cost: float | None = None) -> None:
         """Settle the unit of a lease without samples.
 
         Raises:
             LeaseLostError: if the lease has ended.
         """
-        unit = self._end_lease(lease)
-        unit.cost = cost
-        self._settle(unit, "dropped")
+        self._settle(self._end_lease(lease), "dropped", cost)
 
     def give_back(self, lease: int, *, failed: bool) -> None:
         """Have another producer lease the unit; settle it if too many have failed. Ignore a lease that has ended."""
@@ -222,7 +221,7 @@ class Ledger:
         unit = self._end_lease(lease)
         unit.tries += failed
         if unit.tries > self.rules.max_retries:
-            self._settle(unit, "failed")
+            self._settle(unit, "failed", None)
         else:
             self.pending.append(unit)
 
@@ -257,11 +256,15 @@ class Ledger:
             self._new_ready[unit.version] -= 1
         self._choice = None
 
-    def _settle(self, unit: Unit, outcome: str) -> None:
+    def _settle(self, unit: Unit, outcome: str, cost: float | None) -> None:
         del self.units[unit.id]
-        self.counts[outcome] += 1
-        self.costs[outcome] += unit.cost  # type: ignore[assignment]
+        self._count(outcome, cost)
         unit.samples = []
+
+    def _count(self, outcome: str, cost: float | None) -> None:
+        self.counts[outcome] += 1
+        if cost is not None:
+            self.costs[outcome].add(cost)
 
     # ------------------------------------------------------------------------------------------------------ trainer
 
@@ -316,7 +319,7 @@ class Ledger:
                 if unit.uses < self.rules.max_uses and not self._is_unfit(unit):
                     self._make_ready(unit)
                 else:
-                    self._settle(unit, "trained")
+                    self._settle(unit, "trained", unit.cost)
             if self._batches:
                 self._note_age(self._batches[0])
         self._choice = None
@@ -349,13 +352,13 @@ class Ledger:
     def _turn_away(self, unit: Unit) -> None:
         """Settle a unit that is too old, or have it leased again."""
         if unit.uses:
-            self._settle(unit, "trained")
+            self._settle(unit, "trained", unit.cost)
         elif self.rules.on_stale == "recycle" and unit.item is not NOTHING:
-            self.counts["recycled"] += 1
+            self._count("recycled", unit.cost)
             unit.samples = []
             self.pending.append(unit)
         else:
-            self._settle(unit, "stale")
+            self._settle(unit, "stale", unit.cost)
 
     def _choose(self) -> list[Unit] | None:
         """Return the next batch; None if the trainer has to wait for it."""
@@ -456,7 +459,7 @@ class Ledger:
         """Return what is not settled as the batches before number `done` are trained. Units that run are pending."""
         trained = list(islice(self._batches, max(0, done - self.done)))
         batches = [*islice(self._batches, len(trained), None), *self._again]
-        counts, costs = self.counts.copy(), self.costs.copy()
+        counts, costs = self.counts.copy(), Costs.of(self.costs["trained"].state())
         again: list[Unit] = []
         gone: set[int] = set()
         for unit in (unit for batch in trained for unit in batch):
@@ -465,14 +468,14 @@ class Ledger:
             else:
                 gone.add(unit.id)
                 counts["trained"] += 1
-                costs["trained"] += unit.cost  # type: ignore[assignment]
+                costs.add(unit.cost)
         used = {unit.id for unit in again}
         return {
             "version": self.version,
             "next_id": self._next_id,
             "source_over": self.source_over,
             "counts": dict(counts),
-            "costs": dict(costs),
+            "costs": {name: each.state() for name, each in {**self.costs, "trained": costs}.items()},
             "ages": dict(self.ages),
             "units": [_written(unit, unit.id in used) for unit in self.units.values() if unit.id not in gone],
             "ready": [unit.id for unit in (*self._ready.values(), *again)],
@@ -482,7 +485,8 @@ class Ledger:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended."""
         self.version, self._next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
-        self.counts, self.costs, self.ages = map(Counter, (state["counts"], state["costs"], state["ages"]))
+        self.counts, self.ages = Counter(state["counts"]), Counter(state["ages"])
+        self.costs = defaultdict(Costs, {name: Costs.of(each) for name, each in state["costs"].items()})
         self.units = {
             written[0]: Unit(written[0], *written[1] or (NOTHING,), *written[2:]) for written in state["units"]
         }

@@ -5,6 +5,10 @@ from __future__ import annotations
 from time import monotonic
 from typing import NamedTuple
 
+from asyncloader.online.costs import CostStats
+
+_LOST = ("stale", "recycled", "dropped")
+
 
 class FeedStats(NamedTuple):
     """What became of the samples of a feed so far. Units are samples, or groups where there is a ``group_size``.
@@ -18,7 +22,8 @@ class FeedStats(NamedTuple):
         counts: Units by what became of them: "trained", "stale", "dropped", "failed" (more than ``max_retries`` times).
             Beside these, "recycled" counts those that were too old and leased again, and "late" those that were trained
             too old: in a batch that was on its way when the version jumped, or with ``on_stale="keep"``.
-        mean_costs: By what became of units, what they cost on average.
+        costs: By what became of units, what they cost, where that is known. If long units are lost more often than
+            short ones, those that are "stale", "recycled" or "dropped" cost more than those that are "trained".
         ages: Trained units by how many versions they were old. A batch counts when the consumer asks for it.
         producers_waiting: Producers that wait for a lease, or for room.
         trainer_waited_s: How long there was no batch for the trainer. Seconds.
@@ -31,7 +36,7 @@ class FeedStats(NamedTuple):
     ready: int
     in_batches: int
     counts: dict[str, int]
-    mean_costs: dict[str, float]
+    costs: dict[str, CostStats]
     ages: dict[int, int]
     producers_waiting: int
     trainer_waited_s: float
@@ -41,11 +46,20 @@ class FeedStats(NamedTuple):
     def verdict(self) -> str:
         """Who limits whom, in words."""
         trainer, producers = self.trainer_waited_s, self.producers_waited_s
-        if trainer > 2 * producers:
-            return f"producers limit: the trainer has waited {trainer:.1f} s for samples, producers {producers:.1f} s"
-        if producers > 2 * trainer:
-            return f"the trainer limits: producers have waited {producers:.1f} s for room, the trainer {trainer:.1f} s"
-        return f"balanced: the trainer has waited {trainer:.1f} s for samples, producers {producers:.1f} s for room"
+        waits = f"the trainer has waited {trainer:.1f} s for samples, producers {producers:.1f} s for room"
+        limits = "balanced"
+        if max(trainer, producers) > 2 * min(trainer, producers):
+            limits = "producers limit" if trainer > producers else "the trainer limits"
+        return f"{limits}: {waits}{self._starvation()}"
+
+    def _starvation(self) -> str:
+        """Say whether units that are lost cost more than those that are trained."""
+        lost = [self.costs[name] for name in _LOST if name in self.costs]
+        units, trained = sum(each.units for each in lost), self.costs.get("trained")
+        if not (units and trained and trained.mean):
+            return ""
+        ratio = sum(each.mean * each.units for each in lost) / units / trained.mean
+        return f"; {units} that were not trained cost {ratio:.1f} times as much, on average, as those that were"
 
 
 class Stopwatch:

@@ -597,5 +597,49 @@ def test_the_statistics_say_who_limits() -> None:
     with pytest.raises(FeedFullError):
         feed.put_sync(1, timeout=1)
     assert feed.stats().producers_waited_s > 0.9
-    assert feed.stats().verdict.startswith("the trainer limits: producers have waited")
+    assert feed.stats().verdict.startswith("the trainer limits: the trainer has waited")
     feed.close()
+
+
+def test_the_statistics_say_whether_long_samples_starve() -> None:
+    """What lost samples cost is told beside what trained ones did, also after a resume; units without samples apart."""
+    feed = Feed(range(12), batch_size=2, max_staleness=1, max_samples=4, max_retries=0)
+    loader = DataLoader(feed)
+    iterator = iter(loader)
+    for cost in (10, 20):
+        with feed.lease() as item:
+            item.put(0, cost=cost)
+    next(iterator)
+    with feed.lease() as item:
+        item.drop(cost=60)
+    with feed.lease() as item:
+        item.put(0, cost=120)
+    with feed.lease() as item:
+        item.drop()  # nobody knows what it cost
+    with feed.lease() as item:
+        item.retry()  # for the last time
+    feed.version = 2
+    state = loader.state_dict()
+    stats = feed.stats()
+    assert stats.counts == {"trained": 0, "stale": 1, "dropped": 2, "failed": 1, "recycled": 0, "late": 0}
+    assert {name: (costs.units, costs.mean) for name, costs in stats.costs.items()} == {
+        "dropped": (1, 60),
+        "stale": (1, 120),
+    }
+    resumed = Feed(range(12), batch_size=2, max_staleness=1, max_samples=4, max_retries=0)
+    DataLoader(resumed).load_state_dict(state)
+    assert resumed.stats().costs["trained"] == (2, 15, *resumed.stats().costs["trained"][2:5], 20)
+    verdict = resumed.stats().verdict
+    assert verdict.endswith("; 2 that were not trained cost 6.0 times as much, on average, as those that were")
+
+
+@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])
+def test_a_cost_that_is_none(cost: float) -> None:
+    """It is refused, and the lease goes on."""
+    feed = Feed(range(1), batch_size=1, max_cost=10)
+    with feed.lease() as item:
+        for settle in (lambda: item.put(0, cost=cost), lambda: item.drop(cost=cost)):
+            with pytest.raises(ValueError, match="cost should be"):
+                settle()
+        item.put(0, cost=10)
+    assert feed.stats().ready == 1
