@@ -23,7 +23,7 @@ END_GRACE_S = 3.0
 
 
 class Listener(Protocol):
-    """The session, as a backend sees it: it is told of outcomes, and of workers that come and go."""
+    """The supervisor, as a backend sees it: it is told of outcomes, and of workers that come and go."""
 
     def on_ready(self, worker: int) -> None:
         """The worker has opened the dataset. If it has no part in the run yet, asked for or not, it has from now on."""

@@ -4,9 +4,10 @@
     read the sampler ──> inbox ── wake ────────── planned ──> Scheduler ──> Send ──> Pool ──> worker
     take a batch    <── Handoff <── Deliver ───── Scheduler <── returned, ready <── Pool <── worker
 
-The session carries out what the scheduler decides; it decides nothing about order, window or retries itself. Methods
-that begin with ``on_`` are called by the pool on the loop thread. Any thread may call those that begin with ``start_``,
-`push`, `request_close`, `wait_closed` and `report_overdue`; the rest runs on the loop thread.
+The session carries out what the scheduler decides; it decides nothing about order, window or retries itself. The pool
+tells the supervisor of workers and outcomes, and the supervisor gives outcomes to `receive`. Any thread may call the
+methods that begin with ``start_``, `push`, `request_close`, `wait_closed` and `report_overdue`; all else runs on the
+loop thread.
 """
 
 from __future__ import annotations
@@ -27,12 +28,10 @@ from typing import Any, ClassVar
 
 from asyncloader.backends.backend import END_GRACE_S, Backend
 from asyncloader.backends.processes.launching import carry_out
-from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import (
     VOID,
     Action,
     Deliver,
-    Discard,
     Fail,
     GiveUp,
     Send,
@@ -41,12 +40,11 @@ from asyncloader.engine.actions import (
 from asyncloader.engine.answer import Answer
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import Portal
-from asyncloader.engine.recovery import Overdue
 from asyncloader.engine.run import Run
 from asyncloader.engine.slices import Divided
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.taking import Item, failed
-from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal, timed_out
+from asyncloader.errors import BatchTimeoutError, LoaderClosedError, describe_keys, exiting, internal
 from asyncloader.messages.failure import another, with_notes
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import Outcome
@@ -113,7 +111,6 @@ class Session:
         self.error: BaseException | None = None
         self._num_errors = 0
         self._is_applying = False
-        self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._reports: set[Future[BatchTimeoutError | None]] = set()  # that consumers wait for
         self._outbox = supervisor.outbox
         supervisor.attach(self)
@@ -206,7 +203,7 @@ class Session:
                 raise exiting()
             if self.portal.has_ended:
                 raise LoaderClosedError("asyncloader.shutdown() was called")
-            self.pool.listener = self
+            self.pool.listener = self.supervisor
             self.portal.sessions.add(self)  # until the pool tells of its end
             self._loop.on_error = self._on_error
             self._move(State.OPEN)
@@ -322,30 +319,19 @@ class Session:
         if not self.run.is_stream:
             self.run.begin_at({worker: track.start for worker, track in last.tracks.items()})
 
-    def on_ready(self, worker: int) -> None:
-        """The worker has opened the dataset."""
-        self.supervisor.ready(worker)
-
-    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """The outcome of a ticket has come, and began to be read at this time."""
-        if not self.takes_outcomes:
-            return
-        self._heard_at = arrived_at
-        supervisor, record, kind = self.supervisor, outcome.record, outcome.kind
-        if kind == Kind.EXHAUSTED:
+    def receive(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """Take the outcome of a ticket, which began to be read at this time."""
+        if outcome.kind == Kind.EXHAUSTED:
             if isinstance(outcome.snapshot, Frozen):
                 self.run.ends[worker] = outcome.snapshot
             self.apply(self.run.scheduler.exhausted(worker))
-            return
-        supervisor.recovery.reset()
-        if kind == Kind.REFUSED:
-            self._refuse(worker, record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
+        elif outcome.kind == Kind.REFUSED:
+            self._refuse(worker, outcome.record.seq, outcome.error.rebuild(None), "cannot be unpickled in")
         else:
             self._made(worker, outcome, arrived_at)
-        supervisor.answered(worker, record.private_bytes, arrived_at)
 
     def _made(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
-        """Take the outcome of a ticket."""
+        """Take what a worker has made of a ticket."""
         run, record, scheduler = self.run, outcome.record, self.run.scheduler
         ticket = scheduler.in_flight[worker][record.seq]
         times: Any = None
@@ -424,28 +410,6 @@ class Session:
         """Whether somebody waits for what workers make: not while they end, nor after they were given up."""
         return self.state is State.OPEN and self.error is None
 
-    def on_died(self, worker: int, process: Worker) -> None:
-        """The worker's process ended on its own."""
-        if self.takes_outcomes:
-            self.supervisor.died(worker, process)
-
-    def on_left(self, worker: int) -> None:
-        """The worker wants to go."""
-        self.supervisor.wants_to_go(worker)
-
-    def on_lost(self, worker: int) -> None:
-        """The worker has gone, and nothing that it was at is to blame."""
-        self.supervisor.lost(worker)
-
-    def on_prepared(self, worker: int) -> None:
-        """What was prepared for the place of this worker has opened the dataset, or has ended."""
-        if self.takes_outcomes:
-            self.supervisor.look_at_renewal(perf_counter())
-
-    def on_failed(self, error: Exception) -> None:
-        """No worker can be had any more."""
-        self.apply([GiveUp(error)] if self.takes_outcomes else [])
-
     def report_overdue(self, timeout_s: float) -> Future[BatchTimeoutError | None]:
         """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says. In any thread.
 
@@ -454,41 +418,13 @@ class Session:
         """
         report = Answer[BatchTimeoutError | None]()
         self._reports.add(report)
-        self.post(self._overdue, timeout_s, partial(self._answer, report))
+        self.post(self.supervisor.overdue, timeout_s, partial(self._answer, report))
         return report
 
     def _answer(self, report: Future[BatchTimeoutError | None], error: BatchTimeoutError | None) -> None:
         self._reports.discard(report)
         if not report.done():
             report.set_result(error)
-
-    def _overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
-        if self.error is not None:
-            tell(None)
-            return
-        ticket, processes = self.run.scheduler.awaited(), self.pool.processes
-        process = None if ticket is None else processes.get(ticket.worker)
-        if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being joined or pinned
-            is_anybody_there = any(each.is_alive for each in processes.values())
-            silent_s = perf_counter() - self._heard_at
-            waits_on = bool(self.run.scheduler.resting) or self.supervisor.recovery.waits_on(
-                timeout_s, silent_s, is_anybody_there=is_anybody_there
-            )
-            why = "its keys have not arrived" if self.run.awaits_keys else ""
-            tell(None if waits_on else timed_out(timeout_s, why=why))
-            return
-        process.ask_stack(ticket.number, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
-
-    def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
-        worker = ticket.worker
-        has_ticket = self.run.scheduler.in_flight.get(worker, {}).get(ticket.number) is ticket
-        is_there, age_s = self.pool.processes.get(worker) is process, time.monotonic() - process.started_at
-        found = Overdue(timeout_s, ticket, process, stack, age_s, has_ticket and is_there, self.takes_outcomes)
-        decided = self.supervisor.recovery.overdue(found, self.run.start_of(worker))
-        if isinstance(decided, BatchTimeoutError):
-            return decided
-        self.apply(decided)
-        return None
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -557,7 +493,6 @@ class Session:
         Send: _send,
         Deliver: _deliver,
         Fail: _fail,
-        Discard: lambda session, action: session.pool.discard(action.worker),
         GiveUp: _give_up,
     }
 

@@ -1,9 +1,11 @@
-"""The workers of a session: starts, replaces, renews and ends them, as others decide.
+"""The workers of a session: hears of them, and starts, replaces, renews and ends them, as others decide.
 
-    session ── died, ready, resize, run begun, actions ──> Supervisor ──> Backend.add, dismiss, discard
-                                                               ├ Workforce decides which come, go, and are renewed
-                                                               ├ Recovery decides about those that were lost
-                                                               └ Controller decides how many are worth it
+    Backend ── on_ready, on_outcome, on_died, ... ──> ┌────────────┐ ── add, dismiss, discard ──> Backend
+    session ── actions, begin ──────────────────────> │ Supervisor │ ── receive, apply ─────────> session
+    consumer ─ resize, overdue ─────────────────────> └────────────┘
+                                                           ├ Workforce decides which come, go, and are renewed
+                                                           ├ Recovery decides about those that died or hang
+                                                           └ Controller decides how many are worth it
 
 The scheduler decides about tickets, and the session is given the actions for it.
 """
@@ -14,20 +16,33 @@ import asyncio
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from asyncloader.backends.backend import END_GRACE_S, Backend
 from asyncloader.backends.worker import Worker
-from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Lose, Postpone, Replace, Start
+from asyncloader.engine.actions import (
+    Action,
+    Discard,
+    Dismiss,
+    GiveUp,
+    Join,
+    Leave,
+    Lose,
+    Postpone,
+    Replace,
+    Start,
+    Ticket,
+)
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.outbox import Outbox
-from asyncloader.engine.recovery import Policy, Recovery
+from asyncloader.engine.recovery import Overdue, Policy, Recovery
 from asyncloader.engine.run import Run
 from asyncloader.engine.workforce import Workforce
-from asyncloader.errors import describe_death, last_words
+from asyncloader.errors import BatchTimeoutError, describe_death, last_words, timed_out
 from asyncloader.machine import available_bytes, total_bytes
+from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -55,24 +70,31 @@ class Auto(NamedTuple):
     tell: Callable[[int, int], None]
 
 
-class Session(Protocol):
-    """The part of a session that the supervisor needs."""
+class CarriesOut(Protocol):
+    """The session, as its supervisor sees it: it carries out what is decided for the run that is going on."""
 
     run: Run
+    error: BaseException | None
 
     @property
     def takes_outcomes(self) -> bool:
         """Whether somebody waits for what workers make."""
 
-    def apply(self, actions: Any) -> None:
+    def receive(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """Take the outcome of a ticket, which began to be read at this time."""
+
+    def apply(self, actions: Sequence[Action]) -> None:
         """Carry out what was decided."""
 
     def flush(self) -> None:
         """Give workers their tickets."""
 
+    def on_closed(self) -> None:
+        """All workers are gone."""
+
 
 class Supervisor:
-    """Owner of the places of workers, from run to run. On the loop thread.
+    """Owner of the places of workers, from run to run, and listener of their backend. On the loop thread.
 
     Args:
         loop: The portal's.
@@ -105,15 +127,16 @@ class Supervisor:
         self._spare: Worker | None = None  # for the place of the worker that is to be renewed
         self._to_start: deque[int] = deque()
         self._rests: dict[int, asyncio.TimerHandle] = {}  # of workers that get their next process later
+        self._heard_at = perf_counter()  # when the last outcome of a worker came
         self._watch = MemoryWatch()
         self._watch_due = perf_counter() + LOOK_S
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: CarriesOut) -> None:
         """Look after the workers of this session."""
         self._session = weakref.ref(session)  # which has the supervisor
 
     @property
-    def session(self) -> Session:
+    def session(self) -> CarriesOut:
         """The session, which is there as long as its workers are."""
         session = self._session()
         assert session is not None
@@ -152,14 +175,19 @@ class Supervisor:
             self._wake(worker)
         return resting | self.recovery.stop()
 
-    def answered(self, worker: int, private_bytes: int, now: float) -> None:
-        """A worker has come to an outcome, and has so much memory to itself."""
-        if self.workforce.made(worker, private_bytes):
-            self.look_at_renewal(now)
-        if now >= self.due:
-            self._look(now)
+    def on_outcome(self, worker: int, outcome: Outcome, arrived_at: float) -> None:
+        """The outcome of a ticket has come, and began to be read at this time."""
+        if not self._is_at_work:
+            return
+        self._heard_at = arrived_at
+        self.recovery.reset()
+        self.session.receive(worker, outcome, arrived_at)
+        if self.workforce.made(worker, outcome.record.private_bytes):
+            self.look_at_renewal(arrived_at)
+        if arrived_at >= self.due:
+            self._look(arrived_at)
 
-    def ready(self, worker: int) -> None:
+    def on_ready(self, worker: int) -> None:
         """A worker has opened the dataset."""
         session, scheduler = self.session, self.session.run.scheduler
         self.recovery.ready()
@@ -169,8 +197,10 @@ class Supervisor:
         if self._is_at_work:
             session.apply(self.workforce.ready(worker, scheduler.roster))
 
-    def died(self, worker: int, process: Worker) -> None:
+    def on_died(self, worker: int, process: Worker) -> None:
         """A worker's process ended on its own."""
+        if not self._is_at_work:
+            return
         run = self.session.run
         is_active = worker in run.scheduler.active
         if is_active or not self.workforce.is_coming(worker):
@@ -182,7 +212,7 @@ class Supervisor:
         self._pool.dismiss(worker, 0.0)
         self._have_others_do(worker)
 
-    def wants_to_go(self, worker: int) -> None:
+    def on_left(self, worker: int) -> None:
         """A worker wants to go."""
         session, scheduler = self.session, self.session.run.scheduler
         if not self._stays:
@@ -191,11 +221,60 @@ class Supervisor:
         elif self._is_at_work and worker in scheduler.active:
             session.apply(self.recovery.leaves(self._pool.processes[worker], session.run.start_of(worker)))
 
-    def lost(self, worker: int) -> None:
+    def on_lost(self, worker: int) -> None:
         """A worker has gone, and nothing that it was at is to blame."""
         self.workforce.lose(worker)
         self._wake(worker)
         self._have_others_do(worker)
+
+    def on_prepared(self, worker: int) -> None:
+        """The process that was prepared for the place of this worker has opened the dataset, or has ended."""
+        if self._is_at_work:
+            self.look_at_renewal(perf_counter())
+
+    def on_failed(self, error: Exception) -> None:
+        """No worker can be had any more."""
+        if self._is_at_work:
+            self.session.apply([GiveUp(error)])
+
+    def on_closed(self) -> None:
+        """All workers are gone."""
+        self.session.on_closed()
+
+    def overdue(self, timeout_s: float, tell: Callable[[BatchTimeoutError | None], None]) -> None:
+        """Find out what the awaited batch waits for, and do about it what ``on_timeout`` says.
+
+        Args:
+            timeout_s: How long it was waited for. Seconds.
+            tell: Is given the error to raise, or None if the batch, or its error, will come after all.
+        """
+        session, processes = self.session, self._pool.processes
+        if session.error is not None:
+            tell(None)
+            return
+        ticket = session.run.scheduler.awaited()
+        process = None if ticket is None else processes.get(ticket.worker)
+        if ticket is None or process is None:  # it waits for a worker that rests or comes, or is being joined or pinned
+            is_anybody_there = any(each.is_alive for each in processes.values())
+            silent_s = perf_counter() - self._heard_at
+            waits_on = bool(session.run.scheduler.resting) or self.recovery.waits_on(
+                timeout_s, silent_s, is_anybody_there=is_anybody_there
+            )
+            why = "its keys have not arrived" if session.run.awaits_keys else ""
+            tell(None if waits_on else timed_out(timeout_s, why=why))
+            return
+        process.ask_stack(ticket.number, lambda stack: tell(self._on_stack(timeout_s, ticket, process, stack)))
+
+    def _on_stack(self, timeout_s: float, ticket: Ticket, process: Worker, stack: str) -> BatchTimeoutError | None:
+        run, worker = self.session.run, ticket.worker
+        has_ticket = run.scheduler.in_flight.get(worker, {}).get(ticket.number) is ticket
+        is_there, age_s = self._pool.processes.get(worker) is process, monotonic() - process.started_at
+        found = Overdue(timeout_s, ticket, process, stack, age_s, has_ticket and is_there, self._is_at_work)
+        decided = self.recovery.overdue(found, run.start_of(worker))
+        if isinstance(decided, BatchTimeoutError):
+            return decided
+        self.session.apply(decided)
+        return None
 
     def resize(self, num_workers: int) -> None:
         """Have so many workers from now on, beside those that come from other machines: nobody looks after it now."""
@@ -320,6 +399,8 @@ class Supervisor:
             case Dismiss(worker):
                 self._wake(worker)
                 self._pool.dismiss(worker, END_GRACE_S)
+            case Discard(worker):
+                self._pool.discard(worker)
             case Replace(worker):
                 self._replace(worker)
             case Lose():

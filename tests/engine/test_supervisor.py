@@ -15,6 +15,8 @@ from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
 from asyncloader.engine.workforce import Workforce
+from asyncloader.messages.messages import Kind
+from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 from tests.patience import until
 
@@ -46,6 +48,7 @@ class Session:
     """A session whose actions are noted."""
 
     takes_outcomes = True
+    error = None
 
     def __init__(self) -> None:
         scheduler = Scheduler(num_workers=2, prefetch_factor=2, on_timeout="retry")
@@ -57,6 +60,8 @@ class Session:
 
     def apply(self, actions: Any) -> None:
         self.applied += actions
+
+    def receive(self, worker: int, outcome: Outcome, arrived_at: float) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -75,7 +80,7 @@ async def test_a_worker_that_is_lost_while_it_rests_is_not_put_back() -> None:
     session.run.scheduler.planned(range(4))
     supervisor.do(Lose(1, lambda tickets: RuntimeError(), rest_s=1000.0))
     assert session.run.scheduler.resting == {1}
-    supervisor.lost(1)
+    supervisor.on_lost(1)
     assert [timer.cancelled() for timer in loop.timers] == [True]
     assert not any(isinstance(action, Replace) for action in session.applied)
     assert supervisor.workforce.members == {0}
@@ -129,7 +134,7 @@ async def test_the_process_that_is_started_for_a_worker(what: str) -> None:
         return spare
 
     pool.prepare = prepare  # type: ignore[attr-defined]
-    supervisor.answered(1, 0, 0.0)
+    supervisor.on_outcome(1, Outcome(Kind.BATCH), 0.0)
     await asyncio.sleep(0)
     assert supervisor.workforce.renewing == (None if what == "refused" else 1)
     assert supervisor.workforce.may_send(1)
@@ -140,7 +145,7 @@ async def test_the_process_that_is_started_for_a_worker(what: str) -> None:
             spare.is_alive = False
         case "late":
             spare.started_at -= 301
-    supervisor.answered(0, 0, 0.0)
+    supervisor.on_outcome(0, Outcome(Kind.BATCH), 0.0)
     assert supervisor.workforce.may_send(1) == (what != "ready")
     assert (supervisor.workforce.renewing == 1) == (what in ("ready", "late"))
     assert killed == [True] * (what == "late")

@@ -193,7 +193,7 @@ def test_a_batch_that_is_being_joined_costs_no_worker_its_life(
     def ask() -> None:
         there = session.pool.processes
         session.pool.processes = there if is_anybody_there else {}
-        session._overdue(0.5, answer.set_result)
+        session.supervisor.overdue(0.5, answer.set_result)
         session.pool.processes = there
 
     session.post(ask)

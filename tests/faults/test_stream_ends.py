@@ -306,7 +306,7 @@ def abandon(session: Any, worker: int) -> None:
     """Do to a worker thread what an orderly death would be, on the loop."""
     process = session.pool.processes[worker]
     process.kill()
-    session.on_died(worker, process)
+    session.supervisor.on_died(worker, process)
 
 
 @pytest.mark.parametrize("kind", [Declared, OfIterator, Threaded])
