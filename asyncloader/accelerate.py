@@ -23,7 +23,7 @@ def use_asyncloader(**options: Any) -> None:
     """Have Accelerate build loaders of ours from now on, with these options, and let them take ``async for``.
 
     Accelerate builds another loader in place of each that it prepares, and so does the Hugging Face Trainer, whose
-    loaders Accelerate prepares. With this call, which may be repeated, these are loaders of ours. What it sets is
+    loaders Accelerate prepares. With this call, which may be repeated, these are loaders of ours. The call sets
     `accelerate.data_loader.DataLoader`, the name by which Accelerate finds torch's, and an ``__aiter__`` of its
     loaders.
 

@@ -121,7 +121,8 @@ class StateMismatchError(AsyncLoaderError, ValueError):
 class InternalError(AsyncLoaderError, RuntimeError):
     """Something in asyncloader itself has failed, which no dataset, option or machine is to blame for.
 
-    It ends the run for all consumers, and its workers. ``__cause__`` is what was raised. The loader can be used again.
+    The error ends the run for all consumers, and its workers. ``__cause__`` is the exception that was raised. The
+    loader can be used again.
     """
 
 

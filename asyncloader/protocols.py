@@ -300,8 +300,8 @@ class WorkerProvider(Protocol):
         """Make a `Backend`.
 
         Args:
-            options: Of the loader.
-            spec: What the workers work with.
+            options: The options of the loader.
+            spec: The dataset, collation and options that the workers use.
             loop: The portal's, guarded.
             traffic: Counts what comes over the network.
             num_wanted: How many workers it is to bring at the beginning, where the number looks after itself.

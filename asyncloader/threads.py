@@ -36,8 +36,8 @@ def start(target: Callable[[], object], name: str, end: Callable[[], object] | N
     """Start a thread that `end_all` knows of.
 
     Args:
-        target: What it does.
-        name: Of the thread.
+        target: The function that the thread runs.
+        name: Name of the thread.
         end: Asks it to end.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The commands and their arguments. What they do is in the modules beside this one."""
+"""The commands and their arguments; the modules beside this one carry them out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _STEPS = 20  # of a script are timed
 @contextmanager
 def _loaded(command: str, target: str, arguments: list[str] | None, *, steps: int = _STEPS) -> Iterator[Source]:
     """Find the user's loader; what that, or using it, raises is told in one line."""
-    # What a command tries out is its own affair: 4 workers on 2 cores, say.
+    # A command may try more workers than there are cores on purpose, so torch need not warn.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     try:
         if Path(target).suffix == ".py":

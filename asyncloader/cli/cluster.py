@@ -1,4 +1,4 @@
-"""What ``asyncloader doctor`` says of Ray: whether workers on other machines can be had, and who could not reach us.
+"""Findings about Ray: whether workers on other machines can be had, and which nodes could not reach us.
 
 The cluster is asked in a process of its own, `python -m asyncloader.cli.cluster`, which has so long: who connects to a
 cluster that is gone waits for it, and Ray leaves threads behind in whoever has connected.
@@ -29,7 +29,7 @@ def look(workers: RayWorkers | None = None) -> Iterator[Finding]:
     """Look for Ray, and for a cluster that a program on this machine would take part in.
 
     Args:
-        workers: Of a loader, or None.
+        workers: The `RayWorkers` of a loader, or None.
     """
     try:
         version = importlib.metadata.version("ray")

@@ -55,7 +55,7 @@ def _versions(loop: str) -> str:
 
 
 def cores() -> Finding:
-    """What the process may use, against what the machine shows."""
+    """Compare the cores that the process may use with those that the machine shows."""
     usable, shown = usable_cores(), os.cpu_count() or 1
     if usable < shown:
         advice = f"Choose num_workers by {usable}: affinity or a container allows no more."
@@ -73,7 +73,7 @@ def torch_threads() -> Finding:
 
 
 def memory() -> Finding:
-    """What is left, by the machine and by the cgroups."""
+    """Report the memory that the machine and the cgroups leave."""
     limit = min(memory_limits(), key=lambda limit: limit.left_bytes)
     left = max(0, limit.left_bytes)
     where = f" in {limit.what}" * (limit.what != "the machine")

@@ -1,4 +1,4 @@
-"""What was looked at, and what is to be done about it."""
+"""One finding of a command: the thing looked at, and the advice about it."""
 
 from __future__ import annotations
 

@@ -27,12 +27,13 @@ class Large(NamedTuple):
 
     Attributes:
         owner: Name of the class of the object that holds it.
-        name: Of the attribute.
+        name: Name of the attribute.
         kind: "list", "dict" and so on.
         length: How many items it has.
-        object_bytes: What a worker that was forked copies of it as it reads.
-        all_bytes: What a worker that was started in another way has of it.
-        shared_bytes: What a SharedList or SharedDict would take of all workers together; None if it cannot be one.
+        object_bytes: Bytes that a forked worker copies as it reads the items.
+        all_bytes: Bytes that a spawned or forkserver worker holds.
+        shared_bytes: Bytes of a SharedList or SharedDict in its place, for all workers together; None if it cannot be
+            one.
     """
 
     owner: str

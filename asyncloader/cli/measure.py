@@ -22,7 +22,7 @@ class Run:
         batches: Batches after the first.
         seconds: From the first to the last.
         first_s: From ``iter()`` to the first batch.
-        waited_s: Of `seconds`, waiting for batches.
+        waited_s: The part of `seconds` that was spent waiting for batches.
         cpu_s: CPU seconds of this process and its workers.
         memory_bytes: The most that this process and its workers took, pages they share counted once.
         stats: Our loader's own figures; None for torch's.

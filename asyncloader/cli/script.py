@@ -21,7 +21,7 @@ _TORCHS = torch.utils.data.DataLoader
 
 
 class FirstLoader(NamedTuple):
-    """What a script reads from first.
+    """The loader that a script iterates over first.
 
     Attributes:
         loader: The loader.
@@ -44,7 +44,7 @@ class _Timed:
     """Batches of a script's loader, for some steps.
 
     Args:
-        loader: What the script reads from.
+        loader: The loader that the script iterates over.
         batches: Its batches.
         steps: How many steps are timed.
     """
@@ -93,12 +93,12 @@ class _Timed:
 def first_loader(script: Path, arguments: Sequence[str], *, steps: int = 0) -> Iterator[FirstLoader | None]:
     """Run a script until it asks a loader for its first batch, or until so many steps were timed.
 
-    What the script prints goes to stderr. Everything that it does before is done. Inside the block the script is the
-    main module, with its arguments: workers that are not forked import it.
+    The script's output goes to stderr. Everything that the script does before its first batch is done. Inside the block
+    the script is the main module, with its arguments: workers that are not forked import it.
 
     Args:
         script: The file.
-        arguments: What the script finds in ``sys.argv``.
+        arguments: The script's arguments, for ``sys.argv``.
         steps: How many of its steps are timed; 0 for none.
 
     Yields:

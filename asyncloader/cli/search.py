@@ -32,7 +32,7 @@ _TO_SETTLE = 3
 
 
 class Choice(NamedTuple):
-    """What became of the values of one option.
+    """The result of comparing the values of one option.
 
     Attributes:
         value: The one to take; None where no value stands out.
@@ -72,7 +72,7 @@ class Search:
     """Tries out options, and keeps the best that the budget allows.
 
     Attributes:
-        rows: What was tried, for the report.
+        rows: The runs so far, for the report.
         best: The options found so far, with their median run; None if none fits into the memory.
         undecided: Options of which no value stands out, with the values that might be the best.
     """

@@ -30,7 +30,7 @@ _TORCH = (
 
 
 class Source(NamedTuple):
-    """What a user's function made: a loader of torch's or of ours, and the step that uses a batch, if it gave one."""
+    """The result of a user's function: a loader of torch's or of ours, and the step that uses a batch, if any."""
 
     loader: torch.utils.data.DataLoader[Any]
     step: Callable[[Any], object] | None

@@ -31,10 +31,10 @@ class ArrayDataset(Dataset[tuple[torch.Tensor, ...]]):
     loader shares one copy with the others.
 
     Args:
-        arrays: One array or more, of equal length.
+        arrays: The arrays, at least one, all of equal length.
 
     Raises:
-        ConfigurationError: There is none, one has no rows, lengths differ, or torch has no such dtype.
+        ConfigurationError: No array was given, an array has no rows, lengths differ, or torch lacks a dtype.
 
     Example:
         >>> dataset = ArrayDataset(np.arange(6).reshape(3, 2), np.array([0.5, 1.5, 2.5]))

@@ -81,7 +81,7 @@ class CachedDataset(Dataset[T_co]):
     Raises:
         ConfigurationError: The dataset has no keys (it is iterable), or has `set_epoch`; a folder has no fingerprint;
             an argument is of no use.
-        OSError: There is no room, or no permission, for an empty cache at that path.
+        OSError: The disk is full, or permissions forbid a cache at that path.
 
     When the disk is full, no further samples are kept; the run goes on, and the log says so once.
 

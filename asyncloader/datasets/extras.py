@@ -10,12 +10,12 @@ def require(module: str, extra: str, user: str) -> ModuleType:
     """Import a module that one of the package's extras installs.
 
     Args:
-        module: What to import.
+        module: Name of the module to import.
         extra: The extra of asyncloader that brings it.
         user: The class that needs it, named in the error.
 
     Raises:
-        ImportError: It is not installed; the message says how to install it.
+        ImportError: The module is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(module)

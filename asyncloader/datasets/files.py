@@ -26,8 +26,8 @@ IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tif
 class FileDataset(Openable[Threads], Dataset[T_co]):
     """Serve files, each read whole and decoded by a function of yours.
 
-    A batch is one job of a thread that reads and decodes one file after the other, while the loop goes on. Of the ways
-    to read local files in asyncio this is the fastest: one job for each file, and aiofiles, which makes three jobs of
+    A batch is one job of a thread that reads and decodes one file after the other, while the loop goes on. This
+    is the fastest way to read local files in asyncio: one job for each file, and aiofiles, which makes three jobs of
     each, cost more than reading a small file does (tests/benchmarks/files.py). Where opening a file takes long, as on a
     file server, give it more ``threads``: each file is then a job of its own.
 
@@ -42,7 +42,7 @@ class FileDataset(Openable[Threads], Dataset[T_co]):
         threads: Threads that read and decode, in each worker. 0 reads on the event loop itself.
 
     Raises:
-        FileNotFoundError: There is no such folder, or no file in it matches.
+        FileNotFoundError: The folder does not exist, or no file in it matches.
 
     Example:
         >>> import asyncio, pathlib, tempfile
@@ -133,7 +133,7 @@ class ImageFolder(FileDataset[tuple[Any, int]]):
 
     Raises:
         ConfigurationError: ``suffixes`` is one text.
-        FileNotFoundError: There is no such folder, no class in it, or a class without an image.
+        FileNotFoundError: The folder does not exist, has no classes, or a class has no image.
         ImportError: Pillow, which the default ``decode`` needs, is not installed (``asyncloader[images]``).
     """
 

@@ -112,11 +112,11 @@ class FsspecDataset(RemoteDataset[T_co]):
         storage_options: Arguments of the file system, credentials among them.
         threads: How many files are fetched at once, in each worker; out of an archive one after the other.
         retries: How transient failures are retried: connections that fail or break off, names that are not resolved,
-            time-outs, and the statuses that :class:`HTTPDataset` retries. What else a file system raises is raised at
-            once.
-        max_bytes: How large a file may be; a larger one is an error. Of file systems of fsspec's asynchronous kind
-            (``http``, ``s3``, ``gs``, ``az``), and of those that fetch files in ways of their own, a file is in memory
-            before it is measured, for as long as ``retries`` say; of others no more is read.
+            time-outs, and the statuses that :class:`HTTPDataset` retries. All other errors of a file system are raised
+            at once.
+        max_bytes: How large a file may be; a larger one is an error. File systems of fsspec's asynchronous kind
+            (``http``, ``s3``, ``gs``, ``az``), and those that fetch files in ways of their own, have a file in memory
+            before it is measured, for as long as ``retries`` say; from others no more is read.
         decode_threads: Threads that decode, in each worker: by default one in a worker process and up to four without
             one; 0 decodes on the event loop.
 

@@ -61,7 +61,7 @@ class IndexedTarShards(BatchDataset[Opened[Sources], T_co]):
         block_sizes: How many samples there are in each block: for a BlockShuffleSampler. An array of int64.
 
     Raises:
-        ConfigurationError: There is no shard, no sample in them, one is compressed, or an argument is of no use.
+        ConfigurationError: No shards or no samples were found, a shard is compressed, or an argument is invalid.
         FileNotFoundError: A shard is not there.
         FetchError: A shard is damaged, has a sample that is too large, or does not come.
         ImportError: The client for a url is not installed (``asyncloader[http]``, ``asyncloader[objects]``).

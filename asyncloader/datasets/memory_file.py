@@ -43,7 +43,7 @@ class MemoryFile:
 
     Args:
         fd: Its descriptor, which belongs to this object from now on and is closed with it.
-        token: What tells it from all other files.
+        token: Bytes that tell this file from all others.
         path: Where it is, if it has a name.
     """
 
@@ -66,7 +66,7 @@ class MemoryFile:
         """Make a new one, with room for the head.
 
         Args:
-            kind: What is in it, 8 bytes.
+            kind: 8 bytes that name the kind of content.
         """
         fd = _memory_fd()
         try:
@@ -182,7 +182,7 @@ def write_at(fd: int, data: Any, offset: int) -> None:
     """Write all of it.
 
     Raises:
-        OSError: There is no room.
+        OSError: Memory is full.
     """
     rest = memoryview(data).cast("B")
     while rest:

@@ -15,10 +15,10 @@ def counted(indices: Iterable[int], length: int, what: str) -> NDArray[np.int64]
     Args:
         indices: The numbers.
         length: How many samples there are.
-        what: One of them is called.
+        what: The word for a sample in the error.
 
     Raises:
-        IndexError: There is no such sample.
+        IndexError: No sample has this number.
         TypeError: A number is not whole.
     """
     numbers = np.fromiter(map(operator.index, indices), np.int64)

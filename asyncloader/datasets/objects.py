@@ -103,9 +103,9 @@ class ObjectStoreDataset(RemoteDataset[T_co]):
             None takes all objects there are, sorted, listed once at construction.
         decode: Makes a sample of an object's bytes and its key; without it the bytes are the sample.
         suffix: Which of the listed keys to take: those that end so, or in one of several ways.
-        config: Of the store: ``region``, ``endpoint``, ``access_key_id``, ``skip_signature``, ... What is not given
-            comes from the environment (``AWS_ACCESS_KEY_ID``, ...) or the machine's role.
-        client_options: Of its HTTP client, such as ``{"timeout": "2 min"}`` for one try (30 s by default), or
+        config: Settings of the store: ``region``, ``endpoint``, ``access_key_id``, ``skip_signature``, ... Settings
+            that are not given come from the environment (``AWS_ACCESS_KEY_ID``, ...) or the machine's role.
+        client_options: Settings of the HTTP client, such as ``{"timeout": "2 min"}`` for one try (30 s by default), or
             ``{"allow_http": True}``.
         credential_provider: Gets credentials that expire, as obstore's documentation tells; has to be picklable.
         retries: How transient failures are retried.

@@ -34,7 +34,7 @@ SourceT = TypeVar("SourceT", bound=Closable)
 class Openable(abc.ABC, Generic[ClientT]):
     """Opens a client for the first user on a loop, closes it with the last one; pickles without it.
 
-    One object may be entered several times (by two iterators without workers, which share a loop) and on several loops
+    An object may be entered several times (by two iterators without workers, which share a loop) and on several loops
     at once, each of which gets a client of its own; nobody touches the client of another loop.
     """
 

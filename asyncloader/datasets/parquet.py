@@ -60,12 +60,12 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
     has one is a Python list, so that its numbers stay exact.
 
     Args:
-        paths: One file or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``; others through fsspec).
+        paths: The file or files: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``; others through fsspec).
         columns: Which to read, in this order; None reads all, of which all files have the same, in that of the first.
         decode: Makes a sample of a row. Runs on a thread.
         cache_bytes: How many bytes of row groups each worker keeps, as they are in memory.
         threads: Row groups that are read, and batches that are made of them, at once in each worker.
-        storage_options: Of the file system, for urls that fsspec opens.
+        storage_options: Settings of the file system, for urls that fsspec opens.
         headers, config, client_options, credential_provider, retries: As :class:`~asyncloader.datasets.TarShards` takes
             them, for the other urls.
 
@@ -73,7 +73,7 @@ class ParquetDataset(BatchDataset[Opened["_Ranges"], T_co]):
         block_sizes: How many rows there are in each row group: for a BlockShuffleSampler. An array of int64.
 
     Raises:
-        ConfigurationError: There is no row, a file is no Parquet file or was truncated, or has not the columns to be
+        ConfigurationError: The files have no rows, a file is no Parquet file or was truncated, or lacks columns to be
             read; a url leads through one of fsspec's caches.
         FileNotFoundError: A file is not there.
         ImportError: pyarrow, or the client for a url, is not installed (``asyncloader[parquet]``, ``[http]``,

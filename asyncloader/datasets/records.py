@@ -26,7 +26,7 @@ def pack(sample: Any) -> list[Any]:
     """Return the pieces of a sample's bytes, each to be put at the next multiple of 64.
 
     Raises:
-        Exception: What its pickling raises.
+        Exception: Pickling the sample failed.
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []

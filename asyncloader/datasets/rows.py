@@ -37,7 +37,7 @@ def write(rows: Iterable[Any], *, per_item: int = 1, tables: Callable[[], list[A
         tables: Returns arrays of unsigned integers that belong to the rows, when all of these were read.
 
     Raises:
-        OSError: There is no room for the rows.
+        OSError: Memory is full.
         Exception: The iterable, or the pickling of a row, fails; in the latter case a note says which row it was.
     """
     file, end = MemoryFile.create(KIND), HEAD

@@ -94,7 +94,7 @@ class SampleStore:
         """Open the one at a path; make it if there is none. Several processes may do so at once.
 
         Raises:
-            OSError: There is no room, or no permission.
+            OSError: The disk is full, or permissions forbid it.
             ValueError: The file is something else.
         """
         if not path.exists():
@@ -129,7 +129,7 @@ class SampleStore:
 
         Raises:
             BlockingIOError: The disk has to be asked, and is not to be waited for.
-            Exception: What its unpickling raises, with a note on the file that it is from.
+            Exception: Unpickling the sample failed; a note names the file.
         """
         at, _, found = self._find(key, wait)
         if found is None:
@@ -164,7 +164,7 @@ class SampleStore:
         """Keep a sample, if there is room; return the error, and try no more, if it could not be written.
 
         Raises:
-            Exception: What its pickling raises.
+            Exception: Pickling the sample failed.
         """
         at, owner, found = self._find(key, wait=True)
         if not self._may_write or at < 0 or found is not None:

@@ -57,12 +57,12 @@ class TarShards(Openable[Opened[Sources]], Generic[T_co]):
 
     Args:
         shards: Paths and urls: ``file``, ``http``, ``https``, and those of object stores (``s3``, ``gs``, ``az``).
-            What ends with ``.gz`` or ``.tgz`` is decompressed.
+            Shards that end with ``.gz`` or ``.tgz`` are decompressed.
         decode: Makes a sample of a dict with the content of each file by its extension, in lower case, the common name
             under ``"__key__"`` and the shard under ``"__url__"``; without it the dict is the sample. Runs on a thread.
         shuffle_shards: Whether to read the shards in another order in each epoch.
         shuffle_buffer: How many samples wait, not decoded, for one of them to be drawn at random; 0 keeps their order.
-        seed: Of both.
+        seed: Of both shuffles.
         rank, world_size: Which part of the data this process gets; by default as torch.distributed says if it is
             initialised when an epoch starts, otherwise everything.
         headers: For HTTP.
@@ -74,8 +74,8 @@ class TarShards(Openable[Opened[Sources]], Generic[T_co]):
         decode_threads: 0 decodes on the event loop.
 
     Raises:
-        ImportError: There are shards on HTTP (``asyncloader[http]``) or in an object store (``asyncloader[objects]``),
-            and the client for them is not installed.
+        ImportError: The client for shards on HTTP (``asyncloader[http]``) or in an object store
+            (``asyncloader[objects]``) is not installed.
 
     A state is one of a worker's share: it is refused by a dataset of other shards, another order, rank or worker. A
     worker that dies is replaced, once a batch has told where it was.

@@ -75,9 +75,9 @@ class SharedList(ReadOnly, Sequence[T_co]):
 
         self.samples = SharedList(load_annotations())
 
-    It works with any loader, and with forked, forkserver and spawned workers: pickled, it is a handle of less than
-    1 kB. The handle is good for processes of the same user on this machine, while the process that pickled it has the
-    list; so ranks of one machine can share what one of them has read (``torch.distributed.broadcast_object_list``).
+    The list works with any loader, and with forked, forkserver and spawned workers: pickled, it is a handle of less
+    than 1 kB. The handle is good for processes of the same user on this machine, while the process that pickled it has
+    the list; so ranks of one machine can share what one of them has read (``torch.distributed.broadcast_object_list``).
     Memory is freed with the last process that has the list, however that ends, and has no name to be left behind.
 
     Rows may be anything that can be pickled, and take as much memory as their pickles. Each access makes a new row,
@@ -92,7 +92,7 @@ class SharedList(ReadOnly, Sequence[T_co]):
 
     Raises:
         ConfigurationError: ``consume`` is asked for, and ``rows`` is no list.
-        OSError: There is no memory for the rows.
+        OSError: Memory is full.
         Exception: A row cannot be pickled; a note says which.
 
     Example:
@@ -161,7 +161,7 @@ class SharedList(ReadOnly, Sequence[T_co]):
         """Make one row; of a slice or an index array, a list over the same memory.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: No row has this index.
             TypeError: The index is none.
         """
         if type(index) is not int:

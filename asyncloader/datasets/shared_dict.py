@@ -42,7 +42,7 @@ class SharedDict(ReadOnly, Mapping[K, V_co]):
     Raises:
         ConfigurationError: A key is of another type, or comes twice; ``consume`` is asked for, and ``items`` is not a
             dict.
-        OSError: There is no memory for the items.
+        OSError: Memory is full.
         Exception: A value cannot be pickled; a note says which.
 
     Example:
@@ -89,7 +89,7 @@ class SharedDict(ReadOnly, Mapping[K, V_co]):
         """Make the value of a key.
 
         Raises:
-            KeyError: There is no such key.
+            KeyError: No item has this key.
         """
         hash(key)  # a list is a TypeError, as in a dict
         if (data := canonical(key)) is not None:

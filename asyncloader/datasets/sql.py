@@ -36,8 +36,9 @@ class SQLDataset(BatchDataset[Opened["_Pool"], T_co]):
     ``query_timeout_s``.
 
     Args:
-        dsn: Where the database is, ``postgresql://user@host/database``. What it does not say comes from the environment
-            (``PGHOST``, ``PGUSER``, ``PGPASSWORD``, ``PGPASSFILE``, ...), so the password need not be in it.
+        dsn: Where the database is, ``postgresql://user@host/database``. Parts that it leaves out come from the
+            environment (``PGHOST``, ``PGUSER``, ``PGPASSWORD``, ``PGPASSFILE``, ...), so the password need not be in
+            it.
         query: Takes the keys as ``$1`` and gives one row for each of them, in any order, with the key in its first
             column: ``SELECT id, jpeg, label FROM images WHERE id = ANY($1)``.
         keys: The keys, in the order of their indices; or a query whose first column they are, which is run once at
@@ -55,7 +56,7 @@ class SQLDataset(BatchDataset[Opened["_Pool"], T_co]):
 
     A sample raises KeyError if there is no row for its key, with all such keys of the batch, ValueError if there are
     several, and :class:`~asyncloader.datasets.FetchError` if the server is out of reach for longer than ``retries``
-    allow. What is wrong with the query is raised as asyncpg tells it.
+    allow. Errors in the query are raised as asyncpg raises them.
 
     Example:
         ::

@@ -45,11 +45,11 @@ def spans_of(
 ) -> list[NDArray[np.int64]]:
     """Return for each shard where its samples begin and end: pairs of bytes, headers included.
 
-    One process of the machine makes what is missing, others wait for it.
+    A single process of the machine makes the indices that are missing; the others wait for it.
 
     Args:
         shards: Paths and urls.
-        versions: Of them, now.
+        versions: The present version of each shard.
         folder: Where indices are kept; None keeps them beside local shards, and others in the user's cache.
         access: How shards are reached.
 
@@ -135,7 +135,7 @@ def _read(place: Path, version: Version) -> NDArray[np.int64] | None:
     """Read an index; None if it is none of this version of its shard.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     beginning = head(version)
     with open_regular(place) as file:

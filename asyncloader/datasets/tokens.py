@@ -47,33 +47,33 @@ class TokenBlocks(Dataset[torch.Tensor]):
     ``as_dtype``. For inputs and targets of length T take ``block_size=T + 1, stride=T``.
 
     Args:
-        paths: One ``.bin`` or several: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``).
+        paths: The ``.bin`` file or files: paths and urls (``http``, ``https``, ``s3``, ``gs``, ``az``).
         block_size: Tokens in a block.
-        dtype: Of the tokens of flat files, such as ``"uint16"``, little-endian; None reads the ``.idx`` beside each
-            ``.bin``.
+        dtype: The type of tokens in flat files, such as ``"uint16"``, little-endian; None reads the ``.idx`` beside
+            each ``.bin``.
         stride: Tokens from the beginning of one block to that of the next; by default ``block_size``: each token once.
             1 makes every window a sample.
         by_document: Cut each document into blocks by itself; the last one of a document may be shorter. Otherwise
             blocks run across documents, and what is left of a file behind its last whole block is left out.
         end_of_text: With `by_document`, the token that ends each document of flat files: 50256 in nanoGPT's of GPT-2.
-            It belongs to the document that it ends. The files, which have to be local, are looked through for it when
-            the dataset is made, at the speed of the disk.
+            The token belongs to the document that it ends. The files, which have to be local, are looked through for it
+            when the dataset is made, at the speed of the disk.
         pad: The token with which short blocks are filled up; None leaves them short, for a sampler or ``collate_fn``
             that packs them (``lengths`` says how long they are).
         header_bytes: At the beginning of each flat file, to be passed over (1,024 in llm.c's).
-        as_dtype: What samples are converted to, such as ``torch.int64``; None takes them as they are. A sample with a
-            token that does not fit is a ValueError.
+        as_dtype: The type that samples are converted to, such as ``torch.int64``; None leaves them as they are. A
+            sample with a token that does not fit is a ValueError.
         headers, config, client_options, credential_provider, retries: As :class:`~asyncloader.datasets.TarShards` takes
             them.
 
     Attributes:
-        dtype: Of the files, as numpy has it.
+        dtype: The numpy type of tokens in the files.
         tokens: How many there are in all files, whether in a block or not.
         lengths: How many tokens each sample has, before padding: an array of int32, made when it is asked for.
 
     Raises:
-        ConfigurationError: There is no file or no block in them; a file is truncated, or is not the one that its
-            ``.idx`` tells of; dtypes differ; an argument is of no use.
+        ConfigurationError: No file was given, or the files have no block; a file is truncated, or is not the one that
+            its ``.idx`` tells of; dtypes differ; an argument is of no use.
         FileNotFoundError: A file is not there.
         ImportError: The client for a url is not installed (``asyncloader[http]``, ``asyncloader[objects]``).
 
@@ -168,7 +168,7 @@ class TokenBlocks(Dataset[torch.Tensor]):
         """Return for each block its place, the block, and the same memory as the bytes that are to be read into it.
 
         Raises:
-            IndexError: There is no such block.
+            IndexError: No block has this number.
             TypeError: A number is not whole.
         """
         files, begins, ends = self._layout.find(counted(indices, len(self), "block"))

@@ -1,1 +1,1 @@
-"""What is looked at: counters, statistics, the sentence about a run, timelines."""
+"""Figures: counters, statistics, the sentence about a run, timelines."""

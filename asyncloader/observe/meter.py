@@ -51,7 +51,7 @@ def _columns_here(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:
 
 
 class Made(NamedTuple):
-    """What is counted of a ticket when its batch is there; ``times`` are the seconds of each of `_MADE`."""
+    """The figures of a ticket whose batch has been made; ``times`` are the seconds of each of `_MADE`."""
 
     samples: int
     nbytes: int
@@ -181,8 +181,8 @@ class Meter:
         """Count a batch: the work of all its tickets, the first one's wait to be begun, the last one's way.
 
         Args:
-            number: Of the batch in the plan.
-            made: What was counted of its tickets, in the order of their samples.
+            number: The number of the batch in the plan.
+            made: The figures of its tickets, in the order of their samples.
         """
         samples, nbytes, row = made[0]
         if len(made) > 1:
@@ -257,7 +257,7 @@ class Meter:
             times: The batch's own.
             used: Batches being made or waiting.
             ready: Batches that lay ready.
-            digest: That of its data, or 0.
+            digest: The digest of the batch, or 0.
         """
         now = perf_counter()
         asked_at = asked_at or now

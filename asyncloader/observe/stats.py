@@ -62,7 +62,7 @@ class LoaderStats(Figures):
         changes: When workers came or went, and how many there were then.
         renewals: Workers whose place another process has taken, by ``max_tasks_per_child`` or ``max_worker_memory``.
         options: Options of the loader that the verdict builds on.
-        fingerprint: Of all batches of the run that were given, those before a resume included: 16 hexadecimal digits.
+        fingerprint: 16 hexadecimal digits for all batches of the run that were given, those before a resume included.
             Alike for the same batches under the same numbers, in whatever order they came. None without
             ``fingerprint=True``, or where those before a resume had none.
     """

@@ -4,12 +4,13 @@
                       └── take() ── a snapshot, folded when somebody looks ──> Timing
 
 A row is a list of numbers: durations in seconds, or times and counts that durations are worked out of when rows are
-folded. It is kept as it is and folded together with others by numpy: 0.5 us a row, where counting eight columns one by
-one in Python took 4 us. Buckets are an eighth of an octave wide, so a quantile is right to within 5 %. Rows in hand lie
-in an array: as tuples they took six times the memory, and pushed from the processor's cache what the next batch needed.
+folded. A row is kept as it is and folded together with others by numpy: 0.5 us a row, where counting eight columns one
+by one in Python took 4 us. Buckets are an eighth of an octave wide, so a quantile is right to within 5 %. Rows in hand
+lie in an array: as tuples they took six times the memory, and pushed from the processor's cache what the next batch
+needed.
 
-One thread, or several that take turns under a lock, may add; any may take a snapshot, without a lock: what is folded
-and what is in hand change together, in one assignment.
+A single thread, or several that take turns under a lock, may add; any thread may take a snapshot, without a lock: the
+folded rows and the rows in hand change together, in one assignment.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ Event: TypeAlias = "Callable[..., Iterator[dict[str, Any]]]"
 
 
 class Trace:
-    """One file with the timeline of one or several runs. Any thread may note; writing takes a lock.
+    """A file with the timeline of one or several runs. Any thread may note; writing takes a lock.
 
     Args:
         path: The file; what is there is replaced.
@@ -263,7 +263,7 @@ def taken(
         asked_at: Since when it was waited for, 0.0 if it was there.
         now: When it was taken.
         ready: How many more lay ready.
-        digest: That of its data; 0 if there is none.
+        digest: The digest of the batch; 0 if there is none.
         loader: The number of the loader in this timeline.
         epoch: The run of the loader.
     """

@@ -5,11 +5,11 @@
        <── pickle, buffers ─────── (straight from the slabs) <── batch
 
 The pool beneath it is that of local workers. Tickets and batches pass through as they are: nothing of the user's is
-unpickled here. What leaves is sent from the slabs that the workers have written, which are on lease until the socket
-has taken it.
+unpickled here. Batches are sent from the slabs that the workers have written, which are on lease until the socket
+has taken them.
 
 The process is its workers' fork server: it has imported torch and us, has no thread that computes, and is told what to
-do by its stdin. It goes when the trainer says so, when the connection ends, or when who launched it is gone.
+do by its stdin. The process ends when the trainer says so, when the connection ends, or when its launcher is gone.
 
 python -m asyncloader.ray.agent
 """
@@ -65,9 +65,9 @@ class AgentPool(Pool):
     """The workers of this machine, for a trainer on another one.
 
     Args:
-        loop: Of the agent.
-        spec: What the workers work with, without what is the user's.
-        source: What they unpickle it from.
+        loop: The agent's loop.
+        spec: The workers' options, without the user's objects.
+        source: The pickle of the user's objects.
         epoch: The run that is going on.
         pass_on: Sends a frame to the trainer: kind, worker, parts, large buffers.
     """
@@ -124,9 +124,9 @@ class Agent:
     """Owner of the connection to the trainer, and of the pool. On its loop.
 
     Args:
-        loop: Of the process.
-        order: What it was told.
-        source: What the workers unpickle what they work with from.
+        loop: The loop of the process.
+        order: The launcher's order.
+        source: The pickle of the user's objects.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, order: Order, source: Any) -> None:

@@ -4,8 +4,8 @@ TCP ──> Door ── TLS, if any ── proofs ──> `is_expected` ──> 
          └ too slow, no TLS, wrong secret, no agent, one of too many: dropped and counted
 
 The door accepts connections itself: a server of asyncio says nothing of a connection until its TLS stands, and nothing
-at all if the TLS fails. Each stranger is a task, in which TLS and proofs follow each other. There are never more than
-`_MOST_STRANGERS` of them: when one more comes the oldest has to go, because the newest may be the agent.
+at all if the TLS fails. Each stranger is a task, in which TLS and proofs follow each other. At most
+`_MOST_STRANGERS` may wait: when one more comes the oldest has to go, because the newest may be the agent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Door:
         on_open: Gets the transport of an agent that has come in, and its number.
 
     Attributes:
-        secret: Of the session.
+        secret: The secret of the session.
         refused: Connections that were turned away, by reason. Beyond `_MOST_REASONS` they share one reason.
     """
 

@@ -1,4 +1,4 @@
-"""What two machines have to have in common for the same batches, bit for bit: versions, and what the processor can do.
+"""Facts that two machines must share to make the same batches, bit for bit: versions, features of the processor.
 
 The same operation of torch gives other last bits of a float where vectors are 16 floats wide (AVX-512) and not 8.
 """

@@ -75,7 +75,7 @@ class Fleet:
     Args:
         loop: The portal's.
         owner: Has workers there.
-        spec: What the workers work with.
+        spec: The dataset, collation and options of the workers.
         access: How agents may connect.
         launcher: Launches agents; it is open.
         most: For how many workers there may be agents; None for any number.
@@ -179,7 +179,7 @@ class Fleet:
     # ----------------------------------------------------------------------------------------- they come and go
 
     def admit(self, num_workers: int) -> Order | None:
-        """One more agent is about to be launched, for so many workers: say who it is. None: it is not to be."""
+        """Enter another agent, for so many workers, before it is launched, or return None: it is not to be launched."""
         if self.is_closing or (self._most is not None and num_workers > self._most - self._count_taken()):
             return None
         self._num_agents += 1
@@ -199,7 +199,7 @@ class Fleet:
         self._owner.not_started(why)
 
     def on_draining(self, number: int) -> None:
-        """Whoever runs this agent's machine is about to take it away. One that has not come need not come."""
+        """The cluster is about to take this agent's machine away. An agent that has not come need not come."""
         agent = self.agents.get(number)
         if agent is not None and agent.state is AgentState.COMING:
             self.forget(agent, "its node is drained")
@@ -226,7 +226,7 @@ class Fleet:
             self._owner.not_started(why)
 
     def is_expected(self, number: int) -> bool:
-        """Whether an agent of this number may come now. One that was given up may not come back."""
+        """Whether an agent of this number may come now. An agent that was given up may not come back."""
         agent = self.agents.get(number)
         return agent is not None and agent.link is None and not self.is_closing
 
@@ -320,7 +320,7 @@ class Fleet:
         return name
 
     def _on_leaving(self, agent: RemoteAgent) -> None:
-        """Who runs its machine wants that back: its workers finish what they have, and go."""
+        """The cluster takes its machine back: the agent's workers finish what they have, and go."""
         agent.state = AgentState.LEAVING
         log.info("The agent on node %s leaves, with %d workers", agent.node, len(agent.workers))
         self._owner.on_leaving(agent)

@@ -51,7 +51,7 @@ class Stranger(asyncio.StreamReaderProtocol):
         self._proofs = weakref.ref(reader)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended: whoever reads is told why. Nobody waits for the end itself, so no future has it."""
+        """Tell the reader why the connection ended; no future has this error, as nothing waits for the end itself."""
         if exc is not None and (reader := self._proofs()) is not None:
             reader.set_exception(exc)
         super().connection_lost(None)
@@ -90,7 +90,7 @@ def trainer_side(secret: bytes, send: Send, admit: Callable[[int], bool]) -> Ste
     """Have an agent prove itself, then prove this side to it.
 
     Args:
-        secret: Of the session.
+        secret: The secret of the session.
         send: Sends bytes.
         admit: Is asked once the agent has proven itself: whether one of this number may come now.
 
@@ -114,9 +114,9 @@ def agent_side(secret: bytes, send: Send, number: int) -> Steps:
     """Prove this agent to the trainer, and have that prove itself.
 
     Args:
-        secret: Of the session.
+        secret: The secret of the session.
         send: Sends bytes.
-        number: Of this agent.
+        number: The number of this agent.
 
     Raises:
         Refused: by the generator: it is no trainer of this session.

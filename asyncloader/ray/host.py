@@ -48,7 +48,7 @@ class AgentHost:
         """Run the agent to its end.
 
         Args:
-            order: What it is told.
+            order: The launcher's order.
 
         Returns:
             How it ended.
@@ -77,7 +77,7 @@ class AgentHost:
 def _await_end(process: subprocess.Popen[bytes]) -> str:
     """Wait for the end of an agent, or for that of this process's parent; then the agent ends as well.
 
-    That is the raylet. When it has died Ray takes the node for dead, but leaves actors that are at work alone.
+    The parent is the raylet. When it has died Ray takes the node for dead, but leaves actors that are at work alone.
     """
     parent = os.getppid()
     ended = os.pidfd_open(process.pid)

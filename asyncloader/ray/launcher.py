@@ -35,7 +35,7 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the launcher tells an agent.
+    """The launcher's order to an agent.
 
     Attributes:
         host: The address at which the trainer listens.

@@ -38,9 +38,9 @@ class Link(asyncio.BufferedProtocol):
     """One end of a connection. On its loop.
 
     Args:
-        transport: Of the connection. From now on the link is its protocol.
+        transport: The connection's transport. From now on the link is its protocol.
         owner: Is told what comes.
-        loop: Of the connection.
+        loop: The connection's loop.
         allocate: Gives memory for large buffers.
         traffic: Counts what comes in many pieces, or None.
 

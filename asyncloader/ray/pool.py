@@ -53,7 +53,7 @@ class RemotePool:
 
     Args:
         loop: The portal's.
-        spec: What the workers work with.
+        spec: The dataset, collation and options of the workers.
         access: How agents may connect.
         launcher: Launches agents; it is open.
         first: The least id of a worker of an agent: below it are local ones.
@@ -109,7 +109,7 @@ class RemotePool:
     # ---------------------------------------------------------------------------------------------- lifecycle
 
     def start(self, epoch: EpochSpec, started: Callable[[], None]) -> Iterator[Launch]:
-        """Listen, and have agents launched: they come when they come. There is nothing to launch here.
+        """Listen, and have agents launched: they come when they come, so there is nothing left to launch.
 
         Raises:
             WorkerStartError: if this machine cannot listen where agents are to reach it.
@@ -207,7 +207,7 @@ class RemotePool:
         return process
 
     def _let_go(self, process: RemoteWorker) -> None:
-        """Have a worker leave. One that takes part in the run finishes what it has first."""
+        """Have a worker leave. A worker that takes part in the run finishes its tickets first."""
         self._unwant(process)
         if self.processes.get(process.worker_id) is not process:
             process.end(0.0)
@@ -332,7 +332,7 @@ class RemotePool:
         return self._slabs.receive(nbytes) or memoryview(bytearray(nbytes))
 
     def on_worker_frame(self, agent: RemoteAgent, frame: Frame) -> None:
-        """Take a frame about a worker. One about a worker that was given up, or that another agent has, is dropped."""
+        """Take a frame about a worker. Drop those about workers given up, or of another agent."""
         process, kind = agent.lives.get(frame.life), frame.kind
         if process is None:
             return

@@ -41,7 +41,7 @@ class BalancedBatchSampler(WindowedBatchSampler):
         max_batch: With `max_cost`, how many samples a batch has at most.
         cost: Makes costs of an array of lengths, as the model computes: ``lambda n: n + n * n / 4096`` for attention
             over whole sequences. By default costs are as given.
-        too_long: What becomes of a sample that costs more than `max_cost`: "raise", or "alone" in a batch above it.
+        too_long: For samples that cost more than `max_cost`: "raise", or "alone" in a batch above it.
         sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
             matter. By default all samples, shuffled.
         num_samples: How many samples there are; needed for a function of costs without a sampler.
@@ -105,7 +105,7 @@ class BalancedBatchSampler(WindowedBatchSampler):
 
     @property
     def imbalance(self) -> float:
-        """What the slowest ranks of all steps cost, over the mean of ranks, in what was planned so far; 1 at best.
+        """Cost of the slowest rank over the mean of ranks, summed over the steps that were planned so far; 1 at best.
 
         At first, one window is planned.
         """

@@ -19,7 +19,7 @@ def best_fit(sizes: Iterable[int], capacity: int) -> list[int]:
 
     Args:
         sizes: The largest first, none of them above `capacity`.
-        capacity: Of a block.
+        capacity: The capacity of a block.
     """
     open_blocks: dict[int, list[int]] = {}  # by what they have left
     words = [0] * ((capacity >> _SHIFT) + 1)

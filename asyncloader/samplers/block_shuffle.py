@@ -46,12 +46,12 @@ class BlockShuffleSampler(ElasticSampler):
     Args:
         block_sizes: How many samples there are in each block, one after the other.
         window: Samples that are mixed with each other; by default as many as there are in 4 blocks, on average.
-        num_workers, batch_size: Those of the loader on each rank.
+        num_workers, batch_size: As given to the loader on each rank.
         num_replicas, rank, shuffle, seed, drop_last: As ElasticSampler takes them. Without shuffling the order is that
             of the dataset.
 
     Raises:
-        ConfigurationError: There is no sample, or an argument is of no use.
+        ConfigurationError: The dataset is empty, or an argument is invalid.
         ValueError: The rank is not one of the ranks.
     """
 

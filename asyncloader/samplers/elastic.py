@@ -22,7 +22,7 @@ class ElasticSampler(OrderedSampler):
     Called from the thread that reads it.
 
     Args:
-        dataset: What to sample from, or its length.
+        dataset: The dataset, or its length.
         num_replicas: Ranks that share an epoch; by default those of the process group, or 1 without one.
         rank: Which of them this is; by default that of the process group, or 0.
         shuffle: Draw the samples in an order that `seed` and the epoch determine; otherwise in their own order.

@@ -25,22 +25,21 @@ _CANDIDATES = 256
 class LengthBatchSampler(WindowedBatchSampler, HasOrder):
     """Make batches of samples of like length, as many as a budget of tokens allows; go on anywhere, on any ranks.
 
-    Samples are taken in windows of the shuffled order. Those of a window are sorted by length, cut into batches whose
-    longest sample, times their number, is within the budget, and these batches are shuffled. All ranks get as many
-    batches; a state, of any one rank, is resumed on any number of ranks.
+    Samples are taken in windows of the shuffled order. The samples of a window are sorted by length, cut into batches
+    whose longest sample, times their number, is within the budget, and these batches are shuffled. All ranks get as
+    many batches; a state, of any one rank, is resumed on any number of ranks.
 
     Called from the thread that reads it.
 
     Args:
         lengths: How many tokens each sample has: a list, an array, a tensor, the path of a .npy file, or a function of
             an array of indices. Only those of one window are looked at, at construction those of arrays in memory.
-        max_tokens: What a batch has at the most, padding included: samples times the length of the longest.
+        max_tokens: Tokens of a batch at most, padding included: samples times the length of the longest.
         max_batch: How many samples a batch has at the most.
         buckets: Lengths that batches are padded to, so that they come in few shapes: each batch has samples of one
             bucket. Or how many: they are chosen then, of the lengths of up to 100,000 samples, so that least is padded.
             Without, each batch is as long as its longest sample, which pads less.
-        too_long: What becomes of a sample that is longer than `max_tokens`: "raise", or "alone" in a batch above the
-            budget.
+        too_long: For samples longer than `max_tokens`: "raise", or "alone" in a batch above the budget.
         sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
             matter. By default all samples, shuffled.
         num_samples: How many samples there are; needed for a function of lengths without a sampler.
@@ -177,7 +176,7 @@ def _bounds_that_pad_least(lengths: NDArray[np.int64], count: int) -> list[int]:
     spread.append(np.geomspace(ordered[0], ordered[-1], _CANDIDATES).astype(np.int64))
     candidates = np.unique(np.concatenate([*spread, ordered[-1:]]))
     below = np.searchsorted(ordered, candidates, side="right")  # samples that are not longer
-    # What it costs to pad those above one candidate, and up to another, to that one.
+    # The cost of padding all samples above one candidate, and up to another, to the latter.
     padded = np.where(below[None, :] >= below[:, None], (below[None, :] - below[:, None]) * candidates, np.inf)
     best = below * candidates.astype(np.float64)
     chosen = []

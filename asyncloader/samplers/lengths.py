@@ -25,7 +25,7 @@ class Lengths:
     """Lengths of samples, by index.
 
     Args:
-        lengths: One integer for each sample: a list, an array (also one that is mapped), a tensor, the path of a .npy
+        lengths: An integer for each sample: a list, an array (also one that is mapped), a tensor, the path of a .npy
             file, which is mapped; or a function of an array of indices that returns the array of their lengths.
         count: How many samples there are; needed for a function only.
 
@@ -88,7 +88,7 @@ class Lengths:
 
     @cached_property
     def identity(self) -> dict[str, int]:
-        """What tells them from other lengths: a checksum of some hundreds, and of all if they are in memory or mapped.
+        """Tell these lengths from others: a checksum of some hundreds, and of all if they are in memory or mapped.
 
         Made once, when a first state is: 0.7 s for 100 million of them.
         """

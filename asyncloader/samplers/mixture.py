@@ -27,7 +27,7 @@ _LEAST_SHARE = 1e-9
 class MixtureSampler(OrderedSampler):
     """Mix several sources by weight, over the indices of a `ConcatDataset`.
 
-    Of every 1,000 samples of all ranks together (the first 1,000, the next ...) each source has its share to within
+    In every 1,000 samples of all ranks together (the first 1,000, the next ...) each source has its share to within
     one sample, spread evenly; what is rounded evens out over time. A source that comes to its end begins anew in
     another order. Nothing is stored of the order: memory and states are as small for any lengths, and a state, of any
     one rank, is resumed on any number of ranks.
@@ -36,7 +36,7 @@ class MixtureSampler(OrderedSampler):
 
     Args:
         lengths: How many samples each source has: numbers, or the datasets themselves, or a `ConcatDataset` of them.
-        weights: What share each source has, in any unit: `[7, 2, 1]`. Or a curriculum: pairs of the sample, counted
+        weights: The share of each source, in any unit: `[7, 2, 1]`. Or a curriculum: pairs of the sample, counted
             over all ranks, from which on weights hold, rounded up to a multiple of 1,000, and these weights:
             `[(0, [1, 0]), (50_000, [1, 1])]`. By default sources are weighted by their lengths.
         stop: Where an epoch ends: "first" when a source has come to its end and would begin anew, "all" when every
@@ -90,11 +90,11 @@ class MixtureSampler(OrderedSampler):
     def set_weights(self, weights: Sequence[float], at: int) -> None:
         """Let other weights hold from a sample on, which is recorded in states. All ranks have to say the same.
 
-        What was read, or planned by a sampler that has this one inside, keeps its weights: loaders read ahead, so name
+        Samples that were read, or planned by a sampler around this one, keep their weights: loaders read ahead, so name
         a sample well ahead of the one that is trained on.
 
         Args:
-            weights: One for each source.
+            weights: The weight of each source.
             at: From which sample on, counted over all ranks; rounded up to a multiple of 1,000.
 
         Raises:

@@ -71,12 +71,12 @@ def place_in_group(num_replicas: int | None, rank: int | None) -> tuple[int, int
 
 
 class Run:
-    """One iterator of a sampler: where it began, and how much of it was read. Only the newest one tells states.
+    """An iterator of a sampler: where it began, and how much of it was read. Only the newest one tells states.
 
     Attributes:
         start: The cursor that it began at.
         read: How many items were read of it.
-        ends: Of a run that plans windows: how many units it has up to the end of each; 0 before the first one.
+        ends: For a run that plans windows: its units up to the end of each window; 0 before the first one.
     """
 
     def __init__(self, start: Any) -> None:

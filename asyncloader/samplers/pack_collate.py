@@ -34,12 +34,12 @@ def pack_collate(
     Args:
         samples: Rows of tokens (tensors, arrays or lists of integers), or dictionaries with such a row under
             "input_ids". Their own "labels" are used if there are any; other rows of numbers, one for each token, are
-            laid out alike. What is no row of numbers (texts, numbers, arrays of several dimensions) is left out.
+            laid out alike. Other entries (texts, numbers, arrays of several dimensions) are left out.
         block_size: Tokens of a block.
         batch_size: How many blocks to make, also where fewer are needed, so that all batches have one shape; by
             default as many as are needed.
         too_long: Samples longer than a block: "raise", or "cut" to the tokens that fit.
-        pad_id: What fills the end of a block.
+        pad_id: The token that fills the end of a block.
         shift_labels: Let labels be the tokens that come next. By default they are those at the same place, as the
             models of transformers, which shift them, want them.
 

@@ -36,7 +36,7 @@ def packed(
     Args:
         dataset: Map-style, plain or async, of rows of tokens or dictionaries with them: see :func:`pack_collate`.
         sampler: Says how large blocks are, how many are in a batch, and what becomes of samples that are too long.
-        pad_id: What fills the end of a block.
+        pad_id: The token that fills the end of a block.
         shift_labels: Let labels be the tokens that come next.
 
     Returns:
@@ -66,7 +66,7 @@ class PackingBatchSampler(WindowedBatchSampler):
     """Pack samples into blocks of `block_size` tokens, `batch_size` blocks a batch; go on anywhere, on any ranks.
 
     Samples are taken in windows of the shuffled order; those of a window are packed, the longest first, each into the
-    block that it fills best, and the blocks are shuffled. What is yielded are the keys of a batch's samples, block
+    block that it fills best, and the blocks are shuffled. The sampler yields the keys of a batch's samples, block
     after block; :func:`pack_collate` makes a batch of the samples. All ranks get as many batches. A state, of any one
     rank, is resumed on any number of ranks, and with any `batch_size`.
 
@@ -77,9 +77,9 @@ class PackingBatchSampler(WindowedBatchSampler):
             an array of indices. Only those of one window are looked at, at construction those of arrays in memory.
         block_size: Tokens of a block.
         batch_size: Blocks of one rank's batch.
-        too_long: What becomes of a sample that is longer than a block: "raise"; "cut": it counts as one of
-            `block_size` tokens, and :func:`pack_collate` is told to cut it too; "split": it is yielded in pieces, each
-            a :class:`Piece`, which :class:`Pieces` reads from any dataset.
+        too_long: For samples longer than a block: "raise"; "cut": each counts as one of `block_size` tokens, and
+            :func:`pack_collate` is told to cut it too; "split": each is yielded in pieces, each a :class:`Piece`, which
+            :class:`Pieces` reads from any dataset.
         sampler: The order of samples: a sampler of this package, such as `MixtureSampler`, whose own ranks do not
             matter. By default all samples, shuffled.
         num_samples: How many samples there are; needed for a function of lengths without a sampler.
@@ -91,10 +91,10 @@ class PackingBatchSampler(WindowedBatchSampler):
         drop_last: Leave out the blocks at an epoch's end that are too few for a batch on all ranks. Otherwise they are
             divided, so that each rank has a last batch, of fewer blocks, and no sample comes twice, unless there are
             fewer than ranks.
-        cost: What samples cost, as a function of an array of their lengths, those of pieces and cut ones as they are
-            laid out: ``lambda n: n + n * n / 4096`` for attention within documents. Then batches of a step cost the
-            same on all ranks, as with :class:`BalancedBatchSampler`. A window is packed as whole batches, so up to
-            `batch_size` - 1 blocks of each stay empty, and a state is for one `batch_size`.
+        cost: The cost of samples, as a function of an array of their lengths, where pieces and cut samples have the
+            length that is laid out: ``lambda n: n + n * n / 4096`` for attention within documents. Then batches of a
+            step cost the same on all ranks, as with :class:`BalancedBatchSampler`. A window is packed as whole batches,
+            so up to `batch_size` - 1 blocks of each stay empty, and a state is for one `batch_size`.
 
     Raises:
         ConfigurationError: if lengths are no integers, negative, too long or not as many as the sampler has.
@@ -195,7 +195,7 @@ class PackingBatchSampler(WindowedBatchSampler):
 
         Args:
             blocks: The block of each sample.
-            costs: That of each sample.
+            costs: The cost of each sample.
             key: The numbers that seed the order.
         """
         of_blocks = np.bincount(blocks, costs)

@@ -23,7 +23,7 @@ class Piece(NamedTuple):
         """Refuse to be the index of a list: a dataset that is asked for pieces has to know them.
 
         Raises:
-            TypeError: It says what to do.
+            TypeError: Always; the message says what to do.
         """
         raise TypeError(_NO_INDEX)
 

@@ -37,7 +37,7 @@ def take(iterator: Iterator[Any], count: int, begun: list[Any]) -> list[Any]:
     Args:
         iterator: As `indices` has made it.
         count: How many.
-        begun: What of them an earlier call had taken when it was interrupted; this one leaves its own there.
+        begun: The draws of an earlier call that was interrupted; this call leaves its own there.
     """
     if type(iterator) is RandomOrder:
         return iterator.take(count)

@@ -38,7 +38,7 @@ class Stage:
 
     Args:
         start: The first cycle.
-        weights: One for each source, at least one of them above 0.
+        weights: The weight of each source; at least one is above 0.
         base: How many draws of each source come before this stage.
     """
 

@@ -78,7 +78,7 @@ def reshuffled(length: int, shuffle: bool, *key: int) -> Callable[[NDArray[np.in
             return places
         if length <= _SHORT:
             named, row = np.unique(epochs, return_inverse=True)
-            # There may be many epochs: their orders are made at once, by sorting numbers that look random.
+            # The orders of many epochs are made at once, by sorting numbers that look random.
             numbers = named[:, None] * length + np.arange(length)
             orders = np.argsort(scramble(numbers.astype(np.uint64), np.uint64(mix(*key))), axis=1)
             return orders[row, places].astype(np.int64, copy=False)

@@ -1,4 +1,4 @@
-"""What a dataset holds: in its attributes, a few levels in, in closures of its functions, as globals that these name.
+"""Objects that a dataset holds: in attributes, a few levels in, in closures of functions, as globals that these name.
 
     dataset ── members of torch's wrappers ── attributes, containers, closures ── wanted? ──> (path, object)
 

@@ -1,7 +1,7 @@
 """Which sample is being fetched, and the random generator that is its own.
 
-There is one `SampleContext` for each batch, whose position is set before each sample; or one for each sample, where
-several are fetched at once.
+Each batch has a `SampleContext`, whose position is set before each sample; where several samples are fetched at once,
+each sample has its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = (1 << 32) - 1
 
 
 class EpochKey(tuple[int, int, int]):
-    """What the seeds of an epoch are made from: base seed, epoch of the loader, rank.
+    """The numbers that seed an epoch: base seed, epoch of the loader, rank.
 
     The run and all its samples in this process share one object, whose copies elsewhere are just numbers.
 
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
 
     Attributes:
         keys: As the sampler gave them.
-        first: Of its first sample, the number in the order of the epoch, from 0.
+        first: The number of its first sample in the order of the epoch, from 0.
     """
 
     keys: Any
@@ -52,7 +52,7 @@ class SampleContext:
     """Where in the run the running code is.
 
     Args:
-        seeder: Of the worker, for this epoch.
+        seeder: The seeder of the worker, for this epoch.
         seq: Number of the batch.
         position: In the batch, from 0.
         first: Number of the batch's first sample in the epoch, where samples are known by that; otherwise None.
@@ -71,7 +71,7 @@ class SampleContext:
 
     @property
     def number(self) -> int:
-        """Of the sample in the epoch; of the first one for what belongs to the batch. Only where that is known."""
+        """The number of the sample in the epoch, of the first sample outside of samples. Only where it is known."""
         assert self.first is not None
         return self.first + max(self.position, 0)
 
@@ -116,7 +116,7 @@ class SeedingContext(SampleContext):
     """The context of a batch whose samples are made one after the other: seeds the generators for each.
 
     Args:
-        seeder: Of the worker, for this epoch.
+        seeder: The seeder of the worker, for this epoch.
         seq: Number of the batch.
         first: Number of the batch's first sample in the epoch.
         count: How many samples the batch has.
@@ -171,15 +171,14 @@ def here() -> SampleContext:
 def sample_rng() -> np.random.Generator:
     """Return the random generator of the sample that is being fetched.
 
-    It depends on the loader's base seed, the epoch, the rank of the data (see ``seeding_rank`` of the loader), the
-    number of the batch and the position in it, and on nothing else: the same numbers come with any `num_workers`,
-    `concurrency` or timing, after a crash and on a retry.
-    With ``seeding="sample"`` it depends on the place in the epoch's order in place of batch and position: then the same
-    come with any batch size as well. The global generators of random, numpy and torch are shared by all samples that a
-    worker fetches at once; this one is not. In `__getitems__` and in `collate_fn` it is the generator of the batch as a
-    whole.
+    Its numbers depend on the loader's base seed, the epoch, the rank of the data (see ``seeding_rank`` of the loader),
+    the number of the batch and the position in it, and on nothing else: the same come with any `num_workers`,
+    `concurrency` or timing, after a crash and on a retry. With ``seeding="sample"`` it depends on the place in the
+    epoch's order in place of batch and position: then the same come with any batch size as well. The global generators
+    of random, numpy and torch are shared by all samples that a worker fetches at once; this one is not. In
+    `__getitems__` and in `collate_fn` it is the generator of the batch as a whole.
 
-    It is made at the first call and goes on where it was at the next one for the same sample. Source of the generator:
+    The generator is made at the first call; further calls for the same sample go on with it. Source of the generator:
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
     Raises:

@@ -75,9 +75,9 @@ def _seed(key: int, mixed_key: int, number: int) -> int:
     public domain), which maps 32 bits to 32 bits, one to one.
 
     Args:
-        key: Of the epoch: what base seed, epoch and rank were mixed into.
+        key: The key of the epoch, mixed from base seed, epoch and rank.
         mixed_key: ``mix(key)``.
-        number: Of the batch, or of the sample in the epoch.
+        number: The number of the batch, or of the sample in the epoch.
     """
     low = (number ^ key) & _WORD
     low = (low ^ low >> 16) * 0x85EBCA6B & _WORD
@@ -124,8 +124,8 @@ class Seeder:
         """Seed for this batch, or sample; return torch's seed.
 
         Args:
-            number: Of the batch, or of the sample in the epoch.
-            part: What of it: each has numbers of its own.
+            number: The number of the batch, or of the sample in the epoch.
+            part: The part of the batch or sample; each has numbers of its own.
         """
         seed = _seed(*self._keys_of(part), number)
         self.set(seed)

@@ -54,9 +54,10 @@ class _Turn:
 
     Attributes:
         lock: Held by whose turn it is.
-        holder: The sample, in the thread that has the lock. One of a run that is over may not seed anything.
+        holder: The sample, in the thread that has the lock. A sample of a run that is over may not seed anything.
         is_trainers: The global generators are those of the trainer, and are given back after each turn.
-        drawings: What goes on; each thread adds and removes its own, and adds with the lock held: never inside a block.
+        drawings: Draws that go on; each thread adds and removes its own, and adds with the lock held: never inside a
+            block.
     """
 
     def __init__(self, *, is_trainers: bool = True) -> None:
@@ -227,8 +228,8 @@ class sample_seed:  # read as a function that returns a context manager
     samples of its loop would run inside it.
 
     Args:
-        position: Of the sample in the batch, in `__getitems__`, which makes all samples of one. In the block,
-            :func:`asyncloader.sample_rng` is that sample's own, under any ``seeding``.
+        position: The position of the sample in the batch, for `__getitems__`, which makes all samples of a batch. In
+            the block, :func:`asyncloader.sample_rng` is that sample's own, under any ``seeding``.
 
     Raises:
         RuntimeError: on entering a block while another sample is in one, in the same thread.

@@ -265,7 +265,7 @@ def _unlike(path: str, one: Any, other: Any) -> Difference:
 
 
 def _value(thing: Any, number: int) -> str:
-    """One element of a tensor or an array; nothing if torch has no value for it."""
+    """Show an element of a tensor or an array; nothing if torch has no value for it."""
     try:
         return repr(thing.reshape(-1)[number].item())
     except (NotImplementedError, RuntimeError):
