@@ -100,29 +100,29 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ``mesh["dp"].get_local_rank()``. For data that are divided before the loader gets them.
         max_buffered_bytes: While the next batch in order is slow and workers would stand idle, they work ahead of
             torch's window, as long as what waits is below so many bytes. 0 keeps torch's window exactly.
-        on_error: What to do about a sample that raises: "raise" raises it in the place of the batch; "skip" leaves the
+        on_error: For a sample that raises: "raise" raises the error in the place of the batch; "skip" leaves the
             sample out of its batch, and the batch out if no sample is good; "replace" puts a good sample of the same
             batch in its place, and raises if there is none. Ranks of a process group want "replace": skipping makes
             their counts of batches uneven, which hangs them.
         max_errors: How many samples may raise in an epoch before skipping and replacing give up and raise: a count, or
             a share (a float between 0 and 1) of the samples; None for no bound.
-        on_timeout: What to do about a batch that does not come within ``timeout``: "raise" raises BatchTimeoutError and
+        on_timeout: For a batch that does not come within ``timeout``: "raise" raises BatchTimeoutError and
             kills nothing, the next call waits for the same batch; "retry" kills and replaces the worker and runs the
             batch again; "skip" leaves the batch out. A worker that is still opening the dataset is given 60 s; one of
             an iterable dataset is killed only if another one can go on where it was.
-        on_crash: What to do about a batch whose worker died: "retry" replaces the worker and runs the batch again, with
+        on_crash: For a batch whose worker died: "retry" replaces the worker and runs the batch again, with
             the same seeds; "raise" raises WorkerDiedError; "skip" leaves the batch out.
         max_retries: How often a batch is run again; then WorkerDiedError or BatchTimeoutError is raised, and the next
             batch follows.
-        worker_backend: Where workers run. Threads too with a context whose processes are threads, as MONAI's are.
-            :class:`asyncloader.ray.RayWorkers`, or "ray" for its defaults, has workers on other machines as well,
-            beside the ``num_workers`` of this one.
+        worker_backend: "process" or "thread". Workers are threads too with a context that starts threads instead of
+            processes, as MONAI's does. :class:`asyncloader.ray.RayWorkers`, or "ray" for its defaults, has workers on
+            other machines as well, beside the ``num_workers`` of this one.
         trace: File to write a timeline of all runs to, for Perfetto or ``asyncloader trace FILE``.
         snapshot_every_n_steps: How often the state of a dataset is taken, where it provides one: after so many batches,
-            or less often where that would cost more than a fiftieth of the time. What came since is made again and
-            dropped to resume. 0 or None for never: then a stream is read again from its beginning, and the state of a
-            map-style dataset is not kept.
-        equal_steps: What ranks do about iterable datasets that give them different numbers of batches: "drop" leaves
+            or less often where that would cost more than a fiftieth of the time. A resume makes the batches since then
+            again and drops them. 0 or None for never: then a stream is read again from its beginning, and the state of
+            a map-style dataset is not kept.
+        equal_steps: For iterable datasets that give ranks different numbers of batches: "drop" leaves
             out what not all have; "pad" has a rank repeat its last batch until all are at their end. They agree some
             steps ahead and hold up to 17 batches for it. All have to begin, leave and resume a run at the same step.
         prefetch_epochs: 1 has persistent workers go on with the next epoch while the last batches of this one are used:
@@ -133,16 +133,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             for this process (shared with the other ranks on the machine, where torchrun, Slurm or MPI say how many
             there are); four times that while workers mostly wait.
         max_tasks_per_child: Have another worker take the place of each that has made so many batches, for libraries
-            that leak. It is started first and takes over between two batches, so nothing waits, nothing is lost, and
-            nothing else changes; one after the other, so some batches may be made beyond that number. For worker
-            processes of map-style datasets. With ``scheduling="split"`` slices of batches count.
-        max_worker_memory: The same for each worker that has come to have more than so many bytes to itself, as a number
-            or as "4GB": what it shares with the trainer or with other workers does not count. Looked at about once a
-            second.
+            that leak. The new worker is started first and takes over between two batches, so nothing waits, nothing is
+            lost, and nothing else changes; one after the other, so some batches may be made beyond that number. For
+            worker processes of map-style datasets. With ``scheduling="split"`` slices of batches count.
+        max_worker_memory: Replace, in the same way, each worker that holds more than so many bytes of its own, as a
+            number or as "4GB"; memory that it shares with the trainer or with other workers does not count. The memory
+            is looked at about once a second.
         fingerprint: Have a digest made of the data of each batch, where it is made. `stats` and states then have the
             fingerprint of all batches that were given, and the timeline (``trace``) that of each: ``asyncloader
-            compare`` names the first in which two runs differ. It takes as long as reading the batch once, and needs
-            the package xxhash (``asyncloader[fingerprint]``).
+            compare`` names the first in which two runs differ. A digest takes as long as reading the batch once, and
+            needs the package xxhash (``asyncloader[fingerprint]``).
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -195,7 +195,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         _import_iterators()
         sampler, batch_sampler = _accept(dataset, sampler, batch_sampler, shuffle)
-        # Torch does not know of workers that a provider brings. It refuses these two options where it sees no workers.
+        # Torch refuses these two options where it sees no workers, and does not know of workers that a provider brings.
         seen = num_workers != 0 or isinstance(_backend(worker_backend), str)
         with one_walks(dataset):
             super().__init__(
@@ -404,7 +404,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         ranks come to different numbers of them.
 
         Args:
-            keys: Of samples, as the sampler yields them; of packed samples that are yielded in pieces, their numbers.
+            keys: The keys of samples, as the sampler yields them; of packed samples that are yielded in pieces, their
+                numbers.
 
         Raises:
             ConfigurationError: if the dataset is not read by key, or a key cannot be looked up.
@@ -421,7 +422,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Order and content of the batches do not change by it. A new worker takes part when it has opened its copy
         of the dataset; a worker that leaves finishes the batches that it has. For map-style datasets without a state of
         their own, and ``seeding="batch"`` or "sample". Call it in the thread that iterates. Does not wait, and ends
-        ``num_workers="auto"``. Of workers on other machines there are as many as ``worker_backend`` says.
+        ``num_workers="auto"``. The number of workers on other machines is that of ``worker_backend``.
 
         Args:
             num_workers: On this machine; at least 1.

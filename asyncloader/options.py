@@ -99,7 +99,7 @@ class Options:
     """Torch's arguments, as its loader has checked them, and ours, which are checked here.
 
     Made by ``loader.py``: once at construction, to check, and once for each iterator; a run with workers that are there
-    has a copy with what these were started with. What an option means is in the docstring of
+    has a copy with what these were started with. The meaning of each is in the docstring of
     :class:`asyncloader.DataLoader`.
 
     Raises:

@@ -35,7 +35,7 @@ class FrameBuffer:
     does not fit gets memory of its own, which grows with what has come: a length that was never sent costs nothing.
 
     Args:
-        kinds: Of frames. Another kind is no frame of ours.
+        kinds: The kinds of frames; any other kind is an error.
     """
 
     def __init__(self, kinds: frozenset[int] = KINDS) -> None:

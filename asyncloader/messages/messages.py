@@ -82,7 +82,7 @@ class Slice(NamedTuple):
 
 
 class EpochSpec(NamedTuple):
-    """One run over the data, described for a worker.
+    """The description of a run over the data, for a worker.
 
     Attributes:
         number: Counts the runs of a pool; frames of an earlier run are dropped by it.
@@ -104,7 +104,7 @@ class EpochSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker works with: the part of the options that it needs, under the names that they have there.
+    """A worker's view of the options: the part that it needs, under the same names.
 
     Inherited under fork, pickled once for all workers otherwise.
 

@@ -32,12 +32,12 @@ NO_RECORD = Record(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Outcome(NamedTuple):
-    """What has become of a ticket.
+    """The result of a ticket.
 
     Attributes:
-        kind: One of the five, which is that of its frame too.
+        kind: The kind of result, and of its frame.
         record: Times of the ticket.
-        data: Of a batch.
+        data: The data of a batch.
         error: In place of a batch: on its way a `RemoteError` or a `LocalError`, then the exception itself.
         bad: The samples that raised, and that the batch was made without.
         snapshot: The state of the dataset after the ticket, where one was taken: a `Frozen`, or `Untold`, why it could

@@ -139,8 +139,8 @@ _ANY_TIME = (types.MethodType, type(list.append), type(int.__add__), functools.p
 def _reduce(obj: Any, is_launching: bool) -> Any:
     """Reduce what is not pickled as ever; find out what has to wait until a process is launched.
 
-    Memory that is shared stays shared with the trainer: torch passes its descriptor on, at launch. What else torch has
-    reducers for can go at any time.
+    Memory that is shared stays shared with the trainer: torch passes its descriptor on, at launch. Other objects that
+    torch has reducers for can be sent at any time.
     """
     if isinstance(obj, torch.Tensor):
         return _reduce_tensor(obj, is_launching)
@@ -158,7 +158,7 @@ def _reduce(obj: Any, is_launching: bool) -> Any:
 
 
 def _storage(array: NDArray[np.uint8]) -> torch.UntypedStorage:
-    """Make a storage of its bytes. That which pickle makes of torch's own reduction does not unpickle (torch 2.13)."""
+    """Make a storage of its bytes; the pickle of torch's own reduction cannot be unpickled (torch 2.13)."""
     return torch.from_numpy(array).untyped_storage()
 
 

@@ -6,8 +6,8 @@
     Keeper     takes snapshots of the dataset and its iterator, loads one, and says what came after it
 
 A snapshot is {"dataset", "iterator", "ended"}: the states of those that provide one. A dataset that is its own iterator
-provides it once. What was made after a snapshot is made again from there, and dropped: of a stream so many batches, of
-a map-style dataset those with their keys.
+provides it once. Batches since a snapshot are made again from there, and dropped: a number of batches of a stream, the
+keys of batches of a map-style dataset.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Untold(NamedTuple):
 class Pace:
     """Says when the next state is due, so that taking states costs a fiftieth of the time at most.
 
-    A state that takes microseconds is taken with each batch; one that takes a second, every minute. What comes between
-    two is drawn or made again after a resume: in less than `_SHARE` times as long as taking the state took.
+    A state that takes microseconds is taken with each batch; one that takes a second, every minute. Batches between
+    two states are drawn or made again after a resume: in less than `_SHARE` times as long as taking the state took.
     """
 
     def __init__(self) -> None:
@@ -164,9 +164,9 @@ class Made(NamedTuple):
 class Start(NamedTuple):
     """Where a worker is: what was made after a snapshot, or after the beginning if there is none.
 
-    Of a stream so many batches. Where batches of a stream are made at once, some further ones may be done with before
-    the one that comes next: ``ahead`` are their numbers in ascending order, counted from that one, which is 0. Of a
-    map-style dataset ``made`` in this order.
+    A stream has a number of batches. Where batches of a stream are made at once, some further ones may be done with
+    before the one that comes next: ``ahead`` are their numbers in ascending order, counted from that one, which is 0. A
+    map-style dataset has the keys of batches, ``made``, in this order.
 
     ``epochs`` is what `set_epoch` has told the dataset since the snapshot, which is of the end of the run before.
     """

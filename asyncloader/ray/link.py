@@ -35,7 +35,7 @@ class Owner(Protocol):
 
 
 class Link(asyncio.BufferedProtocol):
-    """One end of a connection. On its loop.
+    """An end of a connection, on its loop.
 
     Args:
         transport: The connection's transport. From now on the link is its protocol.

@@ -362,7 +362,7 @@ class RemotePool:
             self.listener.on_ready(process.worker_id)
 
     def _on_died(self, process: RemoteWorker, death: Death) -> None:
-        """A worker has ended on its own. One that could not be set up is no loss, and no fault of a batch."""
+        """Note that a worker has ended by itself. One that was not set up yet is no loss, and no batch's fault."""
         worker, agent = process.worker_id, process.agent
         del agent.lives[process.life]
         process.on_died(death)

@@ -1,4 +1,4 @@
-"""What asyncloader uses of Ray's private modules, and which versions of Ray have these.
+"""The private modules of Ray that asyncloader uses, and the versions of Ray that have them.
 
 Ray has no public functions for what nodes have free, which nodes are drained, and files of a `runtime_env` that belongs
 to no job. Another version of Ray may have changed the private ones, so `check_version` refuses it.

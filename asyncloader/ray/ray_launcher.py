@@ -74,7 +74,7 @@ class RayLauncher:
     """Launches agents as Ray's actors; see :class:`asyncloader.ray.launcher.Launcher`.
 
     Args:
-        need: What each worker takes of a place.
+        need: The resources that each worker takes.
         runtime_env: For the actors.
         places: Where they may be.
         at_least: For so many workers there has to be room, some day.
@@ -264,7 +264,7 @@ class RayLauncher:
         handle.run.remote(order).future().add_done_callback(partial(self._on_ended, order.number, place.node, handle))
 
     def _on_placed(self, number: int, placed: Future[str]) -> None:
-        """There is room now for an actor that waited for it. In a thread of Ray's."""
+        """Note where an actor that waited for room has found it. In a thread of Ray's."""
         if placed.exception() is None:
             self._steps.put(partial(self._note_node, number, placed.result()))
 

@@ -63,7 +63,7 @@ class Nodes:
     def strategy(self, place: Place) -> Any:
         """Return what puts an actor of Ray there.
 
-        It is never Ray's default strategy: that puts an actor into the placement group of the caller if the group takes
+        Ray's default strategy is never used: it puts an actor into the placement group of the caller if the group takes
         in what is started there, as the group of Ray Train's workers may.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -84,7 +84,7 @@ class Bundles(Nodes):
         self._group = group
 
     def check(self, need: Mapping[str, float], num_workers: int) -> None:
-        """Look whether the group is there, and large enough. It need not have been placed yet."""
+        """Check that the group exists and is large enough; it need not have been placed yet."""
         bundles = self._look_up()
         self.most = sum(count_workers(bundle, need) for bundle in bundles)
         if self.most < num_workers:
@@ -147,9 +147,9 @@ def find_rooms(
 
     Args:
         free: By place, what nobody has of what there is.
-        need: What a worker takes.
+        need: The resources that a worker takes.
         wanted: How many are wanting; None for as many as there is room for, but not on this node if there are others.
-        here: The trainer's node. What is reserved on it for workers, as bundles, is not left out.
+        here: The trainer's node. Bundles that are reserved on it for workers count as well.
     """
     fitting = {place: count_workers(has, need) for place, has in free.items()}
     if wanted is None and len(fitting) > 1:

@@ -5,8 +5,8 @@
     header: as :mod:`asyncloader.messages.frames` has it
     body:   as the worker's own channel has it (see :mod:`asyncloader.messages.messages`); or one of `Word`
 
-The sizes come first, so that buffers are received where they are to stay. Of a batch the body is its record and its
-pickle, the buffers are what the pickle refers to. An impossible frame ends the connection. Nothing in here does I/O.
+The sizes come first, so that buffers are received where they are to stay. The body of a batch is its record and its
+pickle; the pickle refers to the buffers. An impossible frame ends the connection. Nothing in here does I/O.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FrameReader:
     """Bytes as they come in, cut into frames. Large buffers are read straight into their own memory.
 
     Args:
-        allocate: Gives memory of a size for a buffer. What it raises ends the connection.
+        allocate: Gives memory of a size for a buffer. An error of `allocate` ends the connection.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:

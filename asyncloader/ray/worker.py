@@ -43,10 +43,10 @@ class RemoteAgent:
     Attributes:
         number: Its own, which is never given twice.
         size: How many workers it has room for.
-        workers: Its workers, by their ids. One that has died or was discarded keeps its room until another is started.
+        workers: Its workers, by their ids. A dead or discarded worker keeps its room until another is started.
         lives: Their processes that are alive, by the number of each.
         node: Its machine, by name.
-        has_served: One of its workers has been ready.
+        has_served: Whether any of its workers has been ready.
         went_with_node: Whether its process ended because its machine did; None until the launcher says so.
         failed: How many of its workers have ended before they were ready.
     """
@@ -74,7 +74,7 @@ class RemoteAgent:
 
 
 class RemoteWorker(Worker):
-    """One worker on another machine. On the loop.
+    """A worker on another machine. On the loop.
 
     Args:
         worker_id: Its id.
@@ -104,7 +104,7 @@ class RemoteWorker(Worker):
 
     @property
     def is_telling(self) -> bool:
-        """It can be asked where it is."""
+        """Whether the worker can be asked where it is."""
         return self.is_alive and self.is_ready
 
     def _ask(self, seq: int) -> None:
@@ -115,7 +115,7 @@ class RemoteWorker(Worker):
         return f"on node {self.node}:\n{awaits}" if awaits else ""
 
     def end(self, grace_s: float) -> None:
-        """Have it finish. What its process still sends is dropped."""
+        """Have it finish, and drop the frames that its process still sends."""
         if self.agent.lives.pop(self.life, None) is not None:
             self.agent.send(Word.DISMISS, self.life, SECONDS.pack(grace_s))
             self.on_gone()

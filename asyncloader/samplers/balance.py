@@ -43,7 +43,7 @@ def balanced(costs: NDArray[Any], count: int, most: int) -> NDArray[np.int64]:
     """Return the batch that each sample is put into, so that all batches cost about the same.
 
     Args:
-        costs: Of each sample.
+        costs: The cost of each sample.
         count: How many batches there are.
         most: How many samples a batch has at most; `count` times that are no fewer than the samples. Where samples
             are as many as batches or more, no batch is empty.
@@ -69,8 +69,8 @@ def balanced_within(
     """Return the same for as few batches as a budget allows, and how many these are.
 
     Args:
-        costs: Of each sample. A sample above the budget makes a batch alone.
-        budget: What a batch costs at most.
+        costs: The cost of each sample. A sample above the budget makes a batch alone.
+        budget: The highest cost of a batch.
         most: How many samples a batch has at most.
     """
     most = most or len(costs)
@@ -89,7 +89,7 @@ def alike_in_a_row(costs: NDArray[Any], *key: int, shuffle: bool = True) -> NDAr
     """Return an order of batches in which neighbours cost about the same; it begins and ends where most of them are.
 
     Args:
-        costs: Of each batch.
+        costs: The cost of each batch.
         key: Seeds where it begins, and the order of batches that cost the same.
         shuffle: Otherwise these are in their own order.
     """

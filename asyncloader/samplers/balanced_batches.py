@@ -25,19 +25,19 @@ _PROBES = 256
 class BalancedBatchSampler(WindowedBatchSampler):
     """Make batches that cost the same, so that no rank waits for another one's long sequences; go on anywhere.
 
-    Samples are taken in windows of the shuffled order. Those of a window are divided into batches of equal cost; where
-    single samples cost more than that, their batches come in a row, the ones that cost alike beside each other. The
-    batches of a step therefore cost the same on any number of ranks, and the batches themselves are the same on any.
-    All ranks get as many; a state, of any one rank, is resumed on any number of ranks.
+    Samples are taken in windows of the shuffled order. The samples of a window are divided into batches of equal cost;
+    where single samples cost more than that, their batches come in a row, the ones that cost alike beside each other.
+    The batches of a step therefore cost the same on any number of ranks, and the batches themselves are the same on
+    any. All ranks get as many; a state, of any one rank, is resumed on any number of ranks.
 
     Called from the thread that reads it.
 
     Args:
-        costs: What each sample costs, in any unit, or its length, of which `cost` makes that: a list, an array, a
+        costs: The cost of each sample, in any unit, or its length, which `cost` makes a cost of: a list, an array, a
             tensor, the path of a .npy file, or a function of an array of indices. Only those of one window are looked
             at, at construction those of arrays in memory.
         batch_size: Samples of a batch. Or give `max_cost`.
-        max_cost: What a batch costs at most. Batches have as many samples as it takes to come near it.
+        max_cost: The highest cost of a batch. Batches have as many samples as it takes to come near it.
         max_batch: With `max_cost`, how many samples a batch has at most.
         cost: Makes costs of an array of lengths, as the model computes: ``lambda n: n + n * n / 4096`` for attention
             over whole sequences. By default costs are as given.

@@ -162,7 +162,7 @@ class WindowedBatchSampler(ResumableSampler[list[Any]]):
     def _share_of_tokens(self) -> float:
         """Return which share of the space that was planned so far are tokens; at first, one window is planned.
 
-        Of nothing at all, all of it.
+        The share of an empty epoch is 1.
         """
         if not self._space and (windows := self._windows()).count != 0:
             self._plan_at(windows, 0)

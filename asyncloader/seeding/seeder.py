@@ -50,8 +50,8 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
 def _seed_torch(seed: int) -> None:
     """Do what `torch.manual_seed` does.
 
-    That asks modules of devices to remember the seed, also those of devices that this torch is not built for; each
-    notes down the stack for that, and a fresh process reads source files for it: 2 ms.
+    `torch.manual_seed` asks modules of devices to remember the seed, also those of devices that this torch is not built
+    for; each notes down the stack for that, and a fresh process reads source files for it: 2 ms.
     """
     if _has_accelerator():
         torch.manual_seed(seed)

@@ -7,8 +7,8 @@
 A sample is alone in its process in a `sample_seed` block, with the three global generators seeded by
 its place in the epoch; so what they draw does not depend on what else is in flight.
 
-In the trainer's process the generators are the trainer's between blocks. There the loader draws from them, and has
-samplers draw; it notes what they are, and restores them. None of this happens while a block runs in another thread:
+In the trainer's process the generators are the trainer's between blocks. Between blocks the loader draws from them, and
+has samplers draw; it notes their states, and restores them. None of this happens while a block runs in another thread:
 
     untouched()   generators are noted or restored: at once, or when the block that runs has ended
     Drawing()     others draw, as a sampler does that is read: blocks of other threads wait for its end
@@ -96,7 +96,8 @@ class Drawing:
     """Blocks of other threads wait while the user's code draws from generators of the trainer, inside this.
 
     Args:
-        epoch: Of samples that seed the generators inside: what these are meanwhile is not the trainer's either.
+        epoch: The epoch of samples that seed the generators inside: their states meanwhile are not the trainer's
+            either.
 
     Attributes:
         overstayed: Blocks have gone on meanwhile: it waits for something, it seems.
@@ -182,7 +183,7 @@ def end(epochs: Sequence[EpochKey]) -> bool:
          before: then it is found here.
       1. The epoch is over. 2. The thread says that it begins, looks, and does not begin.
 
-    What the generators are is noted after that look, by a thread that is found here until it has restored them. A
+    The states of the generators are noted after that look, by a thread that is found here until it has restored them. A
     thread that noted them first, and then did not begin, restored what a trainer had set meanwhile.
     """
     for epoch in epochs:

@@ -1,12 +1,12 @@
-"""One stretch of shared memory for the whole process: reserved in address space, filled where it is used.
+"""A stretch of shared memory for the whole process: reserved in address space, filled where it is used.
 
     ┌──────────┬───────┬ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┐
     │  region  │region │   cold: addresses without memory     │   a sparse file without a name
     └──────────┴───────┴ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┘
 
-One arena instead of one file per batch: one descriptor, one mapping on each side, however many batches a trainer keeps.
-The file is a memfd, which /dev/shm (64 MB in Docker) does not bound. Where there are no memfds it is POSIX shared
-memory, whose name is removed at once. So in neither case a name is left behind after kill -9.
+The arena takes the place of a file per batch: one descriptor, one mapping on each side, however many batches a trainer
+keeps. The file is a memfd, which /dev/shm (64 MB in Docker) does not bound. Where there are no memfds it is POSIX
+shared memory, whose name is removed at once. So in neither case a name is left behind after kill -9.
 
 Memory of a region is reserved (`fallocate`) before the first byte is written: writing to a sparse file that cannot grow
 is SIGBUS, reserving is an error that can be handled. Punching a hole gives memory back.

@@ -45,7 +45,7 @@ class BatchSlabs:
         first, count = parts[0], sum(map(len, parts))
         for region, tensor in self._columns:
             if tensor.data_ptr() == first.data_ptr() and tensor.dtype is first.dtype and len(tensor) == count:
-                region.is_fresh = False  # each writer has reserved its rows. Nobody else looks at this during a lease
+                region.is_fresh = False  # each writer has reserved its rows; nobody else looks at this during a lease
                 return tensor
         return None
 

@@ -1,4 +1,4 @@
-"""What the things in a batch are made of, down to their bits: for who compares batches, or makes a digest of one."""
+"""The parts of a batch, down to their bits, for comparisons and digests."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def ready(data: Any, count: int) -> Whole:
 
 
 class Column(NamedTuple):
-    """One entry of each sample, as rows that are still to be gathered.
+    """An entry of all samples, as rows that are still to be gathered.
 
     Attributes:
         parts: Tensors or arrays that are alike but for their length, and which rows of each, counted from 0.
