@@ -20,6 +20,7 @@ import math
 from typing import NamedTuple
 
 from asyncloader.observe.figures import Load
+from asyncloader.options import Options
 
 _LOOK_S = 0.1
 _LEAST_WINDOW_S = 0.5
@@ -117,12 +118,10 @@ class Controller:
     """Looks for the number of workers of one loader, run after run.
 
     Args:
+        options: With the most workers of this machine that compute, and that mostly wait. Where samples overlap,
+            workers have several batches in work at once, and how long one takes says nothing of how busy they are.
         num_workers: To begin with.
-        max_computing: The most on this machine, where workers compute.
-        max_waiting: The most on this machine, where they mostly wait.
         cores: The cores of this machine, for workers and trainer.
-        overlaps: Workers have several batches in work at once, so that how long one takes says nothing of how busy they
-            are.
         max_on_nodes: The most on other machines.
 
     Attributes:
@@ -132,23 +131,14 @@ class Controller:
         reason: The reason of the last change.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        max_computing: int,
-        max_waiting: int,
-        cores: int,
-        overlaps: bool = False,
-        max_on_nodes: int = 0,
-    ) -> None:
+    def __init__(self, options: Options, num_workers: int, cores: int, max_on_nodes: int = 0) -> None:
         self.num_workers = num_workers
-        self.most_here = max_waiting
+        self.most_here = options.most_waiting
         self.due = 0.0
         self.reason = ""
-        self._most = {True: max_computing, False: max_waiting}
+        self._most = {True: options.most_computing, False: options.most_waiting}
         self._cores = cores
-        self._overlaps = overlaps
+        self._overlaps = options.overlaps
         self._max_on_nodes = max_on_nodes
         self._now = 0.0
         self._changed_at: float | None = None  # until those that are to come or go have done so

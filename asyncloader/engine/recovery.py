@@ -21,7 +21,8 @@ from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Cause, Discard, GiveUp, Lose, Postpone, Replace, Ticket
 from asyncloader.errors import BatchTimeoutError, WorkerStartError, describe_death, died, last_words, timed_out
 from asyncloader.messages.snapshot import Start
-from asyncloader.options import OnTimeout
+from asyncloader.options import Options
+from asyncloader.protocols import is_stateful, leaves_out_buffer, probe
 
 log = logging.getLogger("asyncloader")
 
@@ -61,29 +62,6 @@ _NOT_REPLACEABLE = (
 )
 
 
-class Policy(NamedTuple):
-    """The ways to make up for workers that are lost.
-
-    Attributes:
-        replaceable: Whether another process can always take the place of a worker that died: not so with iterable
-            datasets, whose workers hold a position in the data, unless they can be read again. A worker that
-            was not ready had read nothing, and is replaced all the same.
-        is_stream: The dataset is iterable.
-        stays: Workers cannot come and go: it matters who makes a batch.
-        tells_place: A worker of a stream can be replaced as soon as it has told a state.
-        has_initial_state: The dataset provides a state, and the parent holds the one that workers start from. In their
-            first run another worker can begin there.
-        on_timeout: The option: what is done about a batch that does not come in time.
-    """
-
-    replaceable: bool
-    is_stream: bool = False
-    stays: bool = False
-    tells_place: bool = False
-    has_initial_state: bool = False
-    on_timeout: OnTimeout = "raise"
-
-
 class Overdue(NamedTuple):
     """The awaited batch has not come in time.
 
@@ -109,9 +87,14 @@ class Overdue(NamedTuple):
 class Recovery:
     """The workers that were lost, as far as decisions need them. Called from the loop thread only.
 
+    Another process can always take the place of a worker of a map-style dataset. A worker of a stream holds a position
+    in the data. Its place can be taken where the stream can be read again from its beginning; otherwise as soon as the
+    worker has told a state, unless a batch is to be left out: another worker would begin before that batch. Where the
+    dataset provides a state, what this process has of it is what workers begin with in their first run, if they have
+    processes or threads of their own. A worker that was not ready had read nothing, and is replaced in any case.
+
     Args:
-        policy: How lost workers can be made up for.
-        num_workers: How many there are.
+        options: Of the workers.
 
     Attributes:
         has_lost: A lost worker cannot be replaced.
@@ -119,11 +102,17 @@ class Recovery:
         num_workers: How many workers there are to be.
     """
 
-    def __init__(self, policy: Policy, num_workers: int) -> None:
+    def __init__(self, options: Options) -> None:
+        dataset = options.dataset
+        self._options = options
+        self._tells_place = options.on_crash != "skip"
+        self._is_replaceable = not options.is_iterable or (
+            self._tells_place and (probe(dataset, "deterministic") is True or leaves_out_buffer(dataset))
+        )
+        self._has_initial_state = options.is_iterable and options.has_workers and is_stateful(dataset)
+        self.num_workers = options.num_at_start
         self.has_lost = False
         self.is_first_run = True
-        self._policy = policy
-        self.num_workers = num_workers
         self._vacant: set[int] = set()  # workers that died at the end of their data, and have no process
         self._failed_starts = 0
         self._losses = 0  # since the last outcome of any worker
@@ -161,7 +150,7 @@ class Recovery:
         self._failed_starts += not (process.is_ready or process.is_lost)
         if not is_active:  # only a later run needs another
             self._vacant.add(process.worker_id)
-            self.has_lost |= not (self._policy.replaceable or self._policy.has_initial_state)
+            self.has_lost |= not (self._is_replaceable or self._has_initial_state)
             return []
         if not process.was_set_up:
             return [GiveUp(_no_start(process))]
@@ -187,7 +176,7 @@ class Recovery:
         if count == 1:
             log.warning("No process could be started for worker %d, which is tried again: %s", worker, error)
         rest_s = _FIRST_REST_S * 2.0 ** min(count - 1, 20)
-        if not (is_needed or self._policy.stays):
+        if not (is_needed or self._options.why_workers_stay):
             return [Postpone(worker, min(rest_s, _LONGEST_POSTPONED_S))]
         if count > _MOST_LAUNCHES:
             return [GiveUp(error)]
@@ -208,17 +197,15 @@ class Recovery:
 
     def _lose_for_good(self, process: Worker) -> list[Lose]:
         self.has_lost = True
-        policy = self._policy
-        note = _NOT_IN_LATER_RUNS if policy.has_initial_state else _NOT_REPLACED
-        cause = partial(_death, process, note=note if policy.tells_place else _NOT_REPLACEABLE)
+        note = _NOT_IN_LATER_RUNS if self._has_initial_state else _NOT_REPLACED
+        cause = partial(_death, process, note=note if self._tells_place else _NOT_REPLACEABLE)
         return [Lose(process.worker_id, cause, replaceable=False, was_ready=process.is_ready)]
 
     def _can_replace(self, start: Start | None) -> bool:
         """Whether another process can begin where this one was: not if nobody knows where that is in a stream."""
-        policy = self._policy
-        if policy.replaceable or not policy.tells_place or start is None:
-            return policy.replaceable
-        return start.snapshot is not None or (policy.has_initial_state and self.is_first_run)
+        if self._is_replaceable or not self._tells_place or start is None:
+            return self._is_replaceable
+        return start.snapshot is not None or (self._has_initial_state and self.is_first_run)
 
     def _rest_s(self) -> float:
         """Count a lost worker; return how long to wait before another takes its place."""
@@ -240,7 +227,7 @@ class Recovery:
             is_anybody_there: Some worker is there.
         """
         is_late = silent_s >= max(2 * timeout_s, _FINISHING_S)
-        return self._policy.on_timeout != "raise" and is_anybody_there and not is_late
+        return self._options.on_timeout != "raise" and is_anybody_there and not is_late
 
     def overdue(self, found: Overdue, start: Start | None) -> BatchTimeoutError | Sequence[Discard | Lose]:
         """The awaited batch has not come in time: do what ``on_timeout`` says, or return the error to raise.
@@ -251,17 +238,17 @@ class Recovery:
             found: The facts.
             start: Where another worker would begin, if it held a place in the data.
         """
-        policy, process = self._policy, found.process
+        on_timeout, process = self._options.on_timeout, found.process
         why = "The worker did not answer when asked where it is." if process.is_telling else "It has not come up yet."
         explain = partial(
             timed_out, found.timeout_s, found.ticket.own_keys, process.worker_id, process.pid, found.stack, why
         )
-        if policy.on_timeout == "raise" or not found.may_replace:
-            return explain(may_retry=policy.on_timeout == "raise" and policy.replaceable and process.is_telling)
-        would_skip = policy.is_stream and policy.on_timeout == "skip"
+        if on_timeout == "raise" or not found.may_replace:
+            return explain(may_retry=on_timeout == "raise" and self._is_replaceable and process.is_telling)
+        would_skip = self._options.is_iterable and on_timeout == "skip"
         if would_skip or not self._can_replace(start):
             error = explain()
-            error.add_note(_NOT_REPLACED if policy.tells_place and not would_skip else _NOT_REPLACEABLE)
+            error.add_note(_NOT_REPLACED if self._tells_place and not would_skip else _NOT_REPLACEABLE)
             return error
         if not found.is_held:  # it has come, or somebody else has waited too long for it
             return []

@@ -32,20 +32,20 @@ from asyncloader.messages.failure import another
 from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.snapshot import Frozen, Start
 from asyncloader.observe.meter import Meter
+from asyncloader.options import Options
 
 
 class Run:
     """A run over the data (an epoch).
 
     Args:
+        options: Of the run.
         scheduler: Decides who makes what.
         epoch: The run, as workers know it.
         meter: Counts what happens.
         plan: Iterator over batches of keys, which may be infinite, or raise.
         progress: Where the run begins, and how far it is.
         limit: Counts bad samples.
-        is_stream: The dataset is iterable.
-        overlaps: A worker has samples of several batches in work at once.
 
     Attributes:
         taking: The consumers' end of the hand-off.
@@ -58,20 +58,19 @@ class Run:
         error: Why no more are made, if that is no consumer's wish.
         faults: Counts failures that were handled.
         ends: By worker, the state of its stream after the end, if that outlasts the run.
+        is_stream: The dataset is iterable.
         tracks: By worker, how far it is, for datasets that workers have a place or a state in.
     """
 
     def __init__(
         self,
+        options: Options,
         scheduler: Scheduler,
         epoch: EpochSpec,
         meter: Meter,
         plan: Iterator[Any],
         progress: Progress,
         limit: ErrorLimit,
-        *,
-        is_stream: bool = False,
-        overlaps: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.meter = meter
@@ -79,8 +78,8 @@ class Run:
         self.progress = progress
         self.faults = limit.faults
         self.ends: dict[int, Frozen] = {}
-        self.is_stream = is_stream
-        self._overlaps = overlaps
+        self.is_stream = options.is_iterable
+        self._overlaps = options.overlaps
         self.begin_at(epoch.starts or {})
         self.taking = Taking(progress, limit)
         self.handoff = self.taking.handoff

@@ -8,6 +8,8 @@ Arithmetic on running means; the scheduler alone uses it.
 
 from __future__ import annotations
 
+from asyncloader.options import Options
+
 # Under dynamic scheduling a worker has tickets for this long, so that it need not wait for the channel. A round trip
 # takes 0.1 ms with an idle trainer and several ms with one that is busy in pure Python (the interpreter's switch
 # interval is 5 ms), so one ticket behind the one in work is the least, and more are queued only for tiny batches.
@@ -27,19 +29,19 @@ class RunAhead:
     """Running means over the batches of a run, and what follows from them.
 
     Args:
-        limit_bytes: Batches ahead of the consumer are to stay below this; 0 for no run-ahead.
-        overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
+        options: Batches ahead of the consumer are to stay below `max_buffered_bytes`.
+        is_allowed: Otherwise nothing is run ahead of.
 
     Attributes:
         is_possible: Something may be run ahead of: what batches weigh is known.
     """
 
-    def __init__(self, limit_bytes: int, overlapping: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._overlapping = overlapping
+    def __init__(self, options: Options, *, is_allowed: bool = True) -> None:
+        self.limit_bytes = options.max_buffered_bytes if is_allowed and options.in_order else 0
+        self._overlapping = options.tickets_at_once
         self._mean_bytes: float | None = None
         self.is_possible = False
-        self._is_bounded = limit_bytes > 0  # and the size of every batch so far is known
+        self._is_bounded = self.limit_bytes > 0  # and the size of every batch so far is known
         self._mean_busy_s: float | None = None
         self._latency_s = _LATENCY_GUESS_S
         self._is_known = False  # what follows

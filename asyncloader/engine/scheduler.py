@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from asyncloader.engine.actions import (
     VOID,
@@ -42,26 +42,19 @@ from asyncloader.engine.actions import (
 from asyncloader.engine.roster import Roster
 from asyncloader.engine.run_ahead import RunAhead
 from asyncloader.engine.slices import Divided, Slices
+from asyncloader.options import Options
 
 
 class Scheduler:
     """The state of one run. Called from the loop thread only.
 
     Args:
-        num_workers: Workers at the beginning, numbered from 0. Others that join may have any number.
-        num_expected: Workers that were asked for, where some of them are yet to join.
-        prefetch_factor: Batches in flight or waiting, for each worker.
-        scheduling: "static" sends batch i to worker i % num_workers; "dynamic" to the one with least to do.
-        in_order: Deliver by sequence number; otherwise as they come.
-        max_buffered_bytes: Read beyond the window while workers would stand idle, as long as what is ahead of the
-            consumer is estimated below this many bytes. 0 for never.
-        on_crash: How the ticket fares that a dead worker was at: "retry", "raise" or "skip".
-        on_timeout: The same for a worker that hung and was killed; "raise" never comes here.
-        max_retries: How often a ticket is sent again before it is given up.
-        overlapping: Tickets that a worker has in work at once; 0 if it does one after the other.
-        first: Sequence number of the first ticket; more than 0 in a run that goes on with an earlier one.
-        next_worker: The worker that gets the first ticket under static scheduling; by default first % num_workers.
+        options: Of the run. It begins with `num_at_start` workers, numbered from 0; others that join have any number.
+        first: Number of the first batch; more than 0 in a run that goes on with an earlier one.
+        next_worker: The worker that gets the first ticket under static scheduling; by default first % num_at_start.
         slices: Divides batches under dynamic scheduling, or None.
+        runs_ahead: Read beyond the window while workers would stand idle, as long as what is ahead of the consumer is
+            estimated below `max_buffered_bytes`.
 
     Attributes:
         num_workers: How many workers take tickets, or have come to the end of their data.
@@ -77,32 +70,22 @@ class Scheduler:
 
     def __init__(
         self,
+        options: Options,
         *,
-        num_workers: int,
-        prefetch_factor: int,
-        scheduling: Literal["static", "dynamic"] = "static",
-        in_order: bool = True,
-        max_buffered_bytes: int = 0,
-        on_crash: Literal["raise", "retry", "skip"] = "retry",
-        on_timeout: Literal["raise", "retry", "skip"] = "raise",
-        max_retries: int = 2,
-        overlapping: int = 0,
         first: int = 0,
         next_worker: int | None = None,
-        num_expected: int = 0,
         slices: Slices | None = None,
+        runs_ahead: bool = True,
     ) -> None:
-        self.num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
+        self._options = options
+        self.num_workers = num_workers = options.num_at_start
+        self._prefetch = options.prefetch
         self.slices = slices
         self._num_sent = 0  # tickets, where batches are divided: their numbers
-        self._window_asked = max(num_workers, num_expected) * prefetch_factor
-        self._static = scheduling == "static"
-        self._in_order = in_order
-        self._on_crash = on_crash
-        self._on_timeout = on_timeout
-        self._max_retries = max_retries
-        self._overlapping = overlapping
+        self._window_asked = max(num_workers, options.num_expected) * self._prefetch
+        self._static = options.scheduling == "static" or options.is_iterable
+        self._in_order = options.in_order
+        self._overlaps = options.tickets_at_once > 0
         self.roster = Roster(num_workers, first if next_worker is None else next_worker)
         self.in_flight, self.active = self.roster.in_flight, self.roster.active
         self.resting: set[int] = set()
@@ -114,8 +97,8 @@ class Scheduler:
         self._plan_ended = False
         self.is_finished = False
         self._parked_bytes = 0
-        self._run_ahead = RunAhead(max_buffered_bytes if in_order else 0, overlapping)
-        self.window = self._count_window() or prefetch_factor
+        self._run_ahead = RunAhead(options, is_allowed=runs_ahead)
+        self.window = self._count_window() or self._prefetch
         self.read_until = first + self.window
 
     def __repr__(self) -> str:
@@ -225,11 +208,11 @@ class Scheduler:
         worker, was_ready = lost.worker, lost.was_ready
         if worker not in self.active:
             return []
-        policy = self._on_timeout if lost.hung else self._on_crash
+        policy = self._options.on_timeout if lost.hung else self._options.on_crash
         self._vacate(lost, unsent)
         if policy == "raise" or not lost.replaceable:
             return self._give_up(lost)
-        if self._overlapping and was_ready and not lost.hung and len(tickets := self.in_flight[worker]) > 1:
+        if self._overlaps and was_ready and not lost.hung and len(tickets := self.in_flight[worker]) > 1:
             was_ready = False
             for ticket in tickets.values():
                 ticket.is_suspect = True
@@ -358,7 +341,7 @@ class Scheduler:
         if self._static and ticket.worker >= 0 and roster.takes(worker := ticket.worker):  # sent again after a crash
             return None if roster.is_held(worker) or (ticket.is_suspect and self.in_flight[worker]) else worker
         if self._static and self._in_order and not ticket.is_suspect:
-            return roster.take_turn(self._prefetch_factor)
+            return roster.take_turn(self._prefetch)
         if (least := roster.least()) is None:
             return None
         if ticket.is_suspect:
@@ -395,11 +378,11 @@ class Scheduler:
 
     def _count_window(self) -> int:
         """Return how many batches there may be: tickets for all workers, and not too few where each has several."""
-        tickets = self._run_ahead.window(self.num_workers, self._prefetch_factor, self._window_asked)
+        tickets = self._run_ahead.window(self.num_workers, self._prefetch, self._window_asked)
         if self.slices is None:
             return tickets
         # While nobody knows what samples cost, no batch is divided without need: cheap ones would be, too.
-        return max(1 if self.slices.slicer.is_guessing else self._prefetch_factor, self._batches_of(tickets))
+        return max(1 if self.slices.slicer.is_guessing else self._prefetch, self._batches_of(tickets))
 
     def _batches_of(self, tickets: int) -> int:
         """Return how many batches have so many tickets."""
@@ -449,7 +432,7 @@ class Scheduler:
     def _replace(self, lost: Lose, policy: str, *, blames_first: bool) -> list[Action]:
         """Have the worker's tickets done by another process, but perhaps for the one it was at."""
         tickets = self.roster.take_all(lost.worker)
-        if self._overlapping:
+        if self._overlaps:
             tickets.sort(key=_place)
         actions = self._successor(lost.worker)
         if tickets and blames_first:
@@ -461,7 +444,7 @@ class Scheduler:
 
     def _blame(self, ticket: Ticket, policy: str, cause: Cause) -> list[Action]:
         ticket.tries += 1
-        if policy == "skip" or ticket.tries > self._max_retries:
+        if policy == "skip" or ticket.tries > self._options.max_retries:
             return [Fail([ticket], cause, at_once=False, leave_out=policy == "skip")]
         self._queue([ticket])
         return []

@@ -25,10 +25,11 @@ from asyncloader.messages.failure import BadSample
 from asyncloader.messages.messages import Kind, Slice
 from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.meter import Made
-from asyncloader.options import OnError
+from asyncloader.options import OnError, Options
 from asyncloader.seeding.sample_context import Placed
 from asyncloader.transport.batch_slabs import BatchSlabs
 from asyncloader.transport.join import Columns, join
+from asyncloader.worker.digesting import make_digester
 
 _LEAST_SLICE_S = 0.02
 """A slice that takes a worker less is not worth its ticket: 2 % of it."""
@@ -171,22 +172,20 @@ class Slices:
     """Divides the batches of one run. On the loop thread.
 
     Args:
+        options: Of the run: how bad samples are handled, and whether batches have fingerprints.
         slicer: Decides how large slices are.
-        on_error: How bad samples are handled.
         obtain: Gets slabs for a batch with these large tensors and so many samples; None if there are none.
-        digest: Makes the digest of a batch, where batches have fingerprints. Used by the finisher.
     """
 
     def __init__(
         self,
+        options: Options,
         slicer: Slicer,
-        on_error: OnError = "raise",
         obtain: Callable[[Columns, int], BatchSlabs | None] | None = None,
-        digest: Digest | None = None,
     ) -> None:
         self.slicer = slicer
-        self._on_error = on_error
-        self._digest = digest
+        self._on_error = options.on_error
+        self._digest = make_digester(options.fingerprint)
         self._obtain = obtain
         self._batches: dict[int, Divided] = {}  # of which slices are missing, by number
 

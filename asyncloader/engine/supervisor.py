@@ -37,13 +37,14 @@ from asyncloader.engine.actions import (
 )
 from asyncloader.engine.controller import Controller
 from asyncloader.engine.outbox import Outbox
-from asyncloader.engine.recovery import Overdue, Policy, Recovery
+from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.engine.run import Run
 from asyncloader.engine.workforce import Workforce
 from asyncloader.errors import BatchTimeoutError, describe_death, last_words, timed_out
 from asyncloader.machine import available_bytes, total_bytes
 from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.memory_watch import LOOK_S, MemoryWatch
+from asyncloader.options import Options
 from asyncloader.worker.guarded_loop import GuardedLoop
 
 log = logging.getLogger("asyncloader")
@@ -99,8 +100,7 @@ class Supervisor:
     Args:
         loop: The portal's.
         pool: The workers.
-        policy: How lost workers can be made up for.
-        workforce: The workers of the beginning, and when they are renewed.
+        options: Of the workers.
         auto: Looks after their number, or None.
 
     Attributes:
@@ -112,16 +112,15 @@ class Supervisor:
         self,
         loop: GuardedLoop,
         pool: Backend,
-        policy: Policy,
-        workforce: Workforce,
+        options: Options,
         auto: Auto | None = None,
     ) -> None:
         self.auto = auto
         self.due = 0.0
-        self.recovery = Recovery(policy, len(workforce.wanted))
-        self.workforce = workforce
-        self.outbox = Outbox(pool, workforce)
-        self._stays = policy.stays
+        self.recovery = Recovery(options)
+        self.workforce = Workforce(options)
+        self.outbox = Outbox(pool, self.workforce)
+        self._stays = bool(options.why_workers_stay)
         self._loop = loop
         self._pool = pool
         self._spare: Worker | None = None  # for the place of the worker that is to be renewed

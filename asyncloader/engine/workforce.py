@@ -24,6 +24,7 @@ from asyncloader.backends.worker import Worker
 from asyncloader.engine.actions import Action, Dismiss, Join, Leave, Start
 from asyncloader.engine.roster import Roster
 from asyncloader.observe.memory_watch import show_bytes
+from asyncloader.options import Options
 
 log = logging.getLogger("asyncloader")
 
@@ -46,9 +47,8 @@ class Workforce:
     """The workers that there are to be, by id. Called from the loop thread only.
 
     Args:
-        num_workers: How many are wanted at the beginning, numbered from 0.
-        max_tasks: Batches after which a worker is renewed; None for any number.
-        max_bytes: Private memory from which on a worker is renewed; None for any amount.
+        options: With the number of workers that are wanted at the beginning, numbered from 0, and with what says when a
+            worker is renewed: `max_tasks_per_child`, `max_worker_memory`.
 
     Attributes:
         wanted: The workers that are asked for. Not all of them need be there.
@@ -58,15 +58,15 @@ class Workforce:
             that it has.
     """
 
-    def __init__(self, num_workers: int, max_tasks: int | None = None, max_bytes: int | None = None) -> None:
-        self.wanted = set(range(num_workers))
+    def __init__(self, options: Options) -> None:
+        self.wanted = set(range(options.num_at_start))
         self.guests: set[int] = set()
         self.renewing: int | None = None
         self.is_finishing = False
-        self._asked = num_workers  # ids below this one are of workers that were asked for at some time
+        self._asked = options.num_at_start  # ids below this one are of workers that were asked for at some time
         self._coming: set[int] = set()  # started, or to be, and not ready
-        self._max_tasks = max_tasks
-        self._max_bytes = max_bytes
+        self._max_tasks = options.max_tasks_per_child
+        self._max_bytes = options.max_worker_memory
         self._lives: dict[int, _Life] = {}
         self._due: dict[int, None] = {}  # workers to be renewed, in the order in which they became so
         self._retry_at = 0.0

@@ -16,13 +16,11 @@ from asyncloader.engine.error_limit import ErrorLimit
 from asyncloader.engine.finisher import Finisher
 from asyncloader.engine.portal import get_portal
 from asyncloader.engine.progress import Progress
-from asyncloader.engine.recovery import Policy
 from asyncloader.engine.run import Run
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.session import Session
 from asyncloader.engine.slices import Slices
 from asyncloader.engine.supervisor import Auto, Supervisor
-from asyncloader.engine.workforce import Workforce
 from asyncloader.epochs import Told
 from asyncloader.machine import usable_cores
 from asyncloader.messages.copied_dataset import CopiedDataset
@@ -30,13 +28,12 @@ from asyncloader.messages.messages import EpochSpec, WorkerSpec
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
 from asyncloader.options import Options
-from asyncloader.protocols import has_samples, is_collated, is_stateful, leaves_out_buffer, probe
+from asyncloader.protocols import has_samples, is_collated
 from asyncloader.run.plan import may_be_looked_at
 from asyncloader.run.runs import Runs
 from asyncloader.transport import batch_slabs, collate
 from asyncloader.transport.slab import slab_pool
 from asyncloader.weak import while_alive
-from asyncloader.worker.digesting import make_digester
 from asyncloader.worker.gather import gathers
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -68,8 +65,7 @@ def make_session(
     loop = GuardedLoop(portal.loop)
     copied = CopiedDataset(spec.dataset, partial(while_alive(runs.heard_by_a_copy, tuple[Told, ...]()), spec.dataset))
     pool = _make_pool(options, runs, spec, loop, copied, home)
-    workforce = Workforce(options.num_at_start, options.max_tasks_per_child, options.max_worker_memory)
-    supervisor = Supervisor(loop, pool, _policy_of(options), workforce, _make_auto(options, runs, pool, tell))
+    supervisor = Supervisor(loop, pool, options, _make_auto(options, runs, pool, tell))
     session = Session(portal, loop, pool, run, supervisor, make_finisher(loop))
     copied.is_over = while_alive(session.has_run_ended, False)
     return session
@@ -111,36 +107,24 @@ def make_run(options: Options, runs: Runs, epoch: EpochSpec, plan: Iterator[Any]
         progress: Where it begins.
     """
     faults = Faults()
-    scheduler = _make_scheduler(options, runs, progress)
-    meter = _make_meter(options, runs, epoch.key[1], scheduler.window, faults)
-    limit = ErrorLimit(options, progress, faults)
-    kind: Any = {"is_stream": options.is_iterable, "overlaps": options.overlaps}
-    return Run(scheduler, epoch, meter, plan, progress, limit, **kind)
-
-
-def _make_scheduler(options: Options, runs: Runs, progress: Progress) -> Scheduler:
-    """Return what decides who does which ticket of a run."""
-    return Scheduler(
-        num_workers=options.num_at_start,
-        num_expected=options.num_expected,
-        prefetch_factor=options.prefetch,
-        scheduling="static" if options.scheduling == "static" or options.is_iterable else "dynamic",
-        in_order=options.in_order,
-        max_buffered_bytes=0 if may_be_looked_at(options.index_sampler) else options.max_buffered_bytes,
-        on_crash=options.on_crash,
-        on_timeout=options.on_timeout,
-        max_retries=options.max_retries,
-        overlapping=options.tickets_at_once,
+    scheduler = Scheduler(
+        options,
         first=progress.now.position,
         next_worker=progress.now.next_worker,
-        slices=_make_slices(options, runs) if options.splits and _can_join(options) else None,
+        slices=_make_slices(options, runs),
+        runs_ahead=not may_be_looked_at(options.index_sampler),
     )
+    meter = _make_meter(options, runs, epoch.key[1], scheduler.window, faults)
+    limit = ErrorLimit(options, progress, faults)
+    return Run(options, scheduler, epoch, meter, plan, progress, limit)
 
 
-def _make_slices(options: Options, runs: Runs) -> Slices:
-    """Return what divides the batches of a run into slices."""
+def _make_slices(options: Options, runs: Runs) -> Slices | None:
+    """Return what divides the batches of a run into slices; None if they stay whole."""
+    if not (options.splits and _can_join(options)):
+        return None
     obtain = None if options.is_in_process else partial(batch_slabs.obtain, slab_pool())
-    return Slices(runs.slicer, options.on_error, obtain, make_digester(options.fingerprint))
+    return Slices(options, runs.slicer, obtain)
 
 
 def _can_join(options: Options) -> bool:
@@ -181,38 +165,11 @@ def _make_auto(options: Options, runs: Runs, pool: Backend, tell: Callable[[int,
     if not options.is_auto:
         return None
     provider = options.provider
-    controller = Controller(
-        options.num_workers + runs.num_on_nodes,
-        max_computing=options.most_computing,
-        max_waiting=options.most_waiting,
-        cores=usable_cores(),
-        overlaps=options.overlaps,
-        max_on_nodes=0 if provider is None else provider.max_workers or sys.maxsize,
-    )
+    max_on_nodes = 0 if provider is None else provider.max_workers or sys.maxsize
+    controller = Controller(options, options.num_workers + runs.num_on_nodes, usable_cores(), max_on_nodes)
     return Auto(controller, _all_here if provider is None else cast(Any, pool).place, tell)
 
 
 def _all_here(num_workers: int | None, most_here: int) -> int:
     """Return how many workers are to be started on this machine, where no others are."""
     return num_workers or 0
-
-
-def _policy_of(options: Options) -> Policy:
-    """Say how the session is to find out whether a worker that died can be replaced.
-
-    Not where a batch of a stream is to be left out: another worker would begin before it. Where a dataset tells its
-    state, what this process has of it is what workers began with, but only in their first run, and only if they have
-    processes or threads of their own.
-    """
-    stays = bool(options.why_workers_stay)
-    if not options.is_iterable:
-        return Policy(replaceable=True, stays=stays, on_timeout=options.on_timeout)
-    tells_place, dataset = options.on_crash != "skip", options.dataset
-    return Policy(
-        replaceable=tells_place and (probe(dataset, "deterministic") is True or leaves_out_buffer(dataset)),
-        is_stream=True,
-        stays=stays,
-        tells_place=tells_place,
-        has_initial_state=is_stateful(options.dataset) and options.has_workers,
-        on_timeout=options.on_timeout,
-    )

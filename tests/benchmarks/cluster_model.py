@@ -22,6 +22,7 @@ import numpy as np
 
 from asyncloader.engine.actions import Deliver, Dismiss, Send
 from asyncloader.engine.scheduler import Scheduler
+from tests import deciders
 
 
 class Costs(NamedTuple):
@@ -174,8 +175,8 @@ class Play:
         check: bool = False,
         **options: Any,
     ) -> None:
-        defaults: dict[str, Any] = {"prefetch_factor": 2, "scheduling": "dynamic", "max_buffered_bytes": 64 << 20}
-        self.scheduler = Scheduler(num_workers=0, **defaults | options)
+        defaults: dict[str, Any] = {"num_at_start": 0, "scheduling": "dynamic", "max_buffered_bytes": 64 << 20}
+        self.scheduler = Scheduler(deciders.options(**defaults | options))
         self.costs, self.work, self.cluster, self.num_batches = costs, work, cluster, num_batches
         chance = self._chance = np.random.default_rng(seed)
         mean = np.log(work.batch_s) - work.sigma**2 / 2

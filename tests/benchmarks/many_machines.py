@@ -171,7 +171,7 @@ def memory(bench: Bench, costs: Costs, workers: list[int]) -> None:
         for factor in (1, 2):
             step_s = 1 / (0.9 * min(bounds(costs, PHOTOGRAPHS, cluster).values()))
             work = PHOTOGRAPHS._replace(step_s=step_s)
-            played = Play(costs, work, cluster, rounds(bench) * count, prefetch_factor=factor).run()
+            played = Play(costs, work, cluster, rounds(bench) * count, prefetch=factor).run()
             row.append(f"{played.peak_bytes / 1e9:.1f} GB")
             found[f"{count}, {factor}"] = {"peak GB": played.peak_bytes / 1e9, "batches/s": played.batches_s}
         rows.append(row)

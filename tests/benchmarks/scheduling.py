@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncloader.engine.actions import Deliver, Send
 from asyncloader.engine.scheduler import Scheduler
+from tests import deciders
 from tests.benchmarks.bench import Bench, Target, main
 from tests.benchmarks.measure import Run
 
@@ -35,7 +36,7 @@ class Simulation:
     """
 
     def __init__(self, num_workers: int, **options: Any) -> None:
-        self.scheduler = Scheduler(num_workers=num_workers, prefetch_factor=2, **options)
+        self.scheduler = Scheduler(deciders.options(num_at_start=num_workers, **options))
         self.window = 2 * num_workers
         self.planned = self.taken = 0
         self.queues: list[deque[int]] = [deque() for _ in range(num_workers)]

@@ -36,7 +36,7 @@ def test_one_thing_is_the_bound_and_it_is_nearly_reached(limit: str, work: Work,
 def test_what_waits_for_the_training_is_the_window(factor: int) -> None:
     """No more, and as much: that is what a trainer's memory has to have room for."""
     work = Work(1_000_000, 0.01, step_s=0.01)
-    played = Play(COSTS, work, Cluster(32, 400 * GBIT), 1000, prefetch_factor=factor, max_buffered_bytes=0).run()
+    played = Play(COSTS, work, Cluster(32, 400 * GBIT), 1000, prefetch=factor, max_buffered_bytes=0).run()
     assert played.peak_bytes == (32 * factor + 1) * work.nbytes  # and the one that is trained with
 
 
@@ -64,7 +64,7 @@ WORKS = st.builds(
 OPTIONS = st.fixed_dictionaries(
     {
         "scheduling": st.sampled_from(["static", "dynamic"]),
-        "prefetch_factor": st.integers(1, 4),
+        "prefetch": st.integers(1, 4),
         "max_buffered_bytes": st.sampled_from([0, 1 << 20, 1 << 30]),
     }
 )
@@ -74,7 +74,7 @@ OPTIONS = st.fixed_dictionaries(
 @example(  # more waits for the link at the end of what is counted than at its beginning
     work=Work(nbytes=100_000, batch_s=1e-4, sigma=0.0),
     cluster=Cluster(num_workers=8, link_bytes_s=1 * GBIT, per_node=4, life_s=3.0, noticed=0.0, absent_s=0.01),
-    options={"scheduling": "static", "prefetch_factor": 1, "max_buffered_bytes": 0},
+    options={"scheduling": "static", "prefetch": 1, "max_buffered_bytes": 0},
     seed=0,
 )
 @given(work=WORKS, cluster=CLUSTERS, options=OPTIONS, seed=st.integers(0, 1000))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncloader.engine.controller import Controller
 from asyncloader.observe.figures import Load
+from tests import deciders
 from tests.effort import examples
 
 STEP_S = 0.02
@@ -51,7 +52,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.controller = Controller(
-            self.start, max_computing=self.cores, max_waiting=8, cores=self.cores, max_on_nodes=self.max_on_nodes
+            deciders.options(most_computing=self.cores, most_waiting=8), self.start, self.cores, self.max_on_nodes
         )
         self.wanted, self.count, self.elsewhere = self.start, self.start, 0
         self.comes_at = 0.0
@@ -220,7 +221,7 @@ def test_samples_that_wait_as_long_as_others_computed_are_another_load(most: int
 
 def test_those_that_do_not_come_are_not_waited_for() -> None:
     """What there is is what it goes on with."""
-    controller = Controller(2, max_computing=8, max_waiting=8, cores=2)
+    controller = Controller(deciders.options(most_computing=8, most_waiting=8), 2, 2)
     load: Any = Load(0.0, 2, 0, 0.0, 0.0, 0, 0.0, 0.0, 0.0)
     for step in range(100):
         load = load._replace(at_s=step * 0.1, taken=20 * step, made=20 * step, waited_s=0.1 * step, work_s=0.2 * step)
@@ -239,7 +240,7 @@ def test_those_that_do_not_come_are_not_waited_for() -> None:
 
 def test_a_window_begins_when_workers_that_came_have_made_batches() -> None:
     """They may have come before anybody looks again."""
-    controller = Controller(2, max_computing=8, max_waiting=8, cores=2)
+    controller = Controller(deciders.options(most_computing=8, most_waiting=8), 2, 2)
     load: Any = Load(0.0, 2, 0, 0.0, 0.0, 0, 0.0, 0.0, 0.0)
     while controller.num_workers == 2:
         at = load.at_s + 0.1
@@ -313,4 +314,4 @@ def test_a_cluster_without_room_is_not_waited_for_for_ever() -> None:
 
 def test_representation() -> None:
     """What a debugger shows."""
-    assert "<Controller 2 between" in repr(Controller(2, max_computing=8, max_waiting=8, cores=2))
+    assert "<Controller 2 between" in repr(Controller(deciders.options(most_computing=8, most_waiting=8), 2, 2))

@@ -11,6 +11,7 @@ import pytest
 from asyncloader.engine.outbox import Outbox
 from asyncloader.engine.workforce import Workforce
 from asyncloader.messages.tickets import TicketPickler, pickle_tickets
+from tests import deciders
 
 
 class Sends:
@@ -32,7 +33,7 @@ class Sends:
 def test_keys_that_cannot_be_pickled_are_refused_alone() -> None:
     """The others are sent."""
     pool, refused = Sends(), []
-    outbox = Outbox(pool, Workforce(1))  # type: ignore[arg-type]
+    outbox = Outbox(pool, Workforce(deciders.options(num_at_start=1)))  # type: ignore[arg-type]
     for seq, keys in enumerate([[0], [lambda: 0], [2]]):
         outbox.put(0, seq, keys)
     outbox.flush(lambda worker, seq, error: refused.append((worker, seq)))
@@ -43,7 +44,7 @@ def test_what_fails_after_that_is_nobodys_keys() -> None:
     """Tickets may be on their way: they are neither refused nor sent again."""
     pool, refused = Sends(), []
     pool.is_broken = True
-    outbox = Outbox(pool, Workforce(1))  # type: ignore[arg-type]
+    outbox = Outbox(pool, Workforce(deciders.options(num_at_start=1)))  # type: ignore[arg-type]
     for seq in range(2):
         outbox.put(0, seq, [seq])
     with pytest.raises(ValueError, match="behind"):
@@ -54,7 +55,7 @@ def test_what_fails_after_that_is_nobodys_keys() -> None:
 def test_what_is_for_a_worker_that_has_died_waits_for_its_successor() -> None:
     """More may be planned between a death and what is decided about it."""
     pool = Sends()
-    outbox = Outbox(pool, Workforce(1))  # type: ignore[arg-type]
+    outbox = Outbox(pool, Workforce(deciders.options(num_at_start=1)))  # type: ignore[arg-type]
     pool.processes[0].is_alive = False
     for seq in range(2):
         outbox.put(0, seq, [seq])
@@ -67,7 +68,7 @@ def test_what_is_for_a_worker_that_has_died_waits_for_its_successor() -> None:
 
 def test_a_worker_that_is_to_be_renewed_gets_its_tickets_when_it_was() -> None:
     """Until then they are counted."""
-    pool, workforce = Sends(), Workforce(1)
+    pool, workforce = Sends(), Workforce(deciders.options(num_at_start=1))
     outbox = Outbox(pool, workforce)  # type: ignore[arg-type]
     workforce.renewing, workforce.is_finishing = 0, True
     outbox.put(0, 0, [0])

@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
+from asyncloader import DataLoader
 from asyncloader.engine.actions import Discard, GiveUp, Lose, Replace, Ticket
-from asyncloader.engine.recovery import Overdue, Policy, Recovery
+from asyncloader.engine.recovery import Overdue, Recovery
 from asyncloader.errors import BatchTimeoutError, WorkerDiedError, WorkerStartError
 from asyncloader.messages.snapshot import Frozen, Start
+from asyncloader.options import Options
+from tests import deciders, inside
 
-MAP = Policy(replaceable=True)
-STREAM = Policy(replaceable=False, is_stream=True, tells_place=True)
+
+class Stream(IterableDataset[int]):
+    """A stream that tells nothing of itself; its workers may tell their places in it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+class Repeatable(Stream):
+    """Can be read again from the beginning."""
+
+    deterministic = True
+
+
+class Stateful(Stream):
+    """Tells its state, also before anything is read."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Say nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin anew."""
+
+
+def of(dataset: Any = range(100), **chosen: Any) -> Options:
+    """Return the options of a loader."""
+    return inside.options(DataLoader(dataset, **{"num_workers": 2, "timeout": 60, **chosen}))
+
+
+MAP = of()
+STREAM = of(Stream())
+STATEFUL = of(Stateful())
+LEAVES_OUT = of(Stream(), on_crash="skip")
 TOLD = Start(2, Frozen({"at": 2}))
 KEYS = [1, 2]
 
@@ -46,16 +83,16 @@ def lose(recovery: Recovery, process: Gone | None = None, start: Start | None = 
     return action
 
 
-def overdue(policy: Policy, process: Gone | None = None, start: Start | None = None, **found: Any) -> Any:
+def overdue(options: Options, process: Gone | None = None, start: Start | None = None, **found: Any) -> Any:
     """The awaited batch has not come in time; return what is decided."""
     facts = {"timeout_s": 1.0, "stack": "at line 3", "age_s": 5.0, "is_held": True, "may_replace": True, **found}
     ticket = Ticket(7, KEYS, worker=0, tries=1)
-    return Recovery(policy, 2).overdue(Overdue(ticket=ticket, process=process or Gone(), **facts), start)
+    return Recovery(options).overdue(Overdue(ticket=ticket, process=process or Gone(), **facts), start)
 
 
 def test_a_worker_that_died_is_replaced_at_once_and_named() -> None:
     """The error is made where tickets are given up, and says which."""
-    action = lose(Recovery(MAP, 2))
+    action = lose(Recovery(MAP))
     assert action == Lose(0, action.cause)
     error = action.cause([Ticket(0, KEYS, tries=2)])
     assert isinstance(error, WorkerDiedError)
@@ -65,13 +102,13 @@ def test_a_worker_that_died_is_replaced_at_once_and_named() -> None:
 
 def test_one_that_was_not_ready_had_begun_with_nothing() -> None:
     """The scheduler blames no ticket for it."""
-    assert not lose(Recovery(MAP, 2), Gone(is_ready=False)).was_ready
+    assert not lose(Recovery(MAP), Gone(is_ready=False)).was_ready
 
 
 @pytest.mark.parametrize("start", [None, Start()])
 def test_one_that_was_not_ready_is_replaced_in_any_stream(start: Start | None) -> None:
     """It had read nothing: another one that begins there is exact."""
-    recovery = Recovery(STREAM._replace(tells_place=False), 2)
+    recovery = Recovery(LEAVES_OUT)
     assert lose(recovery, Gone(is_ready=False), start).replaceable
     assert not recovery.has_lost
 
@@ -79,7 +116,7 @@ def test_one_that_was_not_ready_is_replaced_in_any_stream(start: Start | None) -
 @given(num_workers=st.integers(1, 8), losses=st.integers(1, 40))
 def test_a_storm_backs_off_and_an_outcome_ends_it(num_workers: int, losses: int) -> None:
     """One loss for each worker and two more are calm; then each rest is twice the last, a second at most."""
-    recovery = Recovery(MAP, num_workers)
+    recovery = Recovery(deciders.options(num_at_start=num_workers))
     rests = [lose(recovery).rest_s for _ in range(losses)]
     calm = num_workers + 2
     assert rests[:calm] == [0.0] * min(calm, losses)
@@ -91,7 +128,7 @@ def test_a_storm_backs_off_and_an_outcome_ends_it(num_workers: int, losses: int)
 @given(num_workers=st.integers(1, 8), ready_after=st.integers(0, 6))
 def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -> None:
     """So many in a row, counted anew when one has opened the dataset."""
-    recovery = Recovery(MAP, num_workers)
+    recovery = Recovery(deciders.options(num_at_start=num_workers))
     for _ in range(min(ready_after, num_workers + 2)):
         lose(recovery, Gone(is_ready=False))
     recovery.ready()
@@ -106,7 +143,7 @@ def test_workers_that_never_come_up_end_it(num_workers: int, ready_after: int) -
 
 def test_machines_that_go_are_no_starts_that_failed() -> None:
     """However many go while their workers are still coming up."""
-    recovery = Recovery(MAP, 1)
+    recovery = Recovery(deciders.options(num_at_start=1))
     for _ in range(10):
         lose(recovery, Gone(is_ready=False, is_lost=True))
 
@@ -114,42 +151,41 @@ def test_machines_that_go_are_no_starts_that_failed() -> None:
 def test_one_that_could_not_be_set_up_ends_it_at_once() -> None:
     """Every other would end in the same way."""
     gone = Gone(was_set_up=False, is_ready=False, exitcode=1, output=bytearray(b"no such module"))
-    (action,) = Recovery(MAP, 2).died(gone, None, is_active=True)
+    (action,) = Recovery(MAP).died(gone, None, is_active=True)
     assert isinstance(action, GiveUp)
     assert "no such module" in str(action.error)
 
 
 @pytest.mark.parametrize(
-    ("policy", "start", "replaceable"),
+    ("options", "start", "replaceable"),
     [
         (MAP, None, True),
         (STREAM, Start(), False),
         (STREAM, TOLD, True),
-        (STREAM._replace(has_initial_state=True), Start(), True),
-        (STREAM._replace(tells_place=False), TOLD, False),
-        (STREAM._replace(replaceable=True), Start(), True),
+        (STATEFUL, Start(), True),
+        (LEAVES_OUT, TOLD, False),
+        (of(Repeatable(), on_crash="skip"), TOLD, False),
+        (of(Repeatable()), Start(), True),
     ],
 )
-def test_who_can_be_replaced(policy: Policy, start: Start | None, replaceable: bool) -> None:
+def test_who_can_be_replaced(options: Options, start: Start | None, replaceable: bool) -> None:
     """A worker of a stream only where another one can begin where it was; the loader begins no further run else."""
-    recovery = Recovery(policy, 2)
+    recovery = Recovery(options)
     action = lose(recovery, start=start)
     assert action.replaceable is replaceable
     assert recovery.has_lost is not replaceable
     told = str(action.cause([Ticket(0, KEYS)]))
-    advice = "state_dict" if policy.tells_place else '"retry" makes the batch again'
+    advice = "state_dict" if options.on_crash != "skip" else '"retry" makes the batch again'
     assert (advice in told) is not replaceable
     assert action.rest_s == 0.0
-    filled = Recovery(policy, 2).fill(Gone(1), start)
+    filled = Recovery(options).fill(Gone(1), start)
     assert [type(action) for action in filled] == [Replace if replaceable else Lose]
 
 
-@pytest.mark.parametrize(
-    ("policy", "has_lost"), [(MAP, False), (STREAM, True), (STREAM._replace(has_initial_state=True), False)]
-)
-def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(policy: Policy, has_lost: bool) -> None:
+@pytest.mark.parametrize(("options", "has_lost"), [(MAP, False), (STREAM, True), (STATEFUL, False)])
+def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(options: Options, has_lost: bool) -> None:
     """It is returned once, when the run is over."""
-    recovery = Recovery(policy, 2)
+    recovery = Recovery(options)
     assert recovery.died(Gone(1), Start(), is_active=False) == []
     assert recovery.has_lost is has_lost
     assert recovery.stop() == {1}
@@ -158,7 +194,7 @@ def test_one_that_dies_at_the_end_of_its_data_is_replaced_for_a_later_run(policy
 
 def test_no_worker_begins_a_later_run_in_the_place_of_another() -> None:
     """Unless that one has told a state in it: what its dataset had kept over the runs is lost."""
-    recovery = Recovery(STREAM._replace(has_initial_state=True), 2)
+    recovery = Recovery(STATEFUL)
     recovery.is_first_run = False
     assert lose(recovery, start=TOLD).replaceable
     action = lose(recovery, start=Start())
@@ -194,7 +230,7 @@ def test_a_batch_that_no_worker_has(
     what: str, waits: bool, timeout_s: float, silent_s: float, is_anybody_there: bool, on_timeout: Any
 ) -> None:
     """Nobody hangs: the consumer waits on where hung workers would be replaced, but not for ever."""
-    recovery = Recovery(MAP._replace(on_timeout=on_timeout), 2)
+    recovery = Recovery(of(on_timeout=on_timeout))
     waits_on = recovery.waits_on(timeout_s, silent_s, is_anybody_there=is_anybody_there)
     assert waits_on is (waits and on_timeout != "raise")
 
@@ -202,7 +238,7 @@ def test_a_batch_that_no_worker_has(
 @pytest.mark.parametrize("on_timeout", ["retry", "skip"])
 def test_a_hung_worker_is_killed_and_lost(on_timeout: Any) -> None:
     """In this order; the error says how often it was tried."""
-    discard, lose = overdue(MAP._replace(on_timeout=on_timeout))
+    discard, lose = overdue(of(on_timeout=on_timeout))
     assert discard == Discard(0)
     assert (lose.worker, lose.hung, lose.replaceable, lose.rest_s) == (0, True, True, 0.0)
     assert isinstance(lose.cause([Ticket(7, KEYS, worker=0, tries=3)]), BatchTimeoutError)
@@ -210,7 +246,7 @@ def test_a_hung_worker_is_killed_and_lost(on_timeout: Any) -> None:
 
 def test_hangs_back_off_as_deaths_do() -> None:
     """They count together."""
-    recovery = Recovery(MAP._replace(on_timeout="retry"), 1)
+    recovery = Recovery(of(num_workers=1, on_timeout="retry"))
     for _ in range(3):
         lose(recovery)
     decided = recovery.overdue(Overdue(1.0, Ticket(0, KEYS), Gone(), "", 5.0, True, True), None)
@@ -229,19 +265,19 @@ def test_hangs_back_off_as_deaths_do() -> None:
 )
 def test_nothing_is_done_where_waiting_helps(what: str, found: dict[str, Any]) -> None:
     """The consumer waits on."""
-    assert overdue(MAP._replace(on_timeout="retry"), **found) == []
+    assert overdue(of(on_timeout="retry"), **found) == []
 
 
 @pytest.mark.parametrize(
-    ("policy", "found"),
+    ("options", "found"),
     [
         (MAP, {"may_replace": False}),
-        (STREAM._replace(on_timeout="retry"), {"start": Start()}),
-        (STREAM._replace(on_timeout="skip"), {"start": TOLD}),
+        (of(Stream(), on_timeout="retry"), {"start": Start()}),
+        (of(Stream(), on_timeout="skip"), {"start": TOLD}),
     ],
 )
-def test_one_that_cannot_be_replaced_is_not_killed(policy: Policy, found: dict[str, Any]) -> None:
+def test_one_that_cannot_be_replaced_is_not_killed(options: Options, found: dict[str, Any]) -> None:
     """The error is raised, and says so where it is about a stream."""
-    error = overdue(policy, **found)
+    error = overdue(options, **found)
     assert isinstance(error, BatchTimeoutError)
-    assert bool(getattr(error, "__notes__", [])) is policy.is_stream
+    assert bool(getattr(error, "__notes__", [])) is options.is_iterable

@@ -23,7 +23,7 @@ from asyncloader.messages.messages import EpochSpec, Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.faults import Faults
 from asyncloader.observe.meter import Meter
-from tests import inside
+from tests import deciders, inside
 from tests.patience import wait_until
 
 WORKERS, FACTOR = 2, 2
@@ -37,9 +37,9 @@ class Driver:
         options: dict[str, Any] = {} if max_errors is None else {"on_error": "skip", "max_errors": max_errors}
         settings = inside.options(DataLoader(range(100), 1, **options))  # type: ignore[arg-type]
         progress, faults = Progress(position), Faults()
-        scheduler = Scheduler(num_workers=WORKERS, prefetch_factor=FACTOR, first=position)
+        scheduler = Scheduler(deciders.options(num_at_start=WORKERS, prefetch=FACTOR), first=position)
         limit, meter = ErrorLimit(settings, progress, faults), Meter(0, WORKERS, WINDOW, faults)
-        self.run = Run(scheduler, EpochSpec(1, (0, 0, 0)), meter, iter(plan), progress, limit)
+        self.run = Run(settings, scheduler, EpochSpec(1, (0, 0, 0)), meter, iter(plan), progress, limit)
         self.wakes = 0
         self.sent: dict[int, Ticket] = {}
         self.planned: list[Any] = []

@@ -17,6 +17,7 @@ from asyncloader.engine.actions import VOID, Deliver, Dismiss, Fail, Lose, Repla
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.tracks import Track
 from asyncloader.messages.snapshot import Start
+from tests import deciders
 
 MOST_WORKERS = 6
 BATCH_BYTES = 10_000  # one size for all, so that bounds in bytes can be told in batches
@@ -90,16 +91,16 @@ class Model(RuleBasedStateMachine):
     ) -> None:
         if is_iterable:
             scheduling = "static"
-        self.scheduler = Scheduler(
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
+        self.scheduler = make(
+            num_at_start=num_workers,
+            prefetch=prefetch_factor,
             scheduling=scheduling,
             in_order=in_order,
             max_buffered_bytes=run_ahead_batches * (BATCH_BYTES + OVERHEAD_BYTES),
             on_crash=on_crash,
             on_timeout=on_timeout,
             max_retries=max_retries,
-            overlapping=overlapping,
+            tickets_at_once=overlapping,
         )
         self.overlapping = overlapping
         self.num_workers = num_workers  # by now there may be others, under higher numbers
@@ -538,7 +539,7 @@ TestInterleavings.settings = settings(
 
 def make(**options: Any) -> Scheduler:
     """Return a scheduler of two workers and a window of four, unless options say otherwise."""
-    return Scheduler(**{"num_workers": 2, "prefetch_factor": 2, **options})
+    return Scheduler(deciders.options(**options))
 
 
 def sent(actions: list[Any]) -> list[tuple[int, int]]:
@@ -567,7 +568,7 @@ def windows(scheduler: Scheduler, event: Callable[[int], object], *workers: int)
 
 def test_static_scheduling_is_round_robin() -> None:
     """Batch i goes to worker i % num_workers, whatever came back when."""
-    scheduler = make(num_workers=3)
+    scheduler = make(num_at_start=3)
     assert sent(scheduler.planned(range(6))) == [(0, 0), (1, 1), (2, 2), (0, 3), (1, 4), (2, 5)]
     scheduler.returned(2, 2)
     scheduler.returned(2, 5)
@@ -576,7 +577,7 @@ def test_static_scheduling_is_round_robin() -> None:
 
 def test_a_suspect_that_waits_for_its_own_worker_holds_up_no_other() -> None:
     """Overlapping tickets of a worker that died are tried one by one there; the other worker goes on, out of order."""
-    scheduler = make(prefetch_factor=4, overlapping=4, in_order=False)
+    scheduler = make(prefetch=4, tickets_at_once=4, in_order=False)
     scheduler.planned(range(8))
     assert sent(scheduler.died(gone(0))) == [(0, 0)]
     for number in list(scheduler.in_flight[1]):
@@ -611,7 +612,7 @@ def test_workers_that_join_take_no_more_than_the_byte_budget() -> None:
 
 def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late() -> None:
     """Whoever names their number accepts what they hold; those beyond it, and those who are not there, add nothing."""
-    scheduler = make(num_workers=0, num_expected=4, max_buffered_bytes=1)
+    scheduler = make(num_at_start=0, num_expected=4, max_buffered_bytes=1)
     assert windows(scheduler, scheduler.joined, 0, 1) == [2, 4]
     scheduler.planned(range(4))
     scheduler.returned(0, 0)
@@ -623,7 +624,7 @@ def test_workers_that_were_asked_for_have_their_window_also_when_they_come_late(
 
 def test_a_worker_that_leaves_finishes_what_it_has_and_is_dismissed() -> None:
     """It gets nothing more; the turns go on without it."""
-    scheduler = make(num_workers=3)
+    scheduler = make(num_at_start=3)
     scheduler.planned(range(6))
     assert (scheduler.leaving(1), scheduler.window) == ([], 4)
     assert sent(scheduler.planned(range(3))) == [(0, 6), (2, 7), (0, 8)]
@@ -653,7 +654,7 @@ def test_a_worker_that_has_nothing_is_dismissed_at_once() -> None:
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
 def test_a_run_that_begins_without_workers_waits_for_those_who_join(scheduling: Any, in_order: bool) -> None:
     """What is planned is theirs."""
-    scheduler = make(num_workers=0, scheduling=scheduling, in_order=in_order)
+    scheduler = make(num_at_start=0, scheduling=scheduling, in_order=in_order)
     assert kinds(scheduler.planned(range(2))) == []
     actions = scheduler.joined(3)
     assert scheduler.window == 2
@@ -695,7 +696,7 @@ def test_a_worker_that_dies_while_it_leaves_has_no_successor(on_crash: Any) -> N
 
 def test_what_overlapped_in_a_worker_that_was_leaving_is_done_alone_by_another() -> None:
     """Nothing is blamed before it was alone."""
-    scheduler = make(prefetch_factor=3, overlapping=3, on_crash="skip")
+    scheduler = make(prefetch=3, tickets_at_once=3, on_crash="skip")
     scheduler.planned(range(6))
     scheduler.leaving(1)
     actions = scheduler.died(gone(1))
@@ -715,7 +716,7 @@ def test_a_batch_costs_as_much_with_thousands_of_workers(scheduling: Any, in_ord
     """Counted in lines of Python: no decision looks at all workers. What that takes in time: benchmarks.scheduling."""
 
     def lines(num_workers: int) -> float:
-        scheduler = make(num_workers=num_workers, scheduling=scheduling, in_order=in_order, max_buffered_bytes=1 << 40)
+        scheduler = make(num_at_start=num_workers, scheduling=scheduling, in_order=in_order, max_buffered_bytes=1 << 40)
         scheduler.planned(range(2 * num_workers))
         count = 0
 
@@ -742,7 +743,7 @@ def test_a_batch_costs_as_much_with_thousands_of_workers(scheduling: Any, in_ord
 
 def test_a_run_goes_on_in_the_middle() -> None:
     """Numbers go on from the first, to the worker whose turn it is; what was done before is passed over."""
-    scheduler = Scheduler(num_workers=3, prefetch_factor=2, first=7)
+    scheduler = Scheduler(deciders.options(num_at_start=3), first=7)
     actions = scheduler.planned(["a", VOID, "b"])
     sent = [(action.worker, action.ticket) for action in actions if isinstance(action, Send)]
     assert [(worker, ticket.seq, ticket.keys) for worker, ticket in sent] == [(1, 7, "a"), (2, 9, "b")]
@@ -750,13 +751,13 @@ def test_a_run_goes_on_in_the_middle() -> None:
     assert [a.outcome for a in scheduler.ready(7, "A") if isinstance(a, Deliver)] == ["A"]
     assert scheduler.gone_count == 9
     scheduler.validate()
-    scheduler = Scheduler(num_workers=3, prefetch_factor=2, first=7, next_worker=3)
+    scheduler = Scheduler(deciders.options(num_at_start=3), first=7, next_worker=3)
     assert [a.worker for a in scheduler.planned("ab") if isinstance(a, Send)] == [0, 1]
 
 
 def test_dynamic_scheduling_gives_to_who_has_least() -> None:
     """One ticket each at first; further ones to whoever comes back."""
-    scheduler = make(scheduling="dynamic", num_workers=3, prefetch_factor=4)
+    scheduler = make(scheduling="dynamic", num_at_start=3, prefetch=4)
     first = sent(scheduler.planned(range(12)))
     assert [worker for worker, _ in first[:3]] == [0, 1, 2]
     for seq in sorted(scheduler.in_flight[1]):
@@ -766,7 +767,7 @@ def test_dynamic_scheduling_gives_to_who_has_least() -> None:
 
 def test_dynamic_scheduling_queues_little_behind_a_slow_batch() -> None:
     """A worker with long batches has one to do; with batches of microseconds many, for the channel takes longer."""
-    slow, fast = (make(scheduling="dynamic", num_workers=1, prefetch_factor=200) for _ in range(2))
+    slow, fast = (make(scheduling="dynamic", num_at_start=1, prefetch=200) for _ in range(2))
     for scheduler, busy_s in ((slow, 0.5), (fast, 2e-6)):
         scheduler.planned(range(200))
         for seq in range(30):
@@ -848,7 +849,7 @@ def test_run_ahead_is_bounded_in_batches_too(size: int, most: int) -> None:
 
 def test_only_the_batch_in_work_is_blamed() -> None:
     """The tickets queued behind it are sent again without counting as tried."""
-    scheduler = make(max_retries=1, prefetch_factor=3)
+    scheduler = make(max_retries=1, prefetch=3)
     scheduler.planned(range(6))
     actions = scheduler.died(gone(0))
     assert kinds(actions) == ["Replace", "Send", "Send", "Send"]
@@ -862,7 +863,7 @@ def test_only_the_batch_in_work_is_blamed() -> None:
 
 def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None:
     """What overlapped is done again one by one; then the worker has several again."""
-    scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4, max_retries=0)
+    scheduler = make(num_at_start=1, prefetch=4, tickets_at_once=4, max_retries=0)
     assert sent(scheduler.planned("abcd")) == [(0, 0), (0, 1), (0, 2), (0, 3)]
     scheduler.returned(0, 1)
     scheduler.ready(1, "b")
@@ -882,7 +883,7 @@ def test_of_several_batches_in_work_none_is_blamed_before_it_was_alone() -> None
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
 def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
     """A batch that comes back after a crash is awaited, but waits itself for the worker that hangs at a later one."""
-    scheduler = make(scheduling=scheduling, overlapping=1, on_timeout="skip", max_retries=0)
+    scheduler = make(scheduling=scheduling, tickets_at_once=1, on_timeout="skip", max_retries=0)
     assert sent(scheduler.planned(range(4))) == [(0, 0), (1, 1), (0, 2), (1, 3)]
     scheduler.returned(0, 0, 1.0)
     scheduler.ready(0, "a")
@@ -900,7 +901,7 @@ def test_what_was_not_sent_is_not_blamed_for_a_hang(scheduling: Any) -> None:
 @pytest.mark.parametrize("on_crash", ["raise", "skip"])
 def test_what_was_not_sent_is_not_blamed_for_a_death(on_crash: Any) -> None:
     """Not even where the worker had nothing else."""
-    scheduler = make(num_workers=1, on_crash=on_crash)
+    scheduler = make(num_at_start=1, on_crash=on_crash)
     scheduler.planned(range(2))
     actions = scheduler.died(gone(0), [0, 1])
     assert kinds(actions) == ["Replace", "Send", "Send"]
@@ -909,7 +910,7 @@ def test_what_was_not_sent_is_not_blamed_for_a_death(on_crash: Any) -> None:
 
 def test_what_is_done_again_keeps_its_order() -> None:
     """In a stream each ticket takes the next batch; so a worker that dies while it starts changes nothing."""
-    scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4)
+    scheduler = make(num_at_start=1, prefetch=4, tickets_at_once=4)
     scheduler.planned("abcd")
     assert sent(scheduler.died(gone(0))) == [(0, 0)]
     assert sent(scheduler.died(gone(0, was_ready=False))) == [(0, 0)]
@@ -922,12 +923,12 @@ def test_what_is_done_again_keeps_its_order() -> None:
 
 def test_the_end_of_a_stream_voids_what_was_to_be_done_again() -> None:
     """Whether it waits for its turn, or behind what is for a worker that rests: other workers do not get it."""
-    scheduler = make(num_workers=1, prefetch_factor=4, overlapping=4)
+    scheduler = make(num_at_start=1, prefetch=4, tickets_at_once=4)
     scheduler.planned("abcd")
     assert sent(scheduler.died(gone(0))) == [(0, 0)]
     assert sent(scheduler.exhausted(0)) == []
     assert scheduler.void_count == 4
-    scheduler = make(overlapping=4, on_timeout="retry")
+    scheduler = make(tickets_at_once=4, on_timeout="retry")
     scheduler.planned("abcd")
     assert sent(scheduler.died(gone(0, rests=True, hung=True))) == []
     assert sent(scheduler.died(gone(1, was_ready=False))) == []  # behind those of the worker that rests

@@ -31,6 +31,7 @@ from asyncloader.messages.failure import BadSample, RemoteError
 from asyncloader.messages.messages import Kind, Slice
 from asyncloader.messages.outcome import Outcome
 from asyncloader.observe.record import Record
+from tests import deciders
 from tests.effort import examples
 
 MOST_WORKERS = 5
@@ -67,13 +68,13 @@ class Workplace:
         obtain: Any = None,
         **options: Any,
     ) -> None:
-        num_workers = options["num_workers"]
-        self.options = {"prefetch_factor": 2, "max_retries": 1, **options}
+        num_workers = options["num_at_start"]
+        self.options = {"max_retries": 1, **options}
         self.slicer = Slicer()
         self.progress = Progress(knows_places=True)
         self.left_out: list[Any] = []
-        self.slices = Slices(self.slicer, on_error, obtain)
-        self.scheduler = Scheduler(scheduling="dynamic", slices=self.slices, **self.options)
+        self.slices = Slices(deciders.options(on_error=on_error), self.slicer, obtain)
+        self.scheduler = Scheduler(deciders.options(scheduling="dynamic", **self.options), slices=self.slices)
         self.on_error = on_error
         self.length = length
         self.sizes = sizes or (lambda number: 6)
@@ -241,8 +242,8 @@ class Model(RuleBasedStateMachine):
     """Workers make slices well and badly, die, hang, join, leave and vanish, while batches are joined and taken."""
 
     @initialize(
-        num_workers=st.integers(1, 4),
-        prefetch_factor=st.integers(1, 3),
+        num_at_start=st.integers(1, 4),
+        prefetch=st.integers(1, 3),
         in_order=st.booleans(),
         max_buffered_bytes=st.sampled_from([0, 200_000]),
         on_crash=st.sampled_from(["raise", "retry", "skip"]),
@@ -349,7 +350,7 @@ def all_slices(there: Workplace, number: int = 0) -> list[tuple[int, Ticket]]:
 
 def test_slices_go_to_whoever_is_free_and_are_joined_in_their_order() -> None:
     """Each worker has some, and the batch is as if one had made all."""
-    there = Workplace(num_workers=3, length=1)
+    there = Workplace(num_at_start=3, length=1)
     assert all(there.at_work.values())
     there.work(2)
     there.work(1)
@@ -366,7 +367,7 @@ def test_slices_name_their_rows_once_an_earlier_batch_has_shown_them() -> None:
         obtained.append((columns, count))
         return Slabs(columns, count) if columns else None
 
-    there = Workplace(num_workers=2, length=3, obtain=obtain)
+    there = Workplace(num_at_start=2, length=3, obtain=obtain)
     assert all(keys.rows == () for keys in there.sent.values())
     there.slicer.columns = (("float32", (3,)),)  # type: ignore[assignment]
     there.finish()
@@ -385,7 +386,7 @@ def test_slices_name_their_rows_once_an_earlier_batch_has_shown_them() -> None:
 )
 def test_what_becomes_of_a_batch_of_slices_that_did_not_come_well(fates: list[str], expected: str) -> None:
     """As if its samples were made one after the other, and collated then."""
-    there = Workplace(num_workers=3, length=1, sizes=lambda number: 3)
+    there = Workplace(num_at_start=3, length=1, sizes=lambda number: 3)
     names = ("first", "second", "third")
     for worker, ticket in reversed(all_slices(there)):
         assert ticket.bounds is not None
@@ -404,7 +405,7 @@ def test_what_becomes_of_a_batch_of_slices_that_did_not_come_well(fates: list[st
 @pytest.mark.parametrize(("on_error", "is_made_again"), [("skip", False), ("replace", True)])
 def test_bad_samples_in_slices(on_error: Any, is_made_again: bool) -> None:
     """They are left out where they are; which sample is in the place of one is decided over the whole batch."""
-    there = Workplace(num_workers=2, length=1, on_error=on_error)
+    there = Workplace(num_at_start=2, length=1, on_error=on_error)
     tickets = all_slices(there)
     there.work(tickets[0][0], "bad")
     while slices := all_slices(there):
@@ -419,7 +420,7 @@ def test_bad_samples_in_slices(on_error: Any, is_made_again: bool) -> None:
 
 def test_a_batch_without_a_good_sample_is_left_out_once() -> None:
     """Where bad samples are skipped."""
-    there = Workplace(num_workers=2, length=1, on_error="skip")
+    there = Workplace(num_at_start=2, length=1, on_error="skip")
     while slices := all_slices(there):
         there.work(slices[0][0], "none good")
     (item,) = there.delivered
@@ -430,7 +431,7 @@ def test_a_batch_without_a_good_sample_is_left_out_once() -> None:
 
 def test_a_dead_worker_costs_its_slice() -> None:
     """What others have made is kept."""
-    there = Workplace(num_workers=2, length=1)
+    there = Workplace(num_at_start=2, length=1)
     there.work(1)
     lost = [ticket.own_keys for ticket in there.at_work[0]]
     others = [ticket.own_keys for ticket in there.at_work[1]]
@@ -444,7 +445,7 @@ def test_a_dead_worker_costs_its_slice() -> None:
 
 def test_a_batch_whose_slices_are_lost_is_void_once() -> None:
     """With `on_crash="raise"`: the error was handed over at once, and one place in the window is free."""
-    there = Workplace(num_workers=2, length=2, on_crash="raise")
+    there = Workplace(num_at_start=2, length=2, on_crash="raise")
     before = len(there.batches)
     there.at_work[0].clear()
     there.apply(there.scheduler.died(gone(0)))
@@ -455,7 +456,7 @@ def test_a_batch_whose_slices_are_lost_is_void_once() -> None:
 
 def test_the_window_follows_what_batches_cost() -> None:
     """In batches: one while nobody knows, two where all workers share one, torch's where batches are whole."""
-    there = Workplace(num_workers=3)
+    there = Workplace(num_at_start=3)
     assert there.window == 1
     while not there.joining:
         there.work(next(worker for worker, queue in there.at_work.items() if queue), busy_s=1e-6)
@@ -474,7 +475,7 @@ def test_the_window_follows_what_batches_cost() -> None:
 
 def test_reading_on_is_counted_in_batches() -> None:
     """Whatever the number of tickets: who waits reads one batch after the other, not as many as there are slices."""
-    there = Workplace(num_workers=2, max_buffered_bytes=64 << 20)
+    there = Workplace(num_at_start=2, max_buffered_bytes=64 << 20)
     window = there.window
     for _ in range(100):
         before, most, window = len(there.batches), 1 + there.window - window, there.window
@@ -491,7 +492,7 @@ def test_reading_on_is_counted_in_batches() -> None:
 def played(times_s: Any, batch_size: int, **options: Any) -> list[float]:
     """Play a run on a clock that is none, with 4 workers and 0.3 ms a ticket; return when each batch was there."""
     count = len(times_s) // batch_size
-    there = Workplace(length=count, sizes=lambda number: batch_size, num_workers=4, **options)
+    there = Workplace(length=count, sizes=lambda number: batch_size, num_at_start=4, **options)
     now, working, events, arrived = 0.0, set[int](), list[tuple[float, int, float]](), list[float]()
 
     def begin() -> None:
@@ -531,14 +532,14 @@ def test_samples_that_take_unlike_times_leave_nobody_idle() -> None:
 
 def test_void_keys_free_their_place() -> None:
     """Batches that were given before a resume are passed over."""
-    scheduler = Scheduler(num_workers=2, prefetch_factor=2, scheduling="dynamic", slices=Slices(Slicer()))
+    scheduler = Scheduler(deciders.options(scheduling="dynamic"), slices=Slices(deciders.options(), Slicer()))
     assert scheduler.planned([VOID]) == []
     assert (scheduler.void_count, scheduler.gone_count) == (1, 1)
 
 
 def test_keys_of_any_other_kind_are_a_whole_batch() -> None:
     """They need not even have a length."""
-    scheduler = Scheduler(num_workers=2, prefetch_factor=2, scheduling="dynamic", slices=Slices(Slicer()))
+    scheduler = Scheduler(deciders.options(scheduling="dynamic"), slices=Slices(deciders.options(), Slicer()))
     (action,) = scheduler.planned([iter([1, 2, 3])])
     ticket = action.ticket  # type: ignore[union-attr]
     assert ticket.bounds is None

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from asyncloader.engine.actions import Lose, Postpone, Replace
-from asyncloader.engine.recovery import Policy
 from asyncloader.engine.scheduler import Scheduler
 from asyncloader.engine.supervisor import Supervisor
-from asyncloader.engine.workforce import Workforce
 from asyncloader.messages.messages import Kind
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import deciders
 from tests.patience import until
 
 
@@ -51,7 +50,7 @@ class Session:
     error = None
 
     def __init__(self) -> None:
-        scheduler = Scheduler(num_workers=2, prefetch_factor=2, on_timeout="retry")
+        scheduler = Scheduler(deciders.options(on_timeout="retry"))
         faults = SimpleNamespace(replacements=0, timeouts=0)
         self.run: Any = SimpleNamespace(
             scheduler=scheduler, lost=lambda worker: None, faults=faults, epoch=None, tracks={}, plan_ended=True
@@ -68,7 +67,7 @@ class Session:
 
 def supervise(loop: GuardedLoop, pool: Any, session: Any) -> Supervisor:
     """Return what looks after two workers."""
-    supervisor = Supervisor(loop, pool, Policy(replaceable=True), Workforce(2))
+    supervisor = Supervisor(loop, pool, deciders.options())
     supervisor.attach(session)
     return supervisor
 
@@ -122,7 +121,7 @@ async def test_the_process_that_is_started_for_a_worker(what: str) -> None:
     pool, session, loop = Pool(), Session(), Timers()
     pool.processes = {worker: SimpleNamespace(is_ready=True, node="") for worker in range(2)}
     session.run.plan_ended = False
-    supervisor = Supervisor(loop, pool, Policy(replaceable=True), Workforce(2, max_tasks=1))  # type: ignore[arg-type]
+    supervisor = Supervisor(loop, pool, deciders.options(max_tasks_per_child=1))  # type: ignore[arg-type]
     supervisor.attach(session)  # type: ignore[arg-type]
     session.run.scheduler.planned(range(4))
     session.run.meter = SimpleNamespace(private_bytes=dict)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from asyncloader.engine.actions import Dismiss, Join, Leave, Start
 from asyncloader.engine.roster import Roster
 from asyncloader.engine.workforce import Workforce
+from tests import deciders
 
 
 @dataclass
@@ -26,7 +27,7 @@ class World:
     """Scheduler and pool, as far as a workforce sees of them: `carry_out` does what it decides."""
 
     def __init__(self, num_workers: int, max_tasks: int | None = None) -> None:
-        self.workforce = Workforce(num_workers, max_tasks)
+        self.workforce = Workforce(deciders.options(num_at_start=num_workers, max_tasks_per_child=max_tasks))
         self.now = 0.0
         self.roster = Roster(num_workers, 0)
         self.places: dict[int, Any] = {worker: Place() for worker in range(num_workers)}
@@ -213,7 +214,7 @@ def test_in_the_end_there_are_as_many_as_there_are_to_be(events: list[Any]) -> N
 
 def test_those_of_other_machines_come_and_go_by_themselves() -> None:
     """The number that is wanted is that of this machine; who was wanted here before is no guest."""
-    workforce, roster = Workforce(2), Roster(2, 0)
+    workforce, roster = Workforce(deciders.options(num_at_start=2)), Roster(2, 0)
     assert workforce.ready(5, roster) == [Join(5)]
     roster.join(5)
     workforce.want(4)
@@ -227,7 +228,7 @@ def test_those_of_other_machines_come_and_go_by_themselves() -> None:
     roster.leave(5)
     processes: Any = {0: Place(), 1: Place(), 5: Place()}
     assert workforce.settle(roster, processes) == [Leave(1)]
-    workforce = Workforce(3)  # the first ones are being started
+    workforce = Workforce(deciders.options(num_at_start=3))  # the first ones are being started
     workforce.want(1)
     assert workforce.ready(2, Roster(1, 0)) == [Dismiss(2)]
 
@@ -251,7 +252,7 @@ def choose(workforce: Workforce, now: float = 0.0, **places: bool) -> int | None
 
 def test_a_worker_that_has_made_enough_is_renewed() -> None:
     """The one that takes its place has made nothing."""
-    workforce = Workforce(3, max_tasks=3)
+    workforce = Workforce(deciders.options(num_at_start=3, max_tasks_per_child=3))
     assert not make(workforce, 0, 2)
     assert choose(workforce) is None
     assert make(workforce, 0, 1)
@@ -269,14 +270,14 @@ def test_a_worker_that_has_made_enough_is_renewed() -> None:
 
 def test_without_an_option_nothing_is_counted() -> None:
     """However many a worker makes."""
-    workforce = Workforce(3)
+    workforce = Workforce(deciders.options(num_at_start=3))
     assert not make(workforce, 0, 100, 1 << 40)
     assert not workforce._lives
 
 
 def test_workers_are_renewed_one_after_the_other() -> None:
     """In the order in which they became due, each when all others are there."""
-    workforce = Workforce(3, max_tasks=2)
+    workforce = Workforce(deciders.options(num_at_start=3, max_tasks_per_child=2))
     for worker in (2, 0, 1):
         make(workforce, worker, 5)
     renewed = []
@@ -290,7 +291,7 @@ def test_workers_are_renewed_one_after_the_other() -> None:
 
 def test_a_worker_that_cannot_be_renewed_now_is_due_again_with_its_next_batch() -> None:
     """Another one is just being started, or no process could be had; and it holds up nobody."""
-    workforce = Workforce(3, max_tasks=1)
+    workforce = Workforce(deciders.options(num_at_start=3, max_tasks_per_child=1))
     make(workforce, 0, 1)
     assert choose(workforce, is_2_ready=False) is None
     assert choose(workforce) is None
@@ -304,7 +305,7 @@ def test_a_worker_that_cannot_be_renewed_now_is_due_again_with_its_next_batch() 
 
 def test_a_worker_that_has_grown_is_renewed() -> None:
     """As soon as it tells of more than it may have."""
-    workforce = Workforce(3, max_bytes=100 * MB)
+    workforce = Workforce(deciders.options(num_at_start=3, max_worker_memory=100 * MB))
     assert not make(workforce, 0, 1)  # nothing is known yet
     assert not make(workforce, 0, 50, 60 * MB)
     assert not make(workforce, 0, 50, 100 * MB)
@@ -315,7 +316,7 @@ def test_a_worker_that_has_grown_is_renewed() -> None:
 
 def test_what_a_worker_needs_from_its_start_is_no_reason(caplog: Any) -> None:
     """Another one would need it too: the bound is twice that, which is told once."""
-    workforce = Workforce(3, max_bytes=100 * MB)
+    workforce = Workforce(deciders.options(num_at_start=3, max_worker_memory=100 * MB))
     with caplog.at_level(logging.WARNING, "asyncloader"):
         for worker in range(3):
             assert not make(workforce, worker, 5, 150 * MB)
@@ -327,7 +328,11 @@ def test_what_a_worker_needs_from_its_start_is_no_reason(caplog: Any) -> None:
 @pytest.mark.parametrize("end", ["reset", "lose", "leave", "settle"])
 def test_a_worker_that_dies_or_leaves_is_not_renewed(end: str) -> None:
     """What comes in its place has made nothing; one that stays after all is due again."""
-    workforce, roster, places = Workforce(3, max_tasks=1), Roster(3, 0), {worker: Place() for worker in range(3)}
+    workforce, roster, places = (
+        Workforce(deciders.options(num_at_start=3, max_tasks_per_child=1)),
+        Roster(3, 0),
+        {worker: Place() for worker in range(3)},
+    )
     make(workforce, 2, 1)
     assert choose(workforce) == 2
     match end:
@@ -343,7 +348,7 @@ def test_a_worker_that_dies_or_leaves_is_not_renewed(end: str) -> None:
 
 def test_representation() -> None:
     """What a debugger shows."""
-    workforce = Workforce(3, max_tasks=1)
+    workforce = Workforce(deciders.options(num_at_start=3, max_tasks_per_child=1))
     make(workforce, 2, 1)
     assert repr(workforce) == "<Workforce [0, 1, 2] coming=[] due=[2]>"
     choose(workforce)

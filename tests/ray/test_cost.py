@@ -20,6 +20,7 @@ from asyncloader.ray.pool import RemotePool
 from asyncloader.ray.rooms import Place, find_rooms
 from asyncloader.ray.wire import Word
 from asyncloader.worker.guarded_loop import GuardedLoop
+from tests import deciders
 from tests.ray.test_places import SPEC, Launcher, Line, close, come
 
 HERE = str(Path(asyncloader.__file__).parent)
@@ -114,7 +115,7 @@ async def test_a_worker_that_leaves_costs_the_workforce_no_more_with_more_worker
     """One look at all of them for each of a thousand that leave would be a million."""
 
     async def cost(num_workers: int) -> int:
-        workforce, roster = Workforce(num_workers), Roster(num_workers, 0)
+        workforce, roster = Workforce(deciders.options(num_at_start=num_workers)), Roster(num_workers, 0)
 
         def leave() -> None:
             workforce.leave(num_workers - 1, roster)
