@@ -12,7 +12,7 @@ import itertools
 import pickle
 import secrets
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable
 from os import PathLike
 from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar
@@ -29,7 +29,7 @@ from asyncloader.online.keys import FeedBatches, FeedKeys, FeedSamples, Place, S
 from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules, Unit
 from asyncloader.online.stats import FeedStats
 from asyncloader.online.waiters import ThreadWaiter, first, wake_all
-from asyncloader.protocols import SuppliesKeys, is_stateful
+from asyncloader.protocols import SuppliesKeys
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -63,9 +63,11 @@ class Feed(Intake, SuppliesKeys[T]):
     Each rank of a process group has a feed of its own.
 
     Args:
-        source: Items to lease, prompts for example, read under the feed's lock as they are leased. If it has
-            `state_dict` and `load_state_dict`, states have its state; otherwise they have the number of its items that
-            were leased, which a resumed run leaves out. None: producers put samples without leases.
+        source: Items to lease, prompts for example. An iterable is read as they are leased, under the feed's lock. An
+            async iterable, an `IterableDataset`, or a function that returns a stream, is read ahead in a thread, whose
+            event loop is not the caller's; whoever leases waits until an item has come. If the source has `state_dict`
+            and `load_state_dict`, states have its state; otherwise they have the number of its items that were leased,
+            which a resumed run leaves out. None: producers put samples without leases.
         batch_size: Samples of a batch.
         group_size: Samples that are put, and trained, together; they are in one batch, side by side. None: single ones.
         max_staleness: How many versions older than the weights a sample may be when its batch is asked for. Producers
@@ -107,7 +109,7 @@ class Feed(Intake, SuppliesKeys[T]):
 
     def __init__(
         self,
-        source: Iterable[Any] | None = None,
+        source: Iterable[Any] | AsyncIterable[Any] | Callable[[], Any] | None = None,
         *,
         batch_size: int,
         group_size: int | None = None,
@@ -182,6 +184,8 @@ class Feed(Intake, SuppliesKeys[T]):
         with Change(self), self._lock:
             self._closed_by = self._closed_by or reason
             self._ledger.closed = True
+            if self._source is not None:
+                self._source.close()
             if self._spill is not None:
                 self._spill.close()
             if self._door is not None:
@@ -317,14 +321,9 @@ class Feed(Intake, SuppliesKeys[T]):
         """
         identity.check(state, identity.of(self))
         with Change(self), self._lock:
+            if self._source is not None and state["source"] is not None:
+                self._source.load_state_dict(state["source"])
             self._ledger.load(pickle.loads(state["units"]))
-            self._drawn, self._items = state["drawn"], None
-            if self._source is not None:
-                if state["source"] is not None:
-                    self._source.load_state_dict(pickle.loads(state["source"]))
-                    self._items = iter(self._source)
-                else:
-                    self._items = itertools.islice(self._source, self._drawn, None)
             self._reader, self._run = _nobody, self._run + 1
             self._first, self._given = self._ledger.formed, int
             self._recover_all(state["pushed"])
@@ -333,7 +332,7 @@ class Feed(Intake, SuppliesKeys[T]):
         """Delete what was spilled before the last state that was taken: call it when that is saved."""
         with Change(self), self._lock:
             if self._spill is not None:
-                self._spill.trim(self._state_segment, self._drawn)
+                self._spill.trim(self._state_segment, 0 if self._source is None else self._source.drawn)
 
     def place(self) -> Place:
         """Return, in place of a state, which batch comes next."""
@@ -347,7 +346,6 @@ class Feed(Intake, SuppliesKeys[T]):
         """Return the state before a batch of a reader; of one that was left, as it is now."""
         with Change(self), self._lock:
             units = self._ledger.state(batch if run == self._run else self._next_given())
-            source = self._source if is_stateful(self._source) else None
             if self._spill is not None:
                 self._state_segment = self._spill.begin_segment()
             return {
@@ -355,9 +353,8 @@ class Feed(Intake, SuppliesKeys[T]):
                 "id": secrets.token_hex(8),
                 **identity.of(self),
                 "is_over": self._ledger.is_ending and not (units["ready"] or units["batches"]),
-                "drawn": self._drawn,
                 "pushed": self._pushed,
-                "source": None if source is None else pickle.dumps(source.state_dict()),
+                "source": None if self._source is None else self._source.state_dict(),
                 "units": pickle.dumps(units, pickle.HIGHEST_PROTOCOL),
             }
 
@@ -384,12 +381,10 @@ def _rules(given: dict[str, Any]) -> Rules:
     for name, kind in _CHECKS.items():
         if (check := check_of(kind)) is not None:
             check(name, given[name])
-    source, fn = given["source"], given["fn"]
+    fn = given["fn"]
     for name in ("max_cost", "lease_timeout"):
         if given[name] is not None and not given[name] > 0:
             raise ConfigurationError(f"{name} should be a number above 0, or None, but is {given[name]!r}")
-    if source is not None and not hasattr(type(source), "__iter__"):
-        raise ConfigurationError(f"source should be an iterable of items, but is {source!r}")
     if fn is not None and not callable(fn):
         raise ConfigurationError(f"fn should be a function of a Sample, but is {fn!r}")
     group, most, steps = given["group_size"] or 1, given["max_samples"], given["steps_per_version"]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from os import PathLike
 from time import monotonic
 from typing import Any
@@ -18,6 +20,7 @@ from asyncloader.errors import ConfigurationError
 from asyncloader.online.errors import FeedClosedError, FeedFullError
 from asyncloader.online.lease import LeaseRequest, Leases
 from asyncloader.online.ledger import Ledger, Rules, Unit
+from asyncloader.online.source import WAITS, PlainSource, StreamSource, source_of
 from asyncloader.online.spill import Kind, Spill
 from asyncloader.online.stats import Stopwatch
 from asyncloader.online.time_limit import TimeLimit
@@ -28,7 +31,7 @@ class Intake:
     """The producers' side of a feed.
 
     Args:
-        source: Items to lease; None for no leases.
+        source: Of the items to lease; None for no leases.
         rules: What its ledger goes by.
         group_size: Samples of a unit; None for single ones.
         lease_timeout: How long a lease lasts, in seconds; None for ever.
@@ -37,7 +40,7 @@ class Intake:
 
     def __init__(
         self,
-        source: Iterable[Any] | None,
+        source: Any,
         rules: Rules,
         group_size: int | None,
         lease_timeout: float | None,
@@ -45,9 +48,8 @@ class Intake:
     ) -> None:
         self.group_size = group_size
         self._ledger = Ledger(rules)
-        self._source: Any = source
-        self._items: Iterator[Any] | None = None
-        self._drawn = self._pushed = 0  # items that were leased, and samples or groups that were put without a lease
+        self._source = None if source is None else source_of(source, partial(_item_came, weakref.ref(self)))
+        self._pushed = 0  # samples or groups that were put without a lease
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, bool]] = deque()  # leases that were given back
         self._leasers: Waiters = {}
@@ -196,8 +198,9 @@ class Intake:
         if ledger.closed:
             raise self._closed_error()
         unit = ledger.lease() if ledger.pending else None
-        while unit is None and ledger.has_room and not ledger.source_over:
-            unit = self._lease_next()
+        assert self._source is not None
+        while unit is None and ledger.has_room and not (ledger.source_over or self._source.waits):
+            unit = self._lease_next(self._source)
         if unit is None and ledger.is_settled:
             raise FeedClosedError("the source has ended, and all its items are settled")
         if unit is not None and self._limit is not None:
@@ -205,23 +208,22 @@ class Intake:
             self._limit.begin(unit.lease)
         return unit
 
-    def _lease_next(self) -> Unit | None:
-        """Lease the next item of the source; None if there is none, or if its samples were put before a crash."""
+    def _lease_next(self, source: PlainSource | StreamSource) -> Unit | None:
+        """Lease the next item; None if it is not there, or there is none, or if its samples were put before a crash."""
         ledger = self._ledger
         try:
-            if self._items is None:
-                self._items = iter(self._source)
-            item = next(self._items)
+            item = source.draw()
         except StopIteration:
             ledger.source_over = True
             return None
         except Exception as error:
             self._error, ledger.closed = error, True
             self._closed_by = f"its source has raised {type(error).__name__}"
+            source.close()
             raise
-        number = self._drawn
-        self._drawn += 1
-        unit = ledger.lease(item, number)
+        if item is WAITS:
+            return None
+        unit = ledger.lease(item, source.drawn - 1)
         return None if self._recover(unit) else unit
 
     def _recover(self, unit: Unit) -> bool:
@@ -346,7 +348,8 @@ class Intake:
         wakes: list[Callable[[], object]] = []
         if self._leasers or self._putters:
             room = max(0, ledger.rules.limit - len(ledger.units))
-            items = len(ledger.pending) + (0 if ledger.source_over else room)
+            no_items = ledger.source_over or (self._source is not None and self._source.waits)
+            items = len(ledger.pending) + (0 if no_items else room)
             everybody = len(self._leasers) + len(self._putters)
             wakes += first(self._leasers, everybody if ledger.is_settled else items)
             wakes += first(self._putters, everybody if ledger.closed else room)
@@ -363,6 +366,14 @@ class Intake:
         error = FeedClosedError(f"the feed takes no more: {self._closed_by}")
         error.__cause__ = self._error
         return error
+
+
+def _item_came(feed: weakref.ref[Intake]) -> None:
+    """Have those who wait for a lease look again. In the thread that reads the source."""
+    if (alive := feed()) is not None:
+        with Change(alive), alive._lock:
+            assert alive._source is not None
+            alive._source.waits = False
 
 
 def _checked_cost(cost: float) -> float:
