@@ -316,7 +316,7 @@ class Ledger:
             self.done += 1
             for unit in self._batches.popleft():
                 unit.uses += 1
-                if unit.uses < self.rules.max_uses and not self._is_unfit(unit):
+                if self._is_trained_again(unit, unit.uses):
                     self._make_ready(unit)
                 else:
                     self._settle(unit, "trained", unit.cost)
@@ -348,6 +348,10 @@ class Ledger:
 
     def _is_unfit(self, unit: Unit) -> bool:
         return (self.rules.on_stale != "keep" or unit.uses > 0) and self._is_stale(unit)
+
+    def _is_trained_again(self, unit: Unit, uses: int) -> bool:
+        """Whether a unit waits for the trainer once more, after it was trained so often."""
+        return uses < self.rules.max_uses and not self._is_stale(unit)
 
     def _turn_away(self, unit: Unit) -> None:
         """Settle a unit that is too old, or have it leased again."""
@@ -463,7 +467,7 @@ class Ledger:
         again: list[Unit] = []
         gone: set[int] = set()
         for unit in (unit for batch in trained for unit in batch):
-            if unit.uses + 1 < self.rules.max_uses and not self._is_unfit(unit):
+            if self._is_trained_again(unit, unit.uses + 1):
                 again.append(unit)
             else:
                 gone.add(unit.id)

@@ -257,6 +257,22 @@ class Jumps(Play):
     may_jump = True
 
 
+def test_a_state_does_not_train_again_what_is_too_old() -> None:
+    """A unit that was trained too old, because it is kept, is not trained a second time; nor after a resume."""
+    rules = Rules(1, 1, 0, on_stale="keep", max_uses=2)
+    ledger = Ledger(rules)
+    ledger.put([0], 0, 1, 0)
+    ledger.set_version(1)
+    ledger.take()
+    state = ledger.state(1)
+    ledger.finish(1)
+    again = Ledger(rules)
+    again.load(state)
+    for each in (ledger, again):
+        assert each.counts["trained"] == 1
+        assert each.has_room
+
+
 many = settings(max_examples=effort.examples(150), stateful_step_count=50, deadline=None)
 TestPlay = Play.TestCase
 TestPlay.settings = many
