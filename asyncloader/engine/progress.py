@@ -276,6 +276,11 @@ class Progress:
         follower.follow(partial(_given_since, self, self.now.position))
         self.follower = weakref.WeakMethod(follower.asked)
 
+    def note_asked(self) -> None:
+        """Tell the iterator that follows consumers, if it is still there, that one asks for its next batch."""
+        if self.follower is not None and (asked := self.follower()) is not None:
+            asked()
+
     def forget(self, position: int) -> None:
         """Drop what is known of batches before this one."""
         states = self.sampler_states

@@ -94,8 +94,8 @@ class Taking:
         A batch whose call was interrupted comes first. Batches that are left out are counted, and passed over.
         """
         progress, ready = self.progress, self.handoff.ready
-        if progress.follower is not None and (asked := progress.follower()) is not None:
-            asked()
+        if progress.follower is not None:
+            progress.note_asked()
         while True:
             before = progress.counted
             place, calls = progress.folded()

@@ -46,6 +46,7 @@ _CHECKS = {
     "window": Annotated[int | None, Least(1)],
     "max_uses": Annotated[int, Least(1)],
     "max_retries": Annotated[int, Least(0)],
+    "seed": Annotated[int, Least(0)],
 }
 
 
@@ -78,7 +79,8 @@ class Feed(Intake, SuppliesKeys[T]):
             as many as ``max_staleness`` allows, or 4 batches without it.
         on_stale: What becomes of samples that are too old all the same, because the version jumped, or they were put
             with an old one: "drop"; "keep" trains them; "recycle" has their items leased again.
-        order: "first_come"; "freshest": the newest version first; "priority": the highest first.
+        order: "first_come"; "freshest": the newest version first; "priority": the highest first; "random": drawn anew
+            for each batch from what waits, by ``seed``. With ``max_uses``, that is a replay buffer.
         window: A slow sample, or group, is not overtaken by those that were leased so many leases later. None: by any.
         max_uses: How often a sample is trained, as long as it is not too old; it goes to the end after each time.
         max_cost: The most that a batch costs, in tokens for example: a batch is full with that, or with
@@ -86,6 +88,7 @@ class Feed(Intake, SuppliesKeys[T]):
         max_retries: How often an item is leased again after its producer has failed; then it is dropped.
         lease_timeout: How long a producer may have a lease, in seconds; then the item is leased again. None: for ever.
         drop_last: Do not train what fills no batch at the end.
+        seed: Of a random order.
         spill: Folder, of this run and rank, that what is put is written to before `put` returns. If the process is
             killed, a feed with the same folder has all of it, whichever state it goes on from: what was put after the
             state is not made again. `trim` deletes what a saved state contains. The files survive the process; there
@@ -124,6 +127,7 @@ class Feed(Intake, SuppliesKeys[T]):
         max_retries: int = 3,
         lease_timeout: float | None = None,
         drop_last: bool = False,
+        seed: int = 0,
         spill: str | PathLike[str] | None = None,
         fn: Callable[[Sample[Any]], T] | None = None,
     ) -> None:
@@ -399,5 +403,5 @@ def _rules(given: dict[str, Any]) -> Rules:
         raise ConfigurationError(
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
         )
-    same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last")
+    same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
     return Rules(size, limit, staleness, steps, **{name: given[name] for name in same})

@@ -30,9 +30,10 @@ from typing import Any, Literal, NamedTuple
 
 from asyncloader.online.costs import Costs
 from asyncloader.online.errors import LeaseLostError
+from asyncloader.seeding.hashing import mix
 
 OnStale = Literal["drop", "keep", "recycle"]
-FeedOrder = Literal["first_come", "freshest", "priority"]
+FeedOrder = Literal["first_come", "freshest", "priority", "random"]
 
 OUTCOMES = ("trained", "stale", "dropped", "failed", "recycled", "late")
 NOTHING: Any = object()
@@ -54,6 +55,7 @@ class Rules(NamedTuple):
         max_cost: The most that units of a batch cost together; None for no bound.
         max_retries: How often a unit is leased again after a failure.
         drop_last: What fills no batch at the end is not trained.
+        seed: Tells one random order from another.
     """
 
     size: int
@@ -67,6 +69,7 @@ class Rules(NamedTuple):
     max_cost: float | None = None
     max_retries: int = 3
     drop_last: bool = False
+    seed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -444,6 +447,8 @@ class Ledger:
             return sorted(units, key=lambda unit: -unit.version)
         if self.rules.order == "priority":
             return sorted(units, key=lambda unit: -unit.priority)
+        if self.rules.order == "random":  # another one for each batch, and nothing that a state would have to have
+            return sorted(units, key=lambda unit: mix(self.rules.seed, self.formed, unit.id))
         return units
 
     def _within_cost(self, units: list[Unit]) -> list[Unit]:
@@ -475,6 +480,7 @@ class Ledger:
                 costs.add(unit.cost)
         used = {unit.id for unit in again}
         return {
+            "done": self.done + len(trained),
             "version": self.version,
             "next_id": self._next_id,
             "source_over": self.source_over,
@@ -499,7 +505,7 @@ class Ledger:
         self._ready.clear()
         self._new_ready.clear()
         self._batches.clear()
-        self.done = self.formed
+        self.done = self.formed = state["done"]
         for number in state["ready"]:
             self._make_ready(self.units[number])
         self._again = deque([self.units[number] for number in batch] for batch in state["batches"])

@@ -415,8 +415,31 @@ def test_priorities_and_uses() -> None:
         feed.put_nowait(n, priority=n % 3)
     feed.close()
     batches = [batch.tolist() for batch in DataLoader(feed)]
-    assert batches[:3] == [[2, 5], [1, 4], [2, 5]]  # the first ones are ready again when the second batch was taken
+    assert batches[:4] == [[2, 5], [2, 5], [1, 4], [1, 4]]
     assert sorted(itertools.chain(*batches)) == sorted([*range(6), *range(6)])
+
+
+@pytest.mark.parametrize("stop", range(0, 15, 2))
+def test_replay_in_random_order(stop: int) -> None:
+    """Each sample is trained so often, in an order by seed, in the middle of which a state goes on."""
+
+    def make(seed: int) -> Feed[Any]:
+        feed = Feed(batch_size=2, max_samples=10, order="random", max_uses=3, seed=seed)
+        for n in range(10):
+            feed.put_nowait(n)
+        feed.close()
+        return feed
+
+    batches, other, again = ([batch.tolist() for batch in DataLoader(make(seed))] for seed in (0, 1, 0))
+    assert Counter(itertools.chain(*batches)) == dict.fromkeys(range(10), 3)
+    assert batches == again != other
+    assert sorted(batches[0] + batches[1]) != [0, 1, 2, 3]
+    loader = DataLoader(make(0))
+    for _ in zip(range(stop), loader, strict=False):
+        pass
+    resumed = DataLoader(make(0))
+    resumed.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
+    assert [batch.tolist() for batch in resumed] == batches[stop:]
 
 
 def test_batches_by_cost() -> None:

@@ -48,7 +48,7 @@ class Play(RuleBasedStateMachine):
             staleness,
             steps,
             data.draw(st.sampled_from(["drop", "keep", "recycle"])),
-            data.draw(st.sampled_from(["first_come", "freshest", "priority"])),
+            data.draw(st.sampled_from(["first_come", "freshest", "priority", "random"])),
             data.draw(st.none() | st.integers(1, 2 * size)),
             data.draw(st.integers(1, 2)),
             data.draw(st.none() | st.integers(1, 4)) if self.may_jump else None,
@@ -271,6 +271,18 @@ def test_a_state_does_not_train_again_what_is_too_old() -> None:
     for each in (ledger, again):
         assert each.counts["trained"] == 1
         assert each.has_room
+
+
+def test_a_random_order_prefers_none() -> None:
+    """Of units that wait, each is as likely to be in the next batch as the others, whenever it came."""
+    counts = Counter[int]()
+    ledger = Ledger(Rules(1, 4, order="random", max_uses=10**9))
+    for number in range(4):
+        ledger.put([number], 0, 1, 0)
+    for number in range(4000):
+        counts[ledger.take()[0].samples[0]] += 1
+        ledger.finish(number + 1)
+    assert all(900 < counts[number] < 1100 for number in range(4))
 
 
 many = settings(max_examples=effort.examples(150), stateful_step_count=50, deadline=None)
