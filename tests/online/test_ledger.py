@@ -188,7 +188,7 @@ class Play(RuleBasedStateMachine):
         )
         self.ledger = Ledger(self.rules)
         self.ledger.load(pickle.loads(state))
-        self.first = self.given = 0
+        self.first, self.given = self.ledger.formed, 0
         self.is_trained = False
 
     @rule(is_source=st.booleans())
