@@ -17,9 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from asyncloader import threads
+from asyncloader import identity, threads
 from asyncloader.online.errors import FeedFullError
+from asyncloader.online.keys import SampleKey
 from asyncloader.online.lease import GivesLeases
+from asyncloader.online.ranks import RankPlace, Seat
 from asyncloader.online.wire import check, keep_from_forks, parts_of, receive_async
 
 _LONGEST_PROOF_S = 10.0
@@ -28,9 +30,8 @@ _LONGEST_PROOF_S = 10.0
 class ServesHandles(GivesLeases, Protocol):
     """A feed, as its door knows it."""
 
-    @property
-    def version(self) -> int:
-        """Of the weights."""
+    version: int
+    batch_size: int
 
     def put_nowait(self, samples: Any, *, version: int | None, cost: float | None, priority: float) -> None:
         """Put a sample without waiting."""
@@ -40,6 +41,30 @@ class ServesHandles(GivesLeases, Protocol):
 
     async def put_many(self, many: list[Any], *, version: int | None) -> None:
         """Put many samples; wait until there is room."""
+
+    def check_rank(self, rank: int) -> None:
+        """See that there is a rank."""
+
+    def rank_state(self, rank: int, run: int, step: int) -> dict[str, Any]:
+        """Return the state before a step of a run."""
+
+    def rank_load(self, rank: int, state: dict[str, Any]) -> None:
+        """Go on from a state that all ranks load."""
+
+    async def begin_rank(self, rank: int, place: RankPlace, take: Callable[[Seat], object]) -> int:
+        """Begin a run with all ranks."""
+
+    async def rank_step(self, seat: Seat, number: int) -> list[SampleKey] | None:
+        """Return the part of a rank in a step."""
+
+    def rank_asks(self, seat: Seat, given: int, now: float) -> None:
+        """Note that the consumer of a rank asks for another step."""
+
+    def rank_leaves(self, seat: Seat) -> None:
+        """Note that the iterator of a rank is gone."""
+
+    def look_at_ranks(self, now: float) -> float | None:
+        """End the run if consumers have waited for too long; return when to look again, or None. Seconds."""
 
 
 class Door:
@@ -63,6 +88,7 @@ class Door:
         self._loop = asyncio.new_event_loop()
         self._feed = weakref.ref(feed, lambda _: self.end())
         self._connections: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
         self._closed, self._ended = asyncio.Event(), asyncio.Event()
         threads.start(self._run, "asyncloader feed", self.end)
 
@@ -94,9 +120,18 @@ class Door:
         while True:
             sock, _ = await self._loop.sock_accept(self._listener)
             keep_from_forks(sock).setblocking(False)
-            task = asyncio.create_task(_Connection(sock, self._feed).serve(self.secret))
+            task = asyncio.create_task(_Connection(sock, self._feed, self._look_at_ranks).serve(self.secret))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
+
+    def _look_at_ranks(self) -> None:
+        """End a run whose ranks have waited for too long, now or when it is time."""
+        feed, timer = self._feed(), self._timer
+        due = None if feed is None else feed.look_at_ranks(self._loop.time())
+        if due is not None and (timer is None or timer.when() <= self._loop.time() or due < timer.when()):
+            if timer is not None:
+                timer.cancel()
+            self._timer = self._loop.call_at(due, self._look_at_ranks)
 
 
 class _Connection:
@@ -105,11 +140,15 @@ class _Connection:
     Args:
         sock: Its socket.
         feed: Returns the feed; None when it is gone.
+        look: Is called when the consumer of a rank waits.
     """
 
-    def __init__(self, sock: socket.socket, feed: Callable[[], ServesHandles | None]) -> None:
+    def __init__(
+        self, sock: socket.socket, feed: Callable[[], ServesHandles | None], look: Callable[[], object]
+    ) -> None:
         self._sock = sock
-        self._feed = feed
+        self._feed, self._look = feed, look
+        self._seat: Seat | None = None  # of the rank whose iterator this is
         self._leases: set[int] = set()  # that the handle was given
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
@@ -144,47 +183,89 @@ class _Connection:
             if (feed := self._feed()) is not None:
                 for lease in self._leases:
                     feed.give_back(lease, failed=True)
+                if self._seat is not None:
+                    feed.rank_leaves(self._seat)
 
     def _answer_now(self, feed: ServesHandles, name: str, arguments: Any) -> tuple[Exception | None, Any] | None:
         """Return the error, or what was asked for; None if that may have to be waited for."""
+        if (answer := getattr(self, f"_{name}_now", None)) is None:
+            return None
         try:
-            if name == "put_leased":
-                feed.put_leased(*arguments)
-                self._leases.discard(arguments[0])
-            elif name == "drop_leased":
-                feed.drop_leased(*arguments)
-                self._leases.discard(arguments[0])
-            elif name == "give_back":
-                feed.give_back(arguments[0], failed=arguments[1])
-                self._leases.discard(arguments[0])
-            elif name == "put":
-                samples, version, cost, priority = arguments
-                feed.put_nowait(samples, version=version, cost=cost, priority=priority)
-            else:
-                return None
+            return None, answer(feed, *arguments)
         except FeedFullError:
             return None
         except Exception as error:
             return error, None
-        return None, None
 
     async def _answer_later(self, feed: ServesHandles, number: int, name: str, arguments: Any) -> None:
         error: Exception | None = None
         value = None
         try:
-            if name == "lease":
-                unit = await feed.await_lease()
-                self._leases.add(unit.lease)
-                value = (unit.id, unit.item, unit.version, unit.tries, unit.lease)
-            elif name == "put":
-                samples, version, cost, priority = arguments
-                await feed.put(samples, version=version, cost=cost, priority=priority)
-            else:
-                await feed.put_many(arguments[0], version=arguments[1])
+            value = await getattr(self, f"_{name}")(feed, *arguments)
         except Exception as raised:
             error = raised
         with suppress(OSError):  # the connection has ended, which `serve` sees as well
             await self._send(number, error, value, feed.version)
+
+    def _put_leased_now(self, feed: ServesHandles, lease: int, *put: Any) -> None:
+        feed.put_leased(lease, *put)
+        self._leases.discard(lease)
+
+    def _drop_leased_now(self, feed: ServesHandles, lease: int, cost: float) -> None:
+        feed.drop_leased(lease, cost)
+        self._leases.discard(lease)
+
+    def _give_back_now(self, feed: ServesHandles, lease: int, failed: bool) -> None:
+        feed.give_back(lease, failed=failed)
+        self._leases.discard(lease)
+
+    def _put_now(
+        self, feed: ServesHandles, samples: Any, version: int | None, cost: float | None, first: float
+    ) -> None:
+        feed.put_nowait(samples, version=version, cost=cost, priority=first)
+
+    async def _put(
+        self, feed: ServesHandles, samples: Any, version: int | None, cost: float | None, priority: float
+    ) -> None:
+        await feed.put(samples, version=version, cost=cost, priority=priority)
+
+    async def _put_many(self, feed: ServesHandles, many: list[Any], version: int | None) -> None:
+        await feed.put_many(many, version=version)
+
+    async def _lease(self, feed: ServesHandles) -> Any:
+        unit = await feed.await_lease()
+        self._leases.add(unit.lease)
+        return unit.id, unit.item, unit.version, unit.tries, unit.lease
+
+    def _set_version_now(self, feed: ServesHandles, version: int) -> None:
+        feed.version = version
+
+    # Of ranks. A connection is one iterator of a rank, until it ends.
+
+    def _rank_now(self, feed: ServesHandles, rank: int) -> Any:
+        feed.check_rank(rank)
+        return feed.batch_size, identity.of(feed)
+
+    def _rank_state_now(self, feed: ServesHandles, *where: Any) -> dict[str, Any]:
+        return feed.rank_state(*where)
+
+    def _rank_load_now(self, feed: ServesHandles, rank: int, state: dict[str, Any]) -> None:
+        feed.rank_load(rank, state)
+
+    def _ask_now(self, feed: ServesHandles, given: int) -> None:
+        if self._seat is not None:
+            feed.rank_asks(self._seat, given, asyncio.get_running_loop().time())
+            self._look()
+
+    async def _begin(self, feed: ServesHandles, rank: int, place: RankPlace) -> int:
+        return await feed.begin_rank(rank, place, self._sit)
+
+    def _sit(self, seat: Seat) -> None:
+        self._seat = seat
+
+    async def _step(self, feed: ServesHandles, number: int) -> list[SampleKey] | None:
+        assert self._seat is not None
+        return await feed.rank_step(self._seat, number)
 
     async def _send(self, number: int, error: Exception | None, value: Any, version: int) -> None:
         try:

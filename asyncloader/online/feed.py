@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import secrets
-import weakref
 from collections.abc import AsyncIterable, Callable, Iterable
 from os import PathLike
 from types import TracebackType
@@ -24,11 +23,11 @@ from asyncloader.checks import Least, check_of
 from asyncloader.errors import ConfigurationError
 from asyncloader.online.door import Door
 from asyncloader.online.handle import FeedHandle
-from asyncloader.online.intake import Change, Intake
-from asyncloader.online.keys import FeedBatches, FeedKeys, FeedSamples, Place, Sample, SampleKey, feeds, other_has_begun
-from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules, Unit
+from asyncloader.online.intake import Change
+from asyncloader.online.keys import FeedBatches, FeedSamples, Place, Sample, SampleKey, feeds
+from asyncloader.online.ledger import OUTCOMES, FeedOrder, OnStale, Rules
+from asyncloader.online.outlet import Outlet, nobody
 from asyncloader.online.stats import FeedStats
-from asyncloader.online.waiters import ThreadWaiter, first, wake_all
 from asyncloader.protocols import SuppliesKeys
 
 T = TypeVar("T")
@@ -47,10 +46,11 @@ _CHECKS = {
     "max_uses": Annotated[int, Least(1)],
     "max_retries": Annotated[int, Least(0)],
     "seed": Annotated[int, Least(0)],
+    "num_replicas": Annotated[int | None, Least(1)],
 }
 
 
-class Feed(Intake, SuppliesKeys[T]):
+class Feed(Outlet, SuppliesKeys[T]):
     """A dataset of samples that producers make while training goes on.
 
     Give it to a :class:`~asyncloader.DataLoader` without batch size and sampler: it brings its batches. Producers are
@@ -61,7 +61,8 @@ class Feed(Intake, SuppliesKeys[T]):
     States of the loader contain that of the feed, as of the batches that the loader has given: samples that wait, items
     that are not settled, and the place in the source. `state_dict` returns it alone.
 
-    Each rank of a process group has a feed of its own.
+    The ranks of a process group share one feed: see ``num_replicas``. A step is a batch for each of them, dealt at once
+    from the same samples: as many batches on each rank, of equal cost, and none of them empty.
 
     Args:
         source: Items to lease, prompts for example. An iterable is read as they are leased, under the feed's lock. An
@@ -69,7 +70,7 @@ class Feed(Intake, SuppliesKeys[T]):
             event loop is not the caller's; whoever leases waits until an item has come. If the source has `state_dict`
             and `load_state_dict`, states have its state; otherwise they have the number of its items that were leased,
             which a resumed run leaves out. None: producers put samples without leases.
-        batch_size: Samples of a batch.
+        batch_size: Samples of a batch, on each rank.
         group_size: Samples that are put, and trained, together; they are in one batch, side by side. None: single ones.
         max_staleness: How many versions older than the weights a sample may be when its batch is asked for. Producers
             wait while what they would make could become older, and the trainer waits for a slow producer whose sample
@@ -89,7 +90,11 @@ class Feed(Intake, SuppliesKeys[T]):
         lease_timeout: How long a producer may have a lease, in seconds; then the item is leased again. None: for ever.
         drop_last: Do not train what fills no batch at the end.
         seed: Of a random order.
-        spill: Folder, of this run and rank, that what is put is written to before `put` returns. If the process is
+        num_replicas: How many ranks take their batches from this feed: `FeedHandle.for_rank`. None: one loader, in this
+            process, is given the feed itself.
+        step_timeout: How long ranks wait for their batches of a step, in seconds; then all of them get a RanksError
+            that says for whom they waited. None: for ever.
+        spill: Folder, of this run, that what is put is written to before `put` returns. If the process is
             killed, a feed with the same folder has all of it, whichever state it goes on from: what was put after the
             state is not made again. `trim` deletes what a saved state contains. The files survive the process; there
             is no fsync, so a machine that loses power may lose the last ones. Only read a folder that you trust: it
@@ -128,18 +133,18 @@ class Feed(Intake, SuppliesKeys[T]):
         lease_timeout: float | None = None,
         drop_last: bool = False,
         seed: int = 0,
+        num_replicas: int | None = None,
+        step_timeout: float | None = None,
         spill: str | PathLike[str] | None = None,
         fn: Callable[[Sample[Any]], T] | None = None,
     ) -> None:
         rules = _rules({name: value for name, value in locals().items() if name not in ("self", "__class__")})
-        super().__init__(source, rules, group_size, lease_timeout, spill)
+        super().__init__(source, rules, group_size, lease_timeout, spill, num_replicas, step_timeout)
         self.fn, self.batch_size = fn, batch_size
-        self._reader: Callable[[], FeedKeys | None] = _nobody
-        self._run = self._first = 0
-        self._given: Callable[[], int] = int  # how many of the reader's batches, from the first one on
         self._door: Door | None = None
         self._state_segment = 0  # of the spill: what follows the last state
-        self.ends_at_once = False
+        self._state_of_step: tuple[Any, set[int], Any] = (None, set(), None)  # where, the ranks that have it, and it
+        self._loaded: tuple[str, set[int]] = ("", set())  # id of a state, and the ranks that have loaded it
         self._key = next(_numbers)
         feeds[self._key] = self
 
@@ -192,7 +197,7 @@ class Feed(Intake, SuppliesKeys[T]):
                 self._source.close()
             if self._spill is not None:
                 self._spill.close()
-            if self._door is not None:
+            if self._door is not None and self._ranks is None:  # ranks come for what is there
                 self._door.close()
         if self._limit is not None:
             self._limit.end()
@@ -232,81 +237,16 @@ class Feed(Intake, SuppliesKeys[T]):
         return FeedSamples, (self.fn,)
 
     def make_batch_sampler(self) -> Sampler[list[SampleKey]]:
-        """Return the sampler of the feed's batches."""
+        """Return the sampler of the feed's batches.
+
+        Raises:
+            ConfigurationError: if they are dealt to ranks.
+        """
+        if self._ranks is not None:
+            raise ConfigurationError(
+                "this feed has num_replicas: give the loader of each rank feed.handle().for_rank(rank)"
+            )
         return FeedBatches(self)
-
-    def begin(self, reader: FeedKeys) -> int:
-        """Give batches to this reader from now on, first those that the last one was not given; return the number."""
-        with Change(self), self._lock:
-            self._ledger.finish(self._next_given())
-            self._ledger.begin()
-            self._reader, self._run = weakref.ref(reader), self._run + 1
-            self._first, self._given = self._ledger.formed, int
-            self._tells.clear()
-            others = first(self._readers, len(self._readers))
-        wake_all(others)
-        return self._first
-
-    def follow(self, reader: FeedKeys, given: Callable[[], int]) -> None:
-        """Take what counts how many batches of a reader consumers were given."""
-        with Change(self), self._lock:
-            if self._reader() is reader:
-                self._given = given
-
-    def asked(self, reader: FeedKeys) -> None:
-        """Note that a consumer asks for its next batch.
-
-        Raises:
-            LoaderClosedError: if another reader has begun. What this one has prefetched is given to that.
-        """
-        if self._reader() is not reader:
-            raise other_has_begun()
-        if self._next_given() > self._ledger.done:
-            with Change(self), self._lock:
-                self._ledger.finish(self._next_given())
-
-    def arrived(self, reader: FeedKeys, tell: Callable[[], object]) -> bool:
-        """Return whether a reader gets a batch, the end or an error without waiting; if not, tell it when it does."""
-        with Change(self), self._lock:
-            is_there = reader.number < self._ledger.formed or self._ledger.can_take()
-            if is_there or self._ledger.is_over or self.ends_at_once or self._reader() is not reader:
-                return True
-            self._tells.append(tell)
-            return False
-
-    def next_batch(self, reader: FeedKeys) -> list[SampleKey]:
-        """Return the batch with the reader's number; wait for it.
-
-        Raises:
-            StopIteration: at the end.
-            LoaderClosedError: if another reader has begun.
-            FeedClosedError: at the end, if an error of the source brought that.
-        """
-        while True:
-            with Change(self), self._lock:
-                ledger = self._ledger
-                if self._reader() is not reader:
-                    raise other_has_begun()
-                if self.ends_at_once:
-                    self.ends_at_once = False
-                    raise StopIteration
-                if reader.number == ledger.formed and ledger.can_take():
-                    ledger.take()
-                if reader.number < ledger.formed:
-                    return _keys(ledger.batch(reader.number))
-                if ledger.is_over and self._error is not None:
-                    raise self._closed_error()
-                if ledger.is_over:
-                    raise StopIteration
-                self._readers[waiter := ThreadWaiter()] = None
-            try:
-                waiter.wait(None)
-            finally:
-                self._readers.pop(waiter, None)
-
-    def _next_given(self) -> int:
-        """Return the number of the first batch that no consumer was given."""
-        return self._first + self._given()
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -314,8 +254,13 @@ class Feed(Intake, SuppliesKeys[T]):
         """Return the state as of the batches that consumers were given. It is in states of the loader.
 
         Samples that wait, and items that are not settled, are in it, pickled.
+
+        Raises:
+            ConfigurationError: if batches are dealt to ranks: the loader of a rank knows what that was given.
         """
-        return self.state_at(self._run, self._next_given())
+        if self._ranks is not None:
+            raise ConfigurationError("this feed has num_replicas: take the state of the loader of a rank")
+        return self.state_at(self._runs_begun, self._next_given())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state, in place of what there is. Leases that were given out before have ended.
@@ -328,9 +273,40 @@ class Feed(Intake, SuppliesKeys[T]):
             if self._source is not None and state["source"] is not None:
                 self._source.load_state_dict(state["source"])
             self._ledger.load(pickle.loads(state["units"]))
-            self._reader, self._run = _nobody, self._run + 1
+            self._reader, self._runs_begun = nobody, self._runs_begun + 1
             self._first, self._given = self._ledger.formed, int
             self._recover_all(state["pushed"])
+
+    def preload(self, state: dict[str, Any]) -> None:
+        """Go on from a state of a loader. One that was closed and taken to its end gives an empty epoch first."""
+        self.load_state_dict(state)
+        self.ends_at_once = state["is_over"]
+
+    def rank_state(self, rank: int, run: int, step: int) -> dict[str, Any]:
+        """Return the state before a step of a run: one for all ranks, until a rank asks again."""
+        self.check_rank(rank)
+        state: dict[str, Any]
+        where, ranks, state = self._state_of_step
+        if where != (run, step) or rank in ranks:
+            is_newest = self._ranks is not None and self._ranks.run is not None and self._ranks.run.number == run
+            ranks, state = set(), self.state_at(self._runs_begun if is_newest else -1, self._first + step)
+        ranks.add(rank)
+        is_fetched = self._ranks is not None and len(ranks) == self._ranks.count
+        self._state_of_step = (None, set(), None) if is_fetched else ((run, step), ranks, state)
+        return state
+
+    def rank_load(self, rank: int, state: dict[str, Any]) -> None:
+        """Go on from a state that all ranks load: when the first of them does.
+
+        Raises:
+            StateMismatchError: if the state is of something else.
+        """
+        self.check_rank(rank)
+        loaded, ranks = self._loaded
+        if loaded != state["id"] or rank in ranks:
+            self.preload(state)
+            ranks = set()
+        self._loaded = state["id"], ranks | {rank}
 
     def trim(self) -> None:
         """Delete what was spilled before the last state that was taken: call it when that is saved."""
@@ -340,16 +316,16 @@ class Feed(Intake, SuppliesKeys[T]):
 
     def place(self) -> Place:
         """Return, in place of a state, which batch comes next."""
-        return Place(self._key, self._run, self._ledger.formed)
+        return Place(self._key, self._runs_begun, self._ledger.formed)
 
     def state_after(self, items: int) -> dict[str, Any]:
         """Return the state after so many batches of the newest reader."""
-        return self.state_at(self._run, self._first + items)
+        return self.state_at(self._runs_begun, self._first + items)
 
     def state_at(self, run: int, batch: int) -> dict[str, Any]:
         """Return the state before a batch of a reader; of one that was left, as it is now."""
         with Change(self), self._lock:
-            units = self._ledger.state(batch if run == self._run else self._next_given())
+            units = self._ledger.state(batch if run == self._runs_begun else self._next_given())
             if self._spill is not None:
                 self._state_segment = self._spill.begin_segment()
             return {
@@ -366,16 +342,6 @@ class Feed(Intake, SuppliesKeys[T]):
         return {"group_size": self.group_size}
 
 
-def _nobody() -> None:
-    """Stand for a reader that is gone."""
-
-
-def _keys(batch: list[Unit]) -> list[SampleKey]:
-    return [
-        (unit.id, index, unit.version, unit.uses, sample) for unit in batch for index, sample in enumerate(unit.samples)
-    ]
-
-
 def _rules(given: dict[str, Any]) -> Rules:
     """Check the arguments of a feed; return its rules.
 
@@ -386,7 +352,7 @@ def _rules(given: dict[str, Any]) -> Rules:
         if (check := check_of(kind)) is not None:
             check(name, given[name])
     fn = given["fn"]
-    for name in ("max_cost", "lease_timeout"):
+    for name in ("max_cost", "lease_timeout", "step_timeout"):
         if given[name] is not None and not given[name] > 0:
             raise ConfigurationError(f"{name} should be a number above 0, or None, but is {given[name]!r}")
     if fn is not None and not callable(fn):
@@ -395,13 +361,19 @@ def _rules(given: dict[str, Any]) -> Rules:
     for name in ("batch_size", "max_samples"):
         if given[name] is not None and given[name] % group:
             raise ConfigurationError(f"{name} should be a multiple of group_size, {group}, but is {given[name]}")
-    size, staleness = given["batch_size"] // group, given["max_staleness"]
+    ranks = given["num_replicas"] or 1
+    if given["num_replicas"] is None and given["step_timeout"] is not None:
+        raise ConfigurationError("step_timeout is for ranks (num_replicas); a loader has its own timeout")
+    if given["num_replicas"] is not None and fn is not None:
+        raise ConfigurationError("with num_replicas, give fn to for_rank: it runs there")
+    size, staleness = given["batch_size"] // group * ranks, given["max_staleness"]
     limit = (_BATCHES_WITHOUT_BOUND if staleness is None else staleness * steps + 1) * size
     if most is not None:
         limit = most // group if staleness is None else min(limit, most // group)
     if limit < size:
         raise ConfigurationError(
             f"a batch of {given['batch_size']} samples could never be formed: max_samples should be at least batch_size"
+            + ("" if ranks == 1 else f", for each of {ranks} ranks")
         )
     same = ("on_stale", "order", "window", "max_uses", "max_cost", "max_retries", "drop_last", "seed")
-    return Rules(size, limit, staleness, steps, **{name: given[name] for name in same})
+    return Rules(size, limit, staleness, steps, ranks=ranks, **{name: given[name] for name in same})

@@ -13,16 +13,20 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncloader import threads
 from asyncloader.online.errors import FeedClosedError
+from asyncloader.online.keys import Sample
 from asyncloader.online.lease import LeaseRequest, Leases
+from asyncloader.online.rank_feed import RankFeed
 from asyncloader.online.wire import keep_from_forks, parts_of, prove, receive
+
+T = TypeVar("T")
 
 
 class _Leased(NamedTuple):
@@ -106,6 +110,7 @@ def _read(link: _Link) -> None:
                 future.set_exception(error)
             else:
                 future.set_result(value)
+            del future, error, value  # while the next answer is waited for
     link.fail()
 
 
@@ -156,6 +161,22 @@ class FeedHandle:
         """Of the weights, as of the last answer of the feed: a lease brings the newest."""
         return self._connected().version
 
+    @version.setter
+    def version(self, version: int) -> None:
+        self.ask("set_version", version)
+
+    def for_rank(self, rank: int, fn: Callable[[Sample[Any]], T] | None = None) -> RankFeed[T]:
+        """Return the batches of a rank, of a feed that has ``num_replicas``, as a dataset for its loader.
+
+        Args:
+            rank: From 0 to ``num_replicas`` - 1.
+            fn: Makes of a `Sample` what is collated, in a worker of the loader. By default it is what was put.
+
+        Raises:
+            ConfigurationError: if the feed has no such rank.
+        """
+        return RankFeed(self, rank, fn)
+
     def close(self) -> None:
         """End the connection of this process."""
         with self._lock:
@@ -189,6 +210,16 @@ class FeedHandle:
         """Have what is leased be leased again."""
         with suppress(FeedClosedError):
             self._send("give_back", (lease, failed))
+
+    # What ranks call.
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Return what the feed answers; wait for it, in a thread."""
+        return self._send(name, arguments).result()
+
+    def connect(self) -> _Link:
+        """Return a connection of one's own."""
+        return _Link(self._address, self._secret)
 
     def _send(self, name: str, arguments: Any) -> Future[Any]:
         return self._connected().send(name, arguments)

@@ -308,12 +308,12 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
-    async def _until(self, attempt: Callable[[], Any], waiters: Waiters) -> Any:
+    async def _until(self, attempt: Callable[[], Any], waiters: Waiters, *, in_turn: bool = True) -> Any:
         """Return what an attempt returns, with the lock held, when that is not None. Attempts are made in turn."""
         waiter = None
         while True:
             with Change(self), self._lock:
-                if (waiter is not None or not waiters) and (found := attempt()) is not None:
+                if (waiter is not None or not waiters or not in_turn) and (found := attempt()) is not None:
                     return found
                 waiters[waiter := TaskWaiter()] = None
             try:
@@ -323,13 +323,15 @@ class Intake:
                     waiters.pop(waiter, None)
                 raise
 
-    def _until_sync(self, attempt: Callable[[], Any], waiters: Waiters, timeout: float | None) -> Any:
+    def _until_sync(
+        self, attempt: Callable[[], Any], waiters: Waiters, timeout: float | None, *, in_turn: bool = True
+    ) -> Any:
         """Do as `_until`, in a thread; return None if that takes too long. Seconds."""
         deadline = None if timeout is None else monotonic() + timeout
         waiter = None
         while True:
             with Change(self), self._lock:
-                if (waiter is not None or not waiters) and (found := attempt()) is not None:
+                if (waiter is not None or not waiters or not in_turn) and (found := attempt()) is not None:
                     return found
                 waiters[waiter := ThreadWaiter()] = None
             in_time = False

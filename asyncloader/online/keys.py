@@ -6,7 +6,7 @@ then a batch is charged against the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 from asyncloader import identity
 from asyncloader.errors import LoaderClosedError
+from asyncloader.online.ledger import Unit
 
 T = TypeVar("T")
 
@@ -60,7 +61,6 @@ class GivesBatches(Protocol):
     """A feed, as its sampler and their iterators know it."""
 
     batch_size: int
-    ends_at_once: bool
 
     def begin(self, reader: Any) -> int:
         """Give batches to this iterator from now on; return the number of the first one."""
@@ -86,8 +86,8 @@ class GivesBatches(Protocol):
     def state_after(self, items: int) -> dict[str, Any]:
         """Return the state after so many batches of the newest iterator."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+    def preload(self, state: dict[str, Any]) -> None:
+        """Go on from a state of a loader."""
 
 
 feeds: WeakValueDictionary[int, GivesBatches] = WeakValueDictionary()
@@ -130,6 +130,7 @@ class FeedBatches(Sampler[list[SampleKey]]):
     def __init__(self, feed: GivesBatches) -> None:
         self._feed = feed
         self._preloaded = ""  # the id of a state
+        self.rank = getattr(feed, "rank", 0)  # of the data, in seeds
 
     @property
     def batch_size(self) -> int:
@@ -154,8 +155,7 @@ class FeedBatches(Sampler[list[SampleKey]]):
         Raises:
             StateMismatchError: if the state is of something else.
         """
-        self._feed.load_state_dict(state)
-        self._feed.ends_at_once = state["is_over"]
+        self._feed.preload(state)
         self._preloaded = state["id"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,6 +206,13 @@ class FeedKeys:
         number = self.number + 1
         self.number = number  # behind this there is nothing that the handler of a signal could interrupt
         return keys
+
+
+def keys_of(units: Iterable[Unit]) -> list[SampleKey]:
+    """Return the samples of units as keys."""
+    return [
+        (unit.id, index, unit.version, unit.uses, sample) for unit in units for index, sample in enumerate(unit.samples)
+    ]
 
 
 def other_has_begun() -> LoaderClosedError:

@@ -22,13 +22,15 @@ The last batch j for which that is at most u + max_staleness is the deadline of 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 from asyncloader.online.costs import Costs
+from asyncloader.online.dealing import deal
 from asyncloader.online.errors import LeaseLostError
 from asyncloader.seeding.hashing import mix
 
@@ -43,7 +45,7 @@ class Rules(NamedTuple):
     """What a ledger goes by.
 
     Attributes:
-        size: Units of a batch.
+        size: Units of a batch: of those of all ranks together, which are a step.
         limit: Units that may be unsettled at once.
         max_staleness: Versions that a unit may be old when it is trained; None for any.
         steps: Batches that a version is trained with.
@@ -52,10 +54,11 @@ class Rules(NamedTuple):
         window: A unit that is leased or pending is not overtaken by those whose number is higher by so much; None: by
             any.
         max_uses: How often a unit is trained.
-        max_cost: The most that units of a batch cost together; None for no bound.
+        max_cost: The most that units of a batch cost together, on each rank; None for no bound.
         max_retries: How often a unit is leased again after a failure.
         drop_last: What fills no batch at the end is not trained.
         seed: Tells one random order from another.
+        ranks: How many ranks a batch is dealt to.
     """
 
     size: int
@@ -70,6 +73,7 @@ class Rules(NamedTuple):
     max_retries: int = 3
     drop_last: bool = False
     seed: int = 0
+    ranks: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -452,15 +456,21 @@ class Ledger:
         return units
 
     def _within_cost(self, units: list[Unit]) -> list[Unit]:
-        """Return the first units that cost no more together than a batch may; one in any case."""
-        if self.rules.max_cost is None:
+        """Return the first units that cost no more together than a batch may; one for each rank in any case."""
+        if (most := self.rules.max_cost) is None:
             return units
-        total = 0.0
-        for count, unit in enumerate(units):
-            total += unit.cost
-            if count and total > self.rules.max_cost:
-                return units[:count]
-        return units
+
+        def is_beyond(count: int) -> bool:
+            return any(sum(unit.cost for unit in part) > most for part in self.dealt(units[:count]))
+
+        least = min(len(units), self.rules.ranks)
+        return units[: least + bisect_left(range(least + 1, len(units) + 1), True, key=is_beyond)]
+
+    def dealt(self, batch: list[Unit]) -> list[list[Unit]]:
+        """Return what each rank gets of a batch."""
+        rules = self.rules
+        parts = deal([unit.cost for unit in batch], rules.ranks, rules.size // rules.ranks)
+        return [[batch[place] for place in part] for part in parts]
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -490,10 +500,14 @@ class Ledger:
             "units": [_written(unit, unit.id in used) for unit in self.units.values() if unit.id not in gone],
             "ready": [unit.id for unit in (*self._ready.values(), *again)],
             "batches": [[unit.id for unit in batch] for batch in batches],
+            "shape": (self.rules.size, self.rules.ranks),
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state, in place of what there is. Leases that were given out before have ended."""
+        """Go on from a state, in place of what there is. Leases that were given out before have ended.
+
+        Batches that were formed for another number of units or ranks are formed anew.
+        """
         self.version, self._next_id, self.source_over = state["version"], state["next_id"], state["source_over"]
         self.counts, self.ages = Counter(state["counts"]), Counter(state["ages"])
         self.costs = defaultdict(Costs, {name: Costs.of(each) for name, each in state["costs"].items()})
@@ -506,10 +520,14 @@ class Ledger:
         self._new_ready.clear()
         self._batches.clear()
         self.done = self.formed = state["done"]
+        batches = [[self.units[number] for number in batch] for batch in state["batches"]]
+        is_alike = state["shape"] == (self.rules.size, self.rules.ranks)
+        self._again = deque(batches if is_alike else ())
+        for unit in () if is_alike else chain.from_iterable(batches):
+            self._make_ready(unit)
         for number in state["ready"]:
             self._make_ready(self.units[number])
-        self._again = deque([self.units[number] for number in batch] for batch in state["batches"])
-        placed = {*state["ready"], *(number for batch in state["batches"] for number in batch)}
+        placed = {*state["ready"], *(unit.id for batch in batches for unit in batch)}
         self.pending = deque(unit for number, unit in self.units.items() if number not in placed)
         self._choice = None
 
