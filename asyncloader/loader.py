@@ -45,7 +45,6 @@ from asyncloader.protocols import (
     accept_iterable,
 )
 from asyncloader.run.checkpoint import check
-from asyncloader.run.in_step import enrol, in_step
 from asyncloader.run.plan import preload_sampler, samplers_within
 from asyncloader.run.runs import Runs
 from asyncloader.run.state_file import aread_state, awrite_state, read_state, write_state
@@ -211,7 +210,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.max_retries, self.seeding_rank, self.fingerprint = max_retries, seeding_rank, fingerprint
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
-        self._newest, self._runs = _nothing, enrol(Runs(), equal_steps)
+        self._newest, self._runs = _nothing, Runs(is_in_step=equal_steps is not None)
         self._loader_options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -260,8 +259,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _in_step(self, iterator: Any) -> BaseIterator[T_co]:
         """Have ranks take equally many steps, where that is asked for."""
-        if (taken := in_step(iterator, self.equal_steps, self._runs)) is not iterator:
-            self._newest = weakref.ref(taken)
+        if self.equal_steps is None:
+            return cast("BaseIterator[T_co]", iterator)
+        from asyncloader.run.equal_steps import in_step
+
+        taken = in_step(iterator, self.equal_steps, self._runs)
+        self._newest = weakref.ref(taken)
         return cast("BaseIterator[T_co]", taken)
 
     def check_worker_number_rationality(self) -> None:

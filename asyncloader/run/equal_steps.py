@@ -42,10 +42,17 @@ from asyncloader.messages.messages import Kind
 from asyncloader.messages.snapshot import outlasting
 from asyncloader.options import EqualSteps
 from asyncloader.run.base_iterator import BaseIterator, ClosableIterator
+from asyncloader.run.runs import Runs
 
 log = logging.getLogger("asyncloader")
 
 _LONGEST_CHUNK = 8
+
+
+def in_step(iterator: BaseIterator[Any], mode: EqualSteps, runs: Runs) -> BaseIterator[Any] | EqualStepsIterator:
+    """Return an iterator that takes as many steps as those of other ranks; if there are none, the one that is given."""
+    is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    return iterator if is_alone else EqualStepsIterator(iterator, mode, runs.enrol())
 
 
 class Agreement:

@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,16 @@ _HOW_FAR = ("position", "samplers", "drawn", "is_over", "set_epochs")
 """What of a state says how much of its epoch is left."""
 _REMEMBERED = 8
 """Runs whose batches can be made again by their numbers: their generators are some 10 kB each."""
+_numbers = count()
+"""Of loaders that take as many steps as those of other ranks."""
 
 
 class Runs:
     """The runs of one loader. Its iterators write; nobody here holds an iterator, or the loader.
+
+    Args:
+        is_in_step: The loader takes as many steps as those of other ranks. By its number ranks know whether they speak
+            of the same loader, if all of them make their loaders in the same order.
 
     Attributes:
         begun: How many there were, which is the epoch of the next one.
@@ -48,7 +54,7 @@ class Runs:
         told_when_loaded: The epochs of the dataset at that moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_in_step: bool = False) -> None:
         self.begun = 0
         self.latest: Checkpointer | None = None
         self.past: deque[Checkpointer] = deque(maxlen=_REMEMBERED)
@@ -67,9 +73,10 @@ class Runs:
         self.traffic = Traffic()
         self.num_on_nodes = 0
         self._trace: Trace | None = None
+        self._number = next(_numbers) if is_in_step else None
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten = dict.fromkeys(("latest", "_left", "meter", "_trace"))
+        forgotten = dict.fromkeys(("latest", "_left", "meter", "_trace", "_number"))
         anew = {"past": deque(maxlen=_REMEMBERED), "slicer": Slicer(), "traffic": Traffic()}
         return {**vars(self), **forgotten, **anew}
 
@@ -219,6 +226,12 @@ class Runs:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
         if self.latest is not None:
             self.latest.progress.num_workers = None
+
+    def enrol(self) -> int:
+        """Return the number of this loader among those in step; it gets one here if it was set to be in step later."""
+        if self._number is None:
+            self._number = next(_numbers)
+        return self._number
 
     def open_trace(self, options: Options) -> tuple[Trace | None, int]:
         """Return where the timeline of a run is written, and the number of this loader in there.
