@@ -295,7 +295,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         options, runs = self._loader_options(), self._runs
         if (state := runs.loaded) is not None:
             check(state, options)
-        if not options.has_workers and not options.overlaps:
+        if options.is_inline:
             if options.timeout:
                 raise AssertionError(  # as torch's loader, whose words do not say what to do
                     f"timeout={options.timeout:g} is for workers, and with num_workers=0 there are none, so nobody "
@@ -439,6 +439,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if (iterator := self._newest()) is not None:
             iterator.set_num_workers(num_workers)
 
+    def _note_num_workers(self, num_workers: int) -> None:
+        """Say how many workers there are now, where their number looks after itself, unless it was set meanwhile."""
+        if isinstance(self.num_workers, AutoWorkers):
+            self.num_workers = AutoWorkers(num_workers)
+
     def stats(self) -> LoaderStats:
         """Return where the time of the newest run over the data went, or has gone so far: see `LoaderStats`.
 
@@ -470,8 +475,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if state:
             preload_sampler(self._index_sampler, unplain(state["samplers"]))
         self._iterator = None
-        if isinstance(self.num_workers, AutoWorkers) and (found := state.get("num_workers")):
-            self.num_workers = AutoWorkers(min(found, self._loader_options().most_waiting))
+        if found := state.get("num_workers"):
+            self._note_num_workers(min(found, self._loader_options().most_waiting))
 
     def save_state(self, path: str | PathLike[str]) -> None:
         """Write `state_dict` to a file, which is there whole or as it was before, whatever happens meanwhile."""

@@ -188,6 +188,11 @@ class Options:
         return self.is_async or self.samples_at_once > 1
 
     @property
+    def is_inline(self) -> bool:
+        """Whether batches are made for who takes them, one at a time: no workers, and no samples that overlap."""
+        return not (self.has_workers or self.overlaps)
+
+    @property
     def splits(self) -> bool:
         """Whether several workers may make one batch: not of an iterable dataset, which each reads by itself."""
         return self.scheduling == "split" and not self.is_iterable

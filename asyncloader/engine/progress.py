@@ -165,7 +165,6 @@ class Progress:
         is_over: A consumer has been told that there is no more.
         is_broken: Not because the run has come to its end.
         ends: By worker, the state of a stream after its end.
-        num_workers: How many there are now, where their number looks after itself.
         follower: Returns what a consumer calls that asks for its next batch; None if nobody follows.
     """
 
@@ -201,10 +200,8 @@ class Progress:
         self._knows_places = knows_places
         self.sampler_states: deque[tuple[int, Frozen]] = deque()  # each after so many batches of keys
         self.samplers_before = SamplerState(None)
-        self.set_epochs: list[int | None] = []  # what `set_epoch` of samplers had been called with
         self.is_over = self.is_broken = False
         self.ends: dict[int, Frozen] = {}
-        self.num_workers: int | None = None
         self.in_order = in_order
 
     @property

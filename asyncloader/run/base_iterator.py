@@ -95,7 +95,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
     """A `Run` or an `InlineRun`."""
 
     def __init__(self, loader: DataLoader[T_co], options: Options, runs: Runs) -> None:
-        self._loader = weakref.ref(loader)
+        self._loader: Callable[[], Any] = weakref.ref(loader)
         self._options = options
         self._runs = runs
         self._seeding = SeedingEpochs()
@@ -113,7 +113,6 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         state: dict[str, Any] | None = None,
         *,
         prepare: Callable[[], object] | None = None,
-        inline: bool = False,
         last: Checkpointer | None = None,
     ) -> RunStart:
         """Begin a run, and put our reader of the sampler in the place of torch's. See `begin`."""
@@ -122,10 +121,10 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             iterate()
             return Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed, self._num_yielded)
 
-        start = begin(self._options, state, self._runs, draw, prepare=prepare, inline=inline, last=last)
+        start = begin(self._options, state, self._runs, draw, prepare=prepare, last=last)
         self._checkpointer = start.checkpointer
         if self._options.seeds_here:
-            self._seeding.begin(start.key)
+            self._seeding.begin(start.checkpointer.key)
         self._base_seed = start.checkpointer.base_seed
         self._shared_seed = start.checkpointer.shared_seed
         self._sampler_iter = start.plan
@@ -140,7 +139,7 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             "worker_init_fn": self._init_fn(),
             "base_seed": int(self._base_seed),
             "modes": self._modes(),
-            "thread": IteratingThread.of_this_thread() if options.has_workers or options.overlaps else None,
+            "thread": None if options.is_inline else IteratingThread.of_this_thread(),
             "epochs": self._epochs(),
         }
         shared = {each.name: getattr(options, each.name) for each in fields(WorkerSpec) if each.name not in own}
@@ -190,9 +189,9 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             raise LoaderClosedError("the loader of this iterator is gone; load the state into a new loader")
         check(state, self._options)
         self._runs.note_epochs(self._options)
-        self._begin_anew(loader, copy.deepcopy(state))
+        self._restart(loader, copy.deepcopy(state))
 
-    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+    def _restart(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         raise NotImplementedError
 
     # Ctrl-C may hit after any call; see `asyncloader.engine.progress`. So a batch is given by assignments, behind which

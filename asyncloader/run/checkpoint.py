@@ -52,12 +52,11 @@ from asyncloader.protocols import is_stateful, members, probe
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import is_elastic, own_state, samplers_within, written
 from asyncloader.run.rng_snapshot import RNGSnapshot
+from asyncloader.seeding.sample_context import EpochKey
 
 log = logging.getLogger("asyncloader")
 
 VERSION = 2
-_LATER = {"excluded", "fingerprint"}
-"""What states of earlier versions lack."""
 
 _OTHER_RANKS = (
     "A state of this sampler fits as many ranks as it was taken on. asyncloader.ElasticSampler, in the place of "
@@ -99,8 +98,8 @@ def check(state: dict[str, Any], options: Options) -> None:
     if not isinstance(state, dict) or state.get("version") != VERSION:
         version = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise StateMismatchError("version", version, VERSION, "It is not a state of this version of asyncloader.")
-    keys = _state("", 0, {}, "").keys()
-    if missing := keys - state.keys() - _LATER:
+    keys = _empty().keys()
+    if missing := keys - state.keys():
         advice = f"It is not all that a loader had given: without {', '.join(sorted(missing))}."
         raise StateMismatchError("keys", sorted(state), sorted(keys), advice)
     _same("kind", state["kind"], _kind(options))
@@ -112,13 +111,12 @@ def check(state: dict[str, Any], options: Options) -> None:
         saved["num_workers"], here["num_workers"] = len(from_plain(state["workers"])), options.num_at_start
     free = {"samplers", "datasets"}  # which are compared one by one
     free |= set() if state["ahead"] else {"division"}
-    saved_ranks, ranks = saved.get("num_replicas"), here["num_replicas"]
+    saved_ranks, ranks = saved["num_replicas"], here["num_replicas"]
     if saved_ranks != ranks and None not in (saved_ranks, ranks):  # before their samples are, which follow from that
         _same("num_replicas", saved_ranks, ranks, _OTHER_RANKS)
     identity.check(saved, here, free=free, advice=_ADVICE)
     for name in ("samplers", "datasets"):
-        if name in saved:  # states of earlier versions lack them
-            _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
+        _check_each(name, json.loads(saved[name]), json.loads(here[name]), identity.RANKS if is_between else ())
 
 
 def _check_each(name: str, saved: list[dict[str, Any]], here: list[dict[str, Any]], free: Collection[str]) -> None:
@@ -203,29 +201,41 @@ class Checkpointer:
         progress: How far it is.
         rng: The generators that its order is drawn from.
         begun: The generators' states when the order began to be drawn.
-        epoch: Runs of the loader before this one.
-        base_seed: This run's.
+        key: Base seed, runs of the loader before this one, and rank of the data: batches are seeded by them.
         shared_seed: The seed that data pipes share.
         inline: The base seed was drawn between `begun` and the first batch.
-        dataset_epochs: The epochs that `set_epoch` had told the dataset.
+        sampler_epochs: The epochs that `set_epoch` had told samplers when the run began, from the outermost on.
+        dataset_epochs: Those that it had told the dataset.
         exclusions: Samples that are left out.
         has_past: The workers of this run had made runs before it.
+        num_workers: How many there are now, where their number looks after itself.
     """
 
     options: Options
     progress: Progress
     rng: RNGSnapshot
     begun: list[Any]
-    epoch: int
-    base_seed: int
+    key: EpochKey
     shared_seed: int | None
     inline: bool
+    sampler_epochs: list[int | None]
     dataset_epochs: list[int | None]
-    exclusions: Exclusions = field(default_factory=Exclusions)
-    has_past: bool = False
+    exclusions: Exclusions
+    has_past: bool
+    num_workers: int | None
     _begun_text: str = ""
     _described: dict[str, Any] = field(default_factory=dict)
     _has_warned: bool = False
+
+    @property
+    def base_seed(self) -> int:
+        """The number that seeds of workers and of batches are made of."""
+        return self.key[0]
+
+    @property
+    def epoch(self) -> int:
+        """How many runs of the loader were before this one."""
+        return self.key[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of what was yielded so far."""
@@ -264,18 +274,16 @@ class Checkpointer:
         samplers = self.samplers_after()
         carried = self.carried()
         return _state(
-            _kind(self.options),
+            self.options,
             self.epoch + 1,
             describe(self.options),  # anew: between two runs the trainer may change its samplers
             self.rng.as_text(self.rng.capture()),
+            samplers,
             base_seed=self.base_seed if self.options.persistent_workers else None,
             shared_seed=self.shared_seed if self.options.persistent_workers else None,
-            samplers=written(self.options.index_sampler, samplers.state),
-            drawn=samplers.drawn,
-            is_over=samplers.is_over,
             finished=True,
             has_past=self.options.persistent_workers,
-            num_workers=self.progress.num_workers,
+            num_workers=self.num_workers,
             workers=None if carried is None else as_plain(carried),
             excluded=self.exclusions.state(),
             fingerprint=self.progress.now.fingerprint,
@@ -303,20 +311,18 @@ class Checkpointer:
     def _of_the_run(self, samplers: SamplerState, **how_far: Any) -> dict[str, Any]:
         self._begun_text = self._begun_text or self.rng.as_text(self.begun)
         return _state(
-            _kind(self.options),
+            self.options,
             self.epoch,
             self._describe(),
             self._begun_text,
+            samplers,
             base_seed=self.base_seed,
             shared_seed=self.shared_seed,
             inline=self.inline,
-            set_epochs=list(self.progress.set_epochs),
+            set_epochs=list(self.sampler_epochs),
             dataset_epochs=list(self.dataset_epochs),
-            samplers=written(self.options.index_sampler, samplers.state),
-            drawn=samplers.drawn,
-            is_over=samplers.is_over,
             has_past=self.has_past,
-            num_workers=self.progress.num_workers,
+            num_workers=self.num_workers,
             excluded=self.exclusions.state(),
             **how_far,
         )
@@ -356,30 +362,47 @@ def moved(state: dict[str, Any], number: int, samples: int | None) -> dict[str, 
 def initial_state(options: Options, epoch: int, excluded: Any = None) -> dict[str, Any]:
     """Return the state of a loader that was not iterated over since so many runs."""
     rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
-    samplers = own_state(options.index_sampler)
+    samplers = SamplerState(own_state(options.index_sampler))
     here = Start() if options.has_workers else dataset_here(options.dataset, options.snapshot_every)
     return _state(
-        _kind(options),
+        options,
         epoch,
         describe(options),
         rng.as_text(rng.capture()),
-        samplers=written(options.index_sampler, samplers),
+        samplers,
         workers=None if here == Start() else as_plain({0: here}),
         num_workers=int(options.num_workers) if options.is_auto else None,
         excluded=excluded,
     )
 
 
-def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "version": VERSION,
-        "kind": kind,
+def _state(
+    options: Options, epoch: int, fits: dict[str, Any], rng: str, samplers: SamplerState, **more: Any
+) -> dict[str, Any]:
+    return {
+        **_empty(),
+        "kind": _kind(options),
         "epoch": epoch,
+        "draws": rng,
+        "samplers": written(options.index_sampler, samplers.state),
+        "drawn": samplers.drawn,
+        "is_over": samplers.is_over,
+        **more,
+        "fits": dict(fits),
+    }
+
+
+def _empty() -> dict[str, Any]:
+    """Return all that a state has, with nothing in it."""
+    return {
+        "version": VERSION,
+        "kind": "",
+        "epoch": 0,
         "position": 0,
         "ahead": [],
         "base_seed": None,
         "shared_seed": None,
-        "draws": rng,
+        "draws": "",
         "check": [],
         "asked": 0,
         "inline": False,
@@ -397,5 +420,5 @@ def _state(kind: str, epoch: int, fits: dict[str, Any], rng: str, **more: Any) -
         "num_workers": None,
         "excluded": None,
         "fingerprint": None,
+        "fits": {},
     }
-    return {**state, **more, "fits": dict(fits)}

@@ -93,14 +93,14 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
 
     def _start(self, loader: DataLoader[T_co], state: dict[str, Any] | None) -> None:
         """Begin a run."""
-        start, options = self._begin(partial(self._construct, loader), state, inline=True), self._options
+        start, options = self._begin(partial(self._construct, loader), state), self._options
         progress, faults = start.checkpointer.progress, Faults()
         trace, number = self._runs.open_trace(options)
         self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, trace, loader=number)
         self._meter.fingerprint = progress.fingerprint
         taking = Taking(progress, ErrorLimit(options, progress, faults))
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
-        aside = partial(alone, start.key) if options.seeds_each_sample else None
+        aside = partial(alone, start.checkpointer.key) if options.seeds_each_sample else None
         self._run = InlineRun(start.plan, taking, self._make_maker(start), pin, aside)
         self._run.stop_with(self)
         self._dataset_fetcher = None  # torch's
@@ -123,7 +123,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
             kept[:] = [each for each, before, now in zip(GLOBAL, checks, _checks(), strict=True) if before == now]
 
         with Drawing():  # a state of the dataset may set global generators
-            maker.begin(EpochSpec(0, start.key, starts=start.starts), open_source)
+            maker.begin(EpochSpec(0, start.checkpointer.key, starts=start.starts), open_source)
         if maker.failure is not None:
             raise maker.failure
         return maker
@@ -196,7 +196,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         run.handoff.wake_all()  # tasks that still wait learn that there is no more
         raise StopIteration
 
-    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+    def _restart(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
         self.close()
         self._start(loader, state)
 

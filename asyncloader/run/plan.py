@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.engine.actions import VOID
 from asyncloader.engine.progress import Progress
-from asyncloader.epochs import epoch_of, restore
+from asyncloader.epochs import restore
 from asyncloader.errors import LoaderClosedError
 from asyncloader.messages.indices import Indices, listed
 from asyncloader.messages.snapshot import Frozen, Pace, plain, unplain
@@ -166,10 +166,14 @@ class Plan:
             count = self._index_sampler.batch_size - len(self._begun) if self._takes_apart else 1
             return arrived is not None and not arrived(count, tell)
         except Exception:  # there is nothing more, as after what `next` raises
-            self._inner, self._begun = iter(()), []
-            if not self._takes_apart:
-                self._feed = map(next, repeat(self._inner))
+            self._end()
             raise
+
+    def _end(self) -> None:
+        """Have nothing more come: the iterator is not asked again, as some begin anew."""
+        self._inner, self._begun = iter(()), []
+        if not self._takes_apart:
+            self._feed = map(next, repeat(self._inner))
 
     def _ask(self) -> None:
         """Ask the sampler for a batch of keys, or its end, which is held until it is given out."""
@@ -201,7 +205,7 @@ class Plan:
         progress, keys = self._progress, self._held
         progress.replied = progress.asked
         if is_short := self._takes_apart and keys is not _END and len(keys) < self._index_sampler.batch_size:
-            self._inner = iter(())
+            self._end()
             if self._index_sampler.drop_last:
                 self._held = _END
         if self._is_stateful is not False and self._held is not _END:
@@ -251,7 +255,7 @@ class Plan:
             self._held = _NOTHING
         self._ahead = iter(answers)
 
-    def go_on(self, states: dict[str, Any] | None, batches: int) -> None:
+    def resume(self, states: dict[str, Any] | None, batches: int) -> None:
         """Begin in the middle, before anything was read.
 
         Args:
@@ -265,10 +269,8 @@ class Plan:
             if states is not None and states["iterator"] is not None and is_stateful(self._inner):
                 self._inner.load_state_dict(states["iterator"])
             skipped = skip(self._inner, batches)
-        if skipped < batches:  # not asked again: some iterators would begin anew
-            self._inner = iter(())
-            if not self._takes_apart:
-                self._feed = map(next, repeat(self._inner))
+        if skipped < batches:
+            self._end()
 
     def _take_state(self, read: int) -> None:
         sampler = self._sampler if self._is_exact else None
@@ -301,7 +303,7 @@ class Plan:
             keys, array = take_array(self._inner, self._index_sampler.batch_size, self._begun)
             return keys if array is None else Indices(keys, array)
         except Exception:
-            self._inner, self._begun = iter(()), []
+            self._end()
             raise
 
 
@@ -401,11 +403,6 @@ def written(index_sampler: Any, states: Frozen | None) -> Any:
     if states is None or not is_elastic(sampler) or (thawed := states.thaw())["sampler"] is None:
         return states and states.plain()
     return plain({**thawed, "sampler": whole_state(sampler, thawed["sampler"])})
-
-
-def set_epochs(index_sampler: Any) -> list[int | None]:
-    """Return what `set_epoch` of samplers, from the outermost on, has been called with."""
-    return [epoch_of(sampler) for sampler in samplers_within(index_sampler)]
 
 
 def digest(keys: Any) -> int:

@@ -200,9 +200,8 @@ def _begun(twin: Any, options: Options, state: dict[str, Any]) -> RunStart:
             draw_seed()
         return Drawn(keys, seed[0], None)
 
-    here = not (options.has_workers or options.overlaps)
     unheard = {**state, "dataset_epochs": []}
-    return begin(options, unheard, copy.copy(twin._runs), iterate, prepare=None if here else draw_seed, inline=here)
+    return begin(options, unheard, copy.copy(twin._runs), iterate, prepare=None if options.is_inline else draw_seed)
 
 
 # ------------------------------------------------------------------------------------------------------ one batch
@@ -374,10 +373,10 @@ def making(loader: Any, epoch: int, number: int, *, in_async_for: bool = False) 
                 steps.enter_context(left_alone((*GLOBAL, *own)))
         else:  # its own copy of the dataset hears of the epoch
             twin._runs.told_then = tuple(map(Told, found.told))
-        if options.has_workers or options.overlaps:
-            yield WorkerIterator(twin, options, twin._runs, wait_for_start=not in_async_for, state=state)
-        else:
+        if options.is_inline:
             yield InlineIterator(twin, options, twin._runs, state)
+        else:
+            yield WorkerIterator(twin, options, twin._runs, wait_for_start=not in_async_for, state=state)
 
 
 def was_left_out(epoch: int, number: int) -> IndexError:

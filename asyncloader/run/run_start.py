@@ -54,14 +54,12 @@ class RunStart(NamedTuple):
     Attributes:
         plan: Yields the keys of its batches.
         checkpointer: Makes its states; with its progress, epoch and seeds.
-        key: Base seed, epoch and rank of the data, from which the seeds of its batches are made.
         starts: Where workers begin, for datasets that they have a place or a state in. The session changes those of
             workers that it replaces.
     """
 
     plan: Plan
     checkpointer: Checkpointer
-    key: EpochKey
     starts: dict[int, Start] | None
 
 
@@ -72,7 +70,6 @@ def begin(
     iterate: Callable[[], Drawn],
     *,
     prepare: Callable[[], object] | None = None,
-    inline: bool = False,
     last: Checkpointer | None = None,
 ) -> RunStart:
     """Bring generators, samplers and the dataset to where the run begins, and have it drawn.
@@ -81,18 +78,67 @@ def begin(
         options: The loader's.
         state: To begin from, or None.
         runs: The loader's; it is told of this one.
-        iterate: Iterates over the samplers, as torch's iterator does.
+        iterate: Iterates over the samplers, as torch's iterator does. Without workers it draws the base seed as well.
         prepare: Runs torch's constructor, before the order is drawn.
-        inline: Nothing is read of the sampler before the first batch, and ``iterate`` draws the base seed.
         last: The run before this one, if its workers make this one too.
     """
     rng = RNGSnapshot(options.generator, samplers_within(options.index_sampler))
-    before = begun = rng.capture()
-    is_restored = [False] * len(before)  # by the trainer
+    before, saved = rng.capture(), [] if state is None else state["check"]
+    is_restored = [here == there for here, there in zip_longest(rng.check(), saved[: len(before)])]  # by the trainer
     states = None if state is None else unplain(state["samplers"])
-    goes_on = state is not None and state["base_seed"] is not None
+    drawn, begun, is_seed_first, samplers, starts = _draw(options, state, states, runs, rng, iterate, prepare)
+    epoch = runs.begun if state is None else state["epoch"]
+    key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
+    progress = _progress(options, state, drawn, key, _known(options, starts, last))
+    plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, is_resumed=state is not None)
+    if state is not None and any(is_restored):
+        plan.read_ahead(state["asked"])
+        rng.restore(before, is_restored)
+    checkpointer = Checkpointer(
+        options,
+        progress,
+        rng,
+        begun,
+        key,
+        drawn.shared_seed,
+        is_seed_first,
+        sampler_epochs=runs.heard_by_samplers(options.index_sampler),
+        dataset_epochs=[each.number for each in runs.heard(options.dataset)],
+        exclusions=runs.exclusions,
+        has_past=last is not None,
+        num_workers=int(options.num_workers) if options.is_auto else None,
+    )
+    runs.begin(checkpointer, state)
+    return RunStart(plan, checkpointer, starts)
+
+
+def _draw(
+    options: Options,
+    state: dict[str, Any] | None,
+    states: dict[str, Any] | None,
+    runs: Runs,
+    rng: RNGSnapshot,
+    iterate: Callable[[], Drawn],
+    prepare: Callable[[], object] | None,
+) -> tuple[Drawn, list[Any], bool, SamplerState, dict[int, Start] | None]:
+    """Have an order drawn by torch's iterator, from its beginning; or once more where that is not as a state says.
+
+    Args:
+        options: See `begin`.
+        state: See `begin`.
+        states: Of samplers in that.
+        runs: See `begin`.
+        rng: The generators.
+        iterate: See `begin`.
+        prepare: See `begin`.
+
+    Returns:
+        What was drawn; the generators' states when the order began to be drawn; whether the base seed was drawn after
+        that; where samplers were then; where workers begin.
+    """
+    before = begun = rng.capture()
+    keeps_seed = state is not None and state["base_seed"] is not None
     if state is not None:
-        is_restored = [here == saved for here, saved in zip_longest(rng.check(), state["check"][: len(before)])]
         if state["is_over"]:
             _finish_last_run(options.index_sampler, states, state["drawn"], runs)
         begun = rng.from_text(state["draws"])
@@ -100,7 +146,7 @@ def begin(
     if prepare is not None:
         with Drawing():
             prepare()
-        if goes_on:
+        if keeps_seed:
             rng.restore(begun)
         else:
             begun = rng.capture()
@@ -111,65 +157,28 @@ def begin(
             restore(listeners(options.dataset), state["dataset_epochs"])
             runs.restored(state, options)
     news = runs.told_since(state, options)
-    is_dataset_loaded = inline and _load_dataset(options, state, news)
-    with Drawing():
-        drawn, is_seed_first = iterate(), inline
-    is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
-    if state is not None:
-        is_seed_first = state["inline"] if goes_on else inline
-        drawn = _drawn_as(state, drawn, options, rng, loaded, inline, is_seed_first, is_advanced)
-    elif is_advanced:
-        begun, is_seed_first, samplers = before, True, SamplerState(None)
-    epoch = runs.begun if state is None else state["epoch"]
-    key = EpochKey((drawn.base_seed, epoch, data_rank(options)))
+    is_dataset_loaded = options.is_inline and _load_dataset(options, state, news)
     starts = _starts(options, None if is_dataset_loaded else state, news)
-    progress = _progress(options, state, drawn, key, _known(options, starts, last))
-    plan = _plan(options, runs, progress, epoch, drawn.keys, samplers, states, goes_on=state is not None)
-    if state is not None and any(is_restored):
-        plan.read_ahead(state["asked"])
-        rng.restore(before, is_restored)
-    progress.set_epochs = runs.heard_by_samplers(options.index_sampler)
-    epochs = [each.number for each in runs.heard(options.dataset)]
-    checkpointer = Checkpointer(
-        options, progress, rng, begun, epoch, drawn.base_seed, drawn.shared_seed, is_seed_first, epochs, runs.exclusions
-    )
-    checkpointer.has_past = last is not None
-    runs.begin(epoch, checkpointer, state)
-    return RunStart(plan, checkpointer, key, starts)
-
-
-def _drawn_as(
-    state: dict[str, Any],
-    drawn: Drawn,
-    options: Options,
-    rng: RNGSnapshot,
-    begun: list[Any],
-    inline: bool,
-    is_seed_first: bool,
-    is_advanced: bool,
-) -> Drawn:
-    """Draw the order as a state says: from its beginning, and beside a base seed if that was drawn from there as well.
-
-    Args:
-        state: To begin from.
-        drawn: Seeds and order of torch's iterator.
-        options: The loader's.
-        rng: The generators.
-        begun: Their states when the order began.
-        inline: torch's iterator has drawn a base seed from there.
-        is_seed_first: So had the iterator of the state, which may have been of the other kind.
-        is_advanced: torch's iterator has read some of the order already.
-    """
-    if again := is_advanced or (inline and not is_seed_first):
-        rng.restore(begun)
+    with Drawing():
+        drawn = iterate()
+    is_seed_drawn = is_seed_first = options.is_inline
+    is_advanced = drawn.num_yielded > 0 or is_drawn_from(drawn.keys)  # by a patch of torch's constructor
+    if state is None:
+        if is_advanced:
+            begun, is_seed_first, samplers = before, True, SamplerState(None)
+        return drawn, begun, is_seed_first, samplers, starts
+    if keeps_seed:
+        is_seed_first = state["inline"]  # the iterator of the state may have been of the other kind
+        drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
+    if is_advanced or (is_seed_drawn and not is_seed_first):
+        is_seed_drawn = False
+        rng.restore(loaded)
         with Drawing():
             drawn = drawn._replace(keys=iter(options.index_sampler))
-    if is_seed_first and (again or not inline):
+    if is_seed_first and not is_seed_drawn:
         with Drawing():
             torch.empty((), dtype=torch.int64).random_(generator=options.generator)
-    if state["base_seed"] is not None:
-        drawn = drawn._replace(base_seed=state["base_seed"], shared_seed=state["shared_seed"])
-    return drawn
+    return drawn, begun, is_seed_first, samplers, starts
 
 
 def _plan(
@@ -181,7 +190,7 @@ def _plan(
     samplers: SamplerState,
     states: dict[str, Any] | None,
     *,
-    goes_on: bool,
+    is_resumed: bool,
 ) -> Plan:
     """Return the plan, from where the run begins."""
     progress.begin_after(samplers)
@@ -191,8 +200,8 @@ def _plan(
     if not options.is_iterable:
         kind["leave_out"] = partial(runs.exclusions.without, epoch=epoch, is_batched=is_batched)
     plan = Plan(options.index_sampler, keys, progress, Pace(), **kind)
-    if goes_on and progress.now.position and not options.is_iterable:
-        plan.go_on(None if samplers.is_over else states, progress.now.position if samplers.is_over else samplers.drawn)
+    if is_resumed and progress.now.position and not options.is_iterable:
+        plan.resume(None if samplers.is_over else states, progress.now.position if samplers.is_over else samplers.drawn)
     return plan
 
 
@@ -208,7 +217,7 @@ def _progress(
     sample = position * (options.batch_size or 1)
     if state is not None and state["sample"] >= 0:
         sample = state["sample"]
-    progress = Progress(
+    return Progress(
         position,
         set(state["ahead"]) if state is not None else None,
         in_order=options.in_order,
@@ -221,15 +230,13 @@ def _progress(
         knows_places=options.knows_places,
         chain=_chain(state) if options.fingerprint else None,
     )
-    progress.num_workers = int(options.num_workers) if options.is_auto else None
-    return progress
 
 
 def _chain(state: dict[str, Any] | None) -> int | None:
     """Return the fingerprint of the batches before the run; None if there are some that had none."""
     if state is None or is_between_runs(state) or not (state["position"] or state["ahead"]):
         return 0
-    return None if state.get("fingerprint") is None else int(state["fingerprint"], 16)
+    return None if state["fingerprint"] is None else int(state["fingerprint"], 16)
 
 
 def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: int, runs: Runs) -> None:
@@ -244,7 +251,7 @@ def _finish_last_run(index_sampler: Any, states: dict[str, Any] | None, drawn: i
     with Drawing():
         keys = iter(index_sampler)
     plan = Plan(index_sampler, keys, Progress(), Pace())
-    plan.go_on(states, drawn)
+    plan.resume(states, drawn)
     next(plan, None)
     for sampler, epoch, loaded in zip(samplers_within(index_sampler), chosen, runs.epochs_when_loaded, strict=False):
         if epoch is not None and epoch != loaded:

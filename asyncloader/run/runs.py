@@ -116,9 +116,9 @@ class Runs:
             return not is_between_runs(self.loaded)
         return self.latest is not None and not self.latest.progress.finished
 
-    def begin(self, epoch: int, checkpointer: Checkpointer, state: dict[str, Any] | None) -> None:
+    def begin(self, checkpointer: Checkpointer, state: dict[str, Any] | None) -> None:
         """Note a run that begins, anew or from a state."""
-        self.begun, self.latest = epoch + 1, checkpointer
+        self.begun, self.latest = checkpointer.epoch + 1, checkpointer
         self.resumed = None
         if state is not None:
             self.past.clear()
@@ -165,8 +165,8 @@ class Runs:
 
     def _excluded(self, state: dict[str, Any], options: Options | None = None) -> Exclusions:
         """Return what a run goes on without that begins from a state: what that says, and what the loader was told."""
-        found, here = Exclusions(state.get("excluded")), (state["epoch"], state["position"])
-        if options is not None and found and state["fits"].get("division") != division(options):
+        found, here = Exclusions(state["excluded"]), (state["epoch"], state["position"])
+        if options is not None and found and state["fits"]["division"] != division(options):
             found.hold_from(*here)
         found.add_those_of(self.exclusions, *here)
         return found
@@ -225,7 +225,7 @@ class Runs:
     def number_is_set(self) -> None:
         """Note that the number of workers looks after itself no longer: states do not say what it has come to."""
         if self.latest is not None:
-            self.latest.progress.num_workers = None
+            self.latest.num_workers = None
 
     def enrol(self) -> int:
         """Return the number of this loader among those in step; it gets one here if it was set to be in step later."""

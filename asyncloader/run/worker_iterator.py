@@ -35,7 +35,7 @@ from asyncloader.epochs import Told
 from asyncloader.errors import BatchTimeoutError, LoaderClosedError, loop_blocked
 from asyncloader.messages.messages import EpochSpec
 from asyncloader.options import AutoWorkers, Options
-from asyncloader.run import auto_number, home_loop, workplace
+from asyncloader.run import home_loop, workplace
 from asyncloader.run.base_iterator import BaseIterator, check_owner
 from asyncloader.run.foresight import make_foresight
 from asyncloader.run.run_start import RunStart
@@ -100,7 +100,7 @@ class WorkerIterator(BaseIterator[T_co]):
         self._session.close_with(self)
         self._foresight = make_foresight(self._options) if self._options.prefetch_epochs else None
         run.begin(self._session.waker())
-        self._is_at(run, start)
+        self._take_from(run)
         # The first window is read before the workers start: they find their tickets waiting.
         self._started: Future[None] | None = None
         if wait and self._session.pool.has_processes:
@@ -153,7 +153,7 @@ class WorkerIterator(BaseIterator[T_co]):
             run.begin(self._session.waker())
         else:
             run.take_up(plan, progress, ErrorLimit(self._options, progress, run.faults))
-        self._is_at(run, start)
+        self._take_from(run)
 
     def _foresee(self) -> None:
         """Begin the next run: all batches of this one are made, and are there to be taken."""
@@ -171,21 +171,21 @@ class WorkerIterator(BaseIterator[T_co]):
         run.begin(self._session.waker(), until=len(keys) + is_whole)
         return run
 
-    def _is_at(self, run: Run, start: RunStart) -> None:
+    def _take_from(self, run: Run) -> None:
         """Have consumers take from a run that has begun."""
         self._run = run
         self._meter = self._runs.meter = run.meter
         run.meter.fingerprint = run.progress.fingerprint
         self._seeding.end_others(run.epoch.key)
 
-    def _begin_anew(self, loader: DataLoader[T_co], state: dict[str, Any]) -> None:
+    def _restart(self, loader: Any, state: dict[str, Any]) -> None:
         self._run.leave()
         self._session.request_close()
         self._seeding.end()
         if (options := self._options).is_auto:
-            number = auto_number.found(state, options, len(self._session.supervisor.workforce.wanted))
-            self._options = replace(options, num_workers=number)
-            auto_number.note(loader, number)
+            number = state["num_workers"] or len(self._session.supervisor.workforce.wanted)
+            self._options = replace(options, num_workers=AutoWorkers(min(number, options.most_waiting)))
+            loader._note_num_workers(self._options.num_workers)
         try:
             self._start(loader, state, wait=False)
         except BaseException:  # nobody may wait for workers that were not started
@@ -194,8 +194,8 @@ class WorkerIterator(BaseIterator[T_co]):
 
     def _spec_of(self, start: RunStart) -> EpochSpec:
         """Return a run as workers are to know it."""
-        number, shared_seed = next(self._run_numbers), start.checkpointer.shared_seed
-        return EpochSpec(number, start.key, shared_seed, start.starts, self._epochs())
+        made = start.checkpointer
+        return EpochSpec(next(self._run_numbers), made.key, made.shared_seed, start.starts, self._epochs())
 
     def _make_run(self, spec: EpochSpec, plan: Iterator[Any], progress: Progress) -> Run:
         return workplace.make_run(self._options, self._runs, spec, plan, progress)
@@ -215,8 +215,9 @@ class WorkerIterator(BaseIterator[T_co]):
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
         self._runs.num_on_nodes = in_all - num_workers
         if self._options.is_auto:  # otherwise it was set meanwhile
-            self._checkpointer.progress.num_workers = num_workers
-            auto_number.note(self._loader(), num_workers)
+            self._checkpointer.num_workers = num_workers
+            if (loader := self._loader()) is not None:
+                loader._note_num_workers(num_workers)
 
     @property
     def is_usable(self) -> bool:

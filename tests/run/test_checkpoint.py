@@ -16,9 +16,11 @@ from asyncloader.engine.progress import Progress, SamplerState
 from asyncloader.messages.snapshot import Frozen, Start, Untold
 from asyncloader.options import Options
 from asyncloader.run.checkpoint import Checkpointer, check, describe, initial_state, is_between_runs
+from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.plan import samplers_within
 from asyncloader.run.rng_snapshot import RNGSnapshot
 from asyncloader.samplers import ElasticSampler, PackingBatchSampler
+from asyncloader.seeding.sample_context import EpochKey
 from tests import inside
 from tests.run.giving import give
 
@@ -61,7 +63,9 @@ def settings_of(dataset: Any = None, **options: Any) -> Options:
 def checkpointer_of(settings: Options, progress: Progress) -> Checkpointer:
     """What a run of these settings makes its states with, begun now."""
     rng = RNGSnapshot(settings.generator, samplers_within(settings.index_sampler))
-    return Checkpointer(settings, progress, rng, rng.capture(), 3, 77, None, True, [None])
+    epochs: dict[str, list[int | None]] = {"sampler_epochs": [], "dataset_epochs": [None]}
+    rest: dict[str, Any] = {"exclusions": Exclusions(), "has_past": False, "num_workers": None}
+    return Checkpointer(settings, progress, rng, rng.capture(), EpochKey((77, 3, 0)), None, True, **epochs, **rest)
 
 
 OTHERS: dict[str, tuple[Any, Any, Any]] = {
@@ -120,7 +124,7 @@ def test_what_is_not_all_of_a_state() -> None:
     """Whichever part is missing, the error names it."""
     state = initial_state(settings_of(), 0)
     check(state, settings_of())
-    for name in state.keys() - {"version", "excluded", "fingerprint"}:  # earlier versions lack the latter
+    for name in state.keys() - {"version"}:
         with pytest.raises(StateMismatchError, match=f"without {name}"):
             check({key: value for key, value in state.items() if key != name}, settings_of())
 

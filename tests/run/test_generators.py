@@ -150,12 +150,12 @@ class Trainer:
         self.options = {"batch_size": BATCH, **SAMPLERS[sampler](self.own)}
         self.runs = Runs()
 
-    def settings(self) -> Options:
-        return inside.options(DataLoader(range(100), **self.options))
+    def settings(self, *, inline: bool = True) -> Options:
+        return inside.options(DataLoader(range(100), num_workers=int(not inline), **self.options))
 
     def begin(self, state: Any = None, *, inline: bool) -> RunStart:
         """Begin a run as iterators do: those with workers iterate twice, and draw the base seed in between."""
-        settings = self.settings()
+        settings = self.settings(inline=inline)
 
         def construct() -> Drawn:
             keys = iter(settings.index_sampler)
@@ -163,7 +163,7 @@ class Trainer:
             return Drawn(keys, seed, None, 0)
 
         if inline:
-            return begin(settings, state, self.runs, construct, inline=True)
+            return begin(settings, state, self.runs, construct)
         made: list[Drawn] = []
         return begin(
             settings,
@@ -183,7 +183,7 @@ class Trainer:
             if draws:
                 draw()
         progress.is_over = True
-        return start.key, keys
+        return start.checkpointer.key, keys
 
 
 def draw() -> None:

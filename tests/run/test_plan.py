@@ -65,7 +65,7 @@ def test_a_plan_goes_on_in_the_middle(batches: int) -> None:
     """What comes before is left out; behind the end there is nothing."""
     sampler = BatchSampler(SequentialSampler(range(10)), 3, False)
     plan = plan_of(sampler, Progress(batches))
-    plan.go_on(None, batches)
+    plan.resume(None, batches)
     assert list(plan) == list(sampler)[batches:]
 
 
@@ -74,7 +74,7 @@ def test_what_was_yielded_out_of_order_is_void() -> None:
     progress = Progress(1, {2})
     sampler = BatchSampler(SequentialSampler(range(8)), 2, False)
     plan = plan_of(sampler, progress)
-    plan.go_on(None, 1)
+    plan.resume(None, 1)
     assert [*plan] == [[2, 3], VOID, [6, 7]]
     assert progress.named_samples == 4
 

@@ -23,7 +23,7 @@ def started(settings: Options, state: dict[str, Any] | None = None, runs: Runs |
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=settings.generator).item())
         return Drawn(keys, seed, None)
 
-    return begin(settings, state, runs or Runs(), iterate, inline=True)
+    return begin(settings, state, runs or Runs(), iterate)
 
 
 def settings_of(seed: int = 0, **options: Any) -> Options:
@@ -51,7 +51,7 @@ def test_a_run_goes_on_from_any_batch(count: int) -> None:
     rest = list(start.plan)
     resumed = started(settings_of(seed=1), state)
     assert list(resumed.plan) == rest
-    assert resumed.key == start.key
+    assert resumed.checkpointer.key == start.checkpointer.key
     assert resumed.checkpointer.progress.now.position == count
 
 
@@ -59,11 +59,11 @@ def test_epochs_are_counted() -> None:
     """Each run is told to the loader's runs, and a state says which one it was."""
     runs, settings = Runs(), settings_of()
     starts = [started(settings, runs=runs) for _ in range(3)]
-    assert [start.key[1] for start in starts] == [0, 1, 2]
+    assert [start.checkpointer.key[1] for start in starts] == [0, 1, 2]
     assert runs.begun == 3
     assert runs.latest is starts[2].checkpointer
     other = Runs()
-    assert started(settings_of(), starts[1].checkpointer.state_dict(), other).key[1] == 1
+    assert started(settings_of(), starts[1].checkpointer.state_dict(), other).checkpointer.epoch == 1
     assert other.begun == 2
 
 
