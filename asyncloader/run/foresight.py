@@ -21,7 +21,7 @@ import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, repeat
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from asyncloader.messages.messages import EpochSpec
 from asyncloader.messages.snapshot import Pace
 from asyncloader.observe.notices import warn
 from asyncloader.options import Options
-from asyncloader.run.plan import Plan, samplers_within, set_epochs
+from asyncloader.run.plan import Plan, samplers_within
 from asyncloader.run.rng_snapshot import KNOWN_SAMPLERS
 from asyncloader.samplers.elastic import ElasticSampler
 from asyncloader.seeding.turns import untouched
@@ -52,37 +52,21 @@ class Guess:
     expected to be told nothing, because a wrong guess would really be told to its copies.
 
     Args:
-        options: Those of the first run.
+        samplers: From the outermost on.
     """
 
-    def __init__(self, options: Options) -> None:
-        samplers = samplers_within(options.index_sampler)
-        self._steps = [int(isinstance(sampler, _BY_EPOCH)) for sampler in samplers]
-        self._told_steps: list[Told | None] = []
+    def __init__(self, samplers: Sequence[Any]) -> None:
+        self._steps: list[Told | None] = [Told(int(isinstance(sampler, _BY_EPOCH))) for sampler in samplers]
 
-    def learn(
-        self,
-        epochs: Sequence[int | None],
-        told: Sequence[Told],
-        next_epochs: Sequence[int | None],
-        next_told: Sequence[Told],
-    ) -> None:
+    def learn(self, before: Sequence[Told], now: Sequence[Told]) -> None:
         """Learn from the epochs of samplers and dataset at the end of a run, and at the beginning of the next one."""
-        self._steps = [_step(*pair) for pair in zip(epochs, next_epochs, strict=False)]
-        self._told_steps = [_told_step(*pair) for pair in zip(told, next_told, strict=False)]
+        self._steps = [_step(*pair) for pair in zip(before, now, strict=False)]
 
-    def samplers(self, now: Sequence[int | None]) -> list[int | None]:
-        """Return the expected epochs of samplers that are at these epochs."""
-        return [_plus(*pair) for pair in zip(now, self._steps, strict=True)]
-
-    def dataset(self, told: Sequence[Told]) -> tuple[Told, ...] | None:
-        """Return the expected epochs of a dataset that is at these; None if nobody can know."""
-        steps = self._told_steps or [Told(0, 0)] * len(told)
+    def next(self, now: Sequence[Told]) -> list[Told] | None:
+        """Return the expected epochs of samplers and dataset that are at these; None if nobody can know."""
+        steps = [*self._steps, *repeat(Told(0), len(now) - len(self._steps))]
         known = [step for step in steps if step is not None]
-        if len(known) != len(told):
-            return None
-        pairs = zip(told, known, strict=True)
-        return tuple(Told(_plus(each.number, step.number or 0), each.calls + step.calls) for each, step in pairs)
+        return [_plus(*pair) for pair in zip(now, known, strict=False)] if len(known) == len(steps) else None
 
 
 class Foresight:
@@ -98,9 +82,9 @@ class Foresight:
 
     def __init__(self, options: Options) -> None:
         self.told_in_vain = False
-        self._guess = Guess(options)
+        self._guess = Guess(samplers_within(options.index_sampler))
         self._tells = True  # copies of the dataset, ahead of time
-        self._over: tuple[list[int | None], Sequence[Told]] | None = None  # what was told when this run was over
+        self._over: list[Told] | None = None  # what samplers and dataset were told when this run was over
         self._foreseen: _Foreseen | None = None
         self._is_due = deque([True])  # of several threads that take, one begins the next run
 
@@ -127,14 +111,16 @@ class Foresight:
             self._is_due.pop()
         except IndexError:
             return
-        epochs = set_epochs(options.index_sampler)
-        self._over = epochs, told
-        next_told = self._guess.dataset(told)
-        if next_told is None or not (self._tells or next_told == heard):
+        samplers = _told_samplers(options)
+        self._over = [*samplers, *told]
+        if (expected := self._guess.next(self._over)) is None:
+            return
+        next_epochs, next_told = [each.number for each in expected[: len(samplers)]], tuple(expected[len(samplers) :])
+        if not (self._tells or next_told == heard):
             return
         progress = Progress(knows_places=options.knows_places)
         try:
-            keys, is_whole = _draw(options, self._guess.samplers(epochs), options.window, progress)
+            keys, is_whole = _draw(options, next_epochs, options.window, progress)
             text = _written(keys)
         except Exception:
             log.debug("The next epoch could not be drawn ahead of its time.", exc_info=True)
@@ -154,7 +140,7 @@ class Foresight:
         foreseen, self._foreseen = self._foreseen, None
         over, self._over = self._over, None
         if over is not None:
-            self._guess.learn(*over, set_epochs(options.index_sampler), spec.epochs)
+            self._guess.learn(over, [*_told_samplers(options), *spec.epochs])
         self._is_due = deque([True])
         self.told_in_vain = False
         if foreseen is None:
@@ -214,6 +200,11 @@ def make_foresight(options: Options) -> Foresight | None:
         "random generators"
     )
     return None
+
+
+def _told_samplers(options: Options) -> list[Told]:
+    """Return what `set_epoch` has told samplers, from the outermost on, where their attribute ``epoch`` says so."""
+    return [Told(epoch_of(sampler)) for sampler in samplers_within(options.index_sampler)]
 
 
 def _draw(options: Options, epochs: Sequence[int | None], count: int, progress: Progress) -> tuple[list[Any], bool]:
@@ -307,19 +298,16 @@ def _raised(error: Exception | None) -> Iterator[Any]:
     yield from ()
 
 
-def _plus(number: int | None, step: int) -> int | None:
-    return None if number is None else number + step
+def _plus(now: Told, step: Told) -> Told:
+    return Told(None if now.number is None else now.number + (step.number or 0), now.calls + step.calls)
 
 
-def _step(before: int | None, now: int | None) -> int:
-    return 0 if before is None or now is None else now - before
-
-
-def _told_step(before: Told, now: Told) -> Told | None:
+def _step(before: Told, now: Told) -> Told | None:
     """Return by how much number and calls have changed; None if this was the first call, or the first number."""
     if (now.calls and not before.calls) or (before.number is None and now.number is not None):
         return None
-    return Told(_step(before.number, now.number), now.calls - before.calls)
+    number = 0 if before.number is None or now.number is None else now.number - before.number
+    return Told(number, now.calls - before.calls)
 
 
 def _same(one: Options, other: Options) -> bool:

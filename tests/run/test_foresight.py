@@ -657,11 +657,11 @@ def test_what_a_sampler_raises_stands_in_its_place() -> None:
 
 def test_the_next_epoch_is_guessed_by_the_latest_step() -> None:
     """Whatever the steps before were."""
-    guess = Guess(inside.options(DataLoader(range(4))))
-    guess.learn([0], [Told(0, 1)], [1], [Told(1, 2)])
-    assert (guess.samplers([1]), guess.dataset([Told(1, 2)])) == ([2], (Told(2, 3),))
-    guess.learn([1], [Told(1, 2)], [6], [Told(6, 3)])
-    assert (guess.samplers([6]), guess.dataset([Told(6, 3)])) == ([11], (Told(11, 4),))
+    guess = Guess([SequentialSampler(range(4))])
+    guess.learn([Told(0), Told(0, 1)], [Told(1), Told(1, 2)])
+    assert guess.next([Told(1), Told(1, 2)]) == [Told(2), Told(2, 3)]
+    guess.learn([Told(1), Told(1, 2)], [Told(6), Told(6, 3)])
+    assert guess.next([Told(6), Told(6, 3)]) == [Told(11), Told(11, 4)]
 
 
 class Moved:
