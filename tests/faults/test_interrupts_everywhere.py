@@ -26,8 +26,9 @@ import asyncloader
 from asyncloader import DataLoader
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run import equal_steps
-from asyncloader.run.equal_steps import EqualStepsIterator, _Group
+from asyncloader.run.equal_steps import EqualStepsIterator
 from asyncloader.run.inline_iterator import InlineIterator
+from asyncloader.run.rank_group import RankGroup
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.seeding import sample_context
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -287,9 +288,9 @@ class InStep(Epochs):
         self.expected = [min(step, 4) for step in range(self._num_steps)]
         self.seen, self._states = [], {}
         self._begun: list[int] = []  # after so many steps, for each iterator
-        self._group = _Group(None)
+        self._group = RankGroup(None)
         monkeypatch.setattr(self._group, "_gather", self._answers)
-        monkeypatch.setattr(equal_steps, "_own_group", lambda: self._group)
+        monkeypatch.setattr(equal_steps, "own_group", lambda: self._group)
 
     def iterate(self, loader: DataLoader[Any], steps: int) -> Any:
         self._begun.append(steps)

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import ConfigurationError, DataLoader
 from asyncloader.messages.snapshot import Frozen, outlasting
-from asyncloader.run.equal_steps import Agreement, Question, _Group
+from asyncloader.run.equal_steps import Agreement
+from asyncloader.run.rank_group import Question, RankGroup
 from tests.nursery import Nursery
 from tests.ranks import fork_ranks
 
@@ -206,7 +207,7 @@ def test_what_outlasts_a_run_that_is_left_in_the_middle(name: str) -> None:
         assert outlasting(snapshot, Stream()).thaw()["dataset"] is None
 
 
-class Alone(_Group):
+class Alone(RankGroup):
     """A group of one rank, which answers when it may."""
 
     def __init__(self) -> None:
