@@ -150,14 +150,21 @@ class InlineRun:
                     break
         return False
 
-    def make(self) -> None:
-        """Make the first batch that is to do, with `making` held; an interruption leaves it to the next maker."""
+    def make(self, *, aside: bool = False) -> None:
+        """Make the first batch that is to do, with `making` held.
+
+        Args:
+            aside: In the run's thread, where consumers hear of an interruption in place of the batch. In a consumer's
+                thread an interruption leaves the batch to the next maker.
+        """
         seq, keys = self.to_do[0]
         try:
             item = self.item(seq, keys)
-        except BaseException:
-            self.is_torn = self._is_stream
-            raise
+        except BaseException as error:
+            if not aside:
+                self.is_torn = self._is_stream
+                raise
+            item = Item(Outcome(Kind.FAILURE, error=error), seq, 0, None, -1 if self._is_stream else seq)
         del self.to_do[0]
         self.ready.append(item)  # no interrupt could come between the two
         del item  # what a sample has raised may refer to this frame, which refers to all of the run
@@ -200,14 +207,7 @@ class InlineRun:
         with self.making:
             if self.closed or self.is_torn or not self.to_do:
                 return False
-            seq, keys = self.to_do[0]
-            try:
-                item = self.item(seq, keys)
-            except BaseException as error:  # the consumer is told: nobody else would hear of it
-                item = Item(Outcome(Kind.FAILURE, error=error), seq, 0, None, -1 if self._is_stream else seq)
-            del self.to_do[0]
-            self.ready.append(item)
-            del item
+            self.make(aside=True)
         return True
 
     # --------------------------------------------------------------------------------------------------- a batch
