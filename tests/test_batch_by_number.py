@@ -819,19 +819,6 @@ def test_a_loader_that_is_reset() -> None:
         loader.batch_keys(0, 0)
 
 
-def test_states_without_exclusions() -> None:
-    """States of earlier versions lack them."""
-    loader = DataLoader(Plain(), batch_size=8)
-    iterator = iter(loader)
-    batches = [next(iterator), next(iterator), *iterator]
-    for _ in loader:
-        break
-    state = {name: value for name, value in loader.state_dict().items() if name not in ("excluded", "fingerprint")}
-    loader.load_state_dict(state)
-    assert same(loader.batch_keys(1, 1), batches[1][0].tolist())
-    assert same([batch[0] for batch in loader], [batch[0] for batch in batches[1:]])
-
-
 def test_a_subset_of_a_subset() -> None:
     """Datasets inside torch's wrappers are not copied with the samplers, and hear of the epoch."""
     dataset = Plain()
