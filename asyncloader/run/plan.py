@@ -32,7 +32,7 @@ from asyncloader.messages.snapshot import Frozen, Pace, plain, unplain
 from asyncloader.protocols import FollowsConsumers, is_stateful, probe
 from asyncloader.run.rng_snapshot import draws_once
 from asyncloader.samplers.ordered import bare_state, whole_state
-from asyncloader.samplers.random_order import indices, skip, take, take_array
+from asyncloader.samplers.random_order import indices, skip, take
 from asyncloader.seeding.turns import Drawing
 
 log = logging.getLogger("asyncloader")
@@ -91,7 +91,7 @@ class Plan:
     ) -> None:
         self._index_sampler = index_sampler
         self._is_batched = is_batched
-        self._with_arrays = with_arrays
+        self._pair = Indices if with_arrays else None
         self._leave_out = leave_out
         self._takes_apart = _is_torchs(index_sampler, iterator)
         # Not a generator: a Ctrl-C that hits inside one ends it, and with it the epoch.
@@ -298,10 +298,7 @@ class Plan:
         try:
             if self._inner is None:
                 self._inner = indices(self._index_sampler.sampler)
-            if not self._with_arrays:
-                return take(self._inner, self._index_sampler.batch_size, self._begun)
-            keys, array = take_array(self._inner, self._index_sampler.batch_size, self._begun)
-            return keys if array is None else Indices(keys, array)
+            return take(self._inner, self._index_sampler.batch_size, self._begun, self._pair)
         except Exception:
             self._end()
             raise

@@ -7,10 +7,10 @@ its iterator is a generator, which a Ctrl-C that hits inside ends, and with it t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count as counter
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,28 +31,25 @@ def indices(sampler: Any) -> Iterator[Any]:
     return iter(sampler)
 
 
-def take(iterator: Iterator[Any], count: int, begun: list[Any]) -> list[Any]:
+Pair: TypeAlias = Callable[[list[int], NDArray[np.int64]], list[int]]
+"""Makes a list that has its indices as an array, too."""
+
+
+def take(iterator: Iterator[Any], count: int, begun: list[Any], pair: Pair | None = None) -> list[Any]:
     """Return the next `count` indices, or what is left.
 
     Args:
         iterator: As `indices` has made it.
         count: How many.
         begun: The draws of an earlier call that was interrupted; this call leaves its own there.
+        pair: Makes the list that is returned, where an array of the indices is at hand.
     """
     if type(iterator) is RandomOrder:
-        return iterator.take(count)
+        return iterator.take(count, pair)
     begun.extend(islice(iterator, count - len(begun)))  # an iterator that is interrupted leaves what it has given
+    if pair is not None and type(iterator) is _RangeIterator and begun and begun[-1] - begun[0] == len(begun) - 1:
+        return pair(begun, np.arange(begun[0], begun[0] + len(begun)))
     return begun
-
-
-def take_array(iterator: Iterator[Any], count: int, begun: list[Any]) -> tuple[list[Any], NDArray[np.int64] | None]:
-    """Do the same as `take`; return an array too, where that is at hand."""
-    if type(iterator) is RandomOrder:
-        return iterator.take(count), iterator.taken
-    taken = take(iterator, count, begun)
-    if type(iterator) is _RangeIterator and taken and taken[-1] - taken[0] == len(taken) - 1:
-        return taken, np.arange(taken[0], taken[0] + len(taken))
-    return taken, None
 
 
 def skip(iterator: Iterator[Any], count: int) -> int:
@@ -65,11 +62,7 @@ def skip(iterator: Iterator[Any], count: int) -> int:
 
 
 class RandomOrder:
-    """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for.
-
-    Attributes:
-        taken: The indices that were taken last, as an array.
-    """
+    """Iterates as torch's RandomSampler does: a permutation is drawn when the first index of it is asked for."""
 
     def __init__(self, sampler: RandomSampler) -> None:
         self._sampler = sampler
@@ -80,7 +73,6 @@ class RandomOrder:
         self._at = 0  # in the order: where the next piece begins
         self._piece: list[int] = []
         self._numbers = np.empty(0, np.int64)  # the same
-        self.taken = self._numbers
         self._used = 0  # of the piece
 
     def __iter__(self) -> Iterator[int]:
@@ -91,13 +83,14 @@ class RandomOrder:
             return index[0]
         raise StopIteration
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, pair: Pair | None = None) -> list[int]:
         """Return the next indices; fewer only at the end."""
         while self._used + count > len(self._piece) and self._read_on():
             pass
         taken = self._piece[self._used : self._used + count]
-        self.taken = self._numbers[self._used : self._used + count]
-        self._used += len(taken)
+        if pair is not None:
+            taken = pair(taken, self._numbers[self._used : self._used + count])
+        self._used += len(taken)  # last of all: a call that is interrupted has taken nothing
         return taken
 
     def skip(self, count: int) -> int:

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import IterableDataset
 
 import asyncloader
 from asyncloader import DataLoader
+from asyncloader.datasets import ArrayDataset
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run import equal_steps
 from asyncloader.run.equal_steps import EqualStepsIterator
@@ -159,15 +161,21 @@ class Places(IterableDataset[int]):
         self.at = state["at"]
 
 
+def numbers_in(batch: Any) -> list[int]:
+    """Return the samples of a batch, that of a `Rows` too."""
+    numbers: list[int] = (batch[0] if isinstance(batch, list) else batch).tolist()
+    return numbers
+
+
 def take(iterator: Any, seen: list[int]) -> None:
     for batch in iterator:
-        seen += batch.tolist()
+        seen += numbers_in(batch)
 
 
 def take_async(iterator: Any, seen: list[int]) -> None:
     async def taking() -> None:
         async for batch in iterator:
-            seen.extend(batch.tolist())
+            seen.extend(numbers_in(batch))
 
     loop = asyncio.new_event_loop()  # which has no handler of its own for Ctrl-C
     try:
@@ -183,6 +191,13 @@ class Pinning(WorkerIterator[Any]):
         return Finisher(loop, "cuda", copy=lambda batch: batch.clone())
 
 
+class Rows(ArrayDataset):
+    """Its batches are gathered by the array of their indices."""
+
+    def __init__(self) -> None:
+        super().__init__(np.arange(4))
+
+
 class Awaited(Counting):
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
         return index
@@ -191,6 +206,8 @@ class Awaited(Counting):
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_backend": "thread", "persistent_workers": True}
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "shuffled": (Counting, {"shuffle": True}),
+    "gathered": (Rows, {"shuffle": True}),
+    "gathered in order": (Rows, {}),
     "bad samples": (OneBad, {"on_error": "skip", "max_errors": 3}),
     "stream": (Places, {}),
     "processes": (Counting, {"shuffle": True, "num_workers": 2, "persistent_workers": True}),
@@ -207,7 +224,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 NEVER = 1 << 30
 """No moment. From Python 3.14 on a function is traced by instruction from its second call on: this is its first."""
 SOME = 30  # one moment in so many
-QUICK = ("shuffled", "bad samples", "stream", "processes", "threads", "bad samples in workers")
+QUICK = ("shuffled", "gathered", "bad samples", "stream", "processes", "threads", "bad samples in workers")
 
 
 def cases(*quick: str) -> list[Any]:
@@ -267,7 +284,7 @@ class Epochs:
         try:
             taking(iterator, self.seen)
         except asyncloader.LoaderClosedError:
-            assert self._make not in (Counting, OneBad, Awaited)
+            assert self._make not in (Counting, OneBad, Rows, Awaited)
         else:
             assert sorted(self.seen) == self.expected
 
