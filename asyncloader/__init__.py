@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from asyncloader.observe.stats import LoaderStats
     from asyncloader.observe.trace import tracing
     from asyncloader.protocols import AsyncBatchDataset, AsyncDataset, AsyncIterableDataset, AsyncResource
+    from asyncloader.run.device_iterator import to_device
     from asyncloader.samplers import ElasticSampler
     from asyncloader.seeding.sample_context import sample_rng
     from asyncloader.seeding.turns import sample_seed
@@ -95,6 +96,7 @@ __all__ = [
     "sample_rng",
     "sample_seed",
     "shutdown",
+    "to_device",
     "tracing",
 ]
 
@@ -111,5 +113,6 @@ _MODULES = {
     "sample_rng": "seeding.sample_context",
     "sample_seed": "seeding.turns",
     "shutdown": "engine.portal",
+    "to_device": "run.device_iterator",
     "tracing": "observe.trace",
 }

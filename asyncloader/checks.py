@@ -22,8 +22,7 @@ _ADVICE = {
     "rank": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
     "world_size": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
     "num_replicas": "ranks are a sampler's: sampler=ElasticSampler(dataset), or torch's DistributedSampler",
-    "device": "batches are made on the CPU: pin_memory=True, and batch.to(device, non_blocking=True) in the loop",
-    "transform": "transforms are the dataset's",
+    "transform": "transforms are the dataset's; device_transform is for batches on a device",
 }
 """Of arguments that other loaders have, and for which no name here is close."""
 

@@ -142,6 +142,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             fingerprint of all batches that were given, and the timeline (``trace``) that of each: ``asyncloader
             compare`` names the first in which two runs differ. A digest takes as long as reading the batch once, and
             needs the package xxhash (``asyncloader[fingerprint]``).
+        device: Where batches go: "cuda", "cuda:1", a `torch.device`; "auto" for the accelerator of this machine, and
+            the CPU where there is none; None and "cpu" leave batches where they are. Batches are copied on a stream of
+            their own while training computes, out of page-locked memory if worker processes make them. Tensors in any
+            containers are moved, and objects that have a method ``to``.
+        device_prefetch: How many batches are copied ahead, of those that are ready; there are at most
+            ``2 + 2 * device_prefetch`` on the device. For states, batches that were copied ahead are not given yet.
+        device_transform: A function that gets each batch on the device and returns another one: bytes into floats,
+            crops, noise. It runs on the stream of the copies. Draws from global generators in it, that of the device
+            included, depend on seed, epoch, rank and number of the batch alone.
 
     Raises:
         ConfigurationError: for an option of ours that cannot work; for torch's arguments the errors are torch's.
@@ -191,6 +200,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_tasks_per_child: int | None = None,
         max_worker_memory: int | str | None = None,
         fingerprint: bool = False,
+        device: str | torch.device | None = None,
+        device_prefetch: int = 1,
+        device_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         _import_iterators()
         sampler, batch_sampler = _accept(dataset, sampler, batch_sampler, shuffle)
@@ -210,6 +222,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.max_retries, self.seeding_rank, self.fingerprint = max_retries, seeding_rank, fingerprint
         self.equal_steps, self.prefetch_epochs, self.max_workers = equal_steps, prefetch_epochs, max_workers
         self.max_tasks_per_child, self.max_worker_memory, self.trace = max_tasks_per_child, max_worker_memory, trace
+        self.device, self.device_prefetch, self.device_transform = device, device_prefetch, device_transform
         self._newest, self._runs = _nothing, Runs(is_in_step=equal_steps is not None)
         self._loader_options()
 
@@ -247,7 +260,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             iterator = super().__iter__()
             if self.persistent_workers:  # torch keeps it where it sees workers
                 self._iterator = iterator
-        return self._in_step(iterator)
+        return self._handed_on(iterator)
 
     def __aiter__(self) -> BaseIterator[T_co]:
         """Begin a run over the data without blocking the loop: what goes wrong is raised by the first ``anext``."""
@@ -255,16 +268,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             iterator = self._make_iterator(wait_for_start=False)
             if self.persistent_workers:
                 self._iterator = iterator
-        return self._in_step(iterator)
+        return self._handed_on(iterator)
 
-    def _in_step(self, iterator: Any) -> BaseIterator[T_co]:
-        """Have ranks take equally many steps, where that is asked for."""
-        if self.equal_steps is None:
-            return cast("BaseIterator[T_co]", iterator)
-        from asyncloader.run.equal_steps import in_step
+    def _handed_on(self, iterator: Any) -> BaseIterator[T_co]:
+        """Have ranks take equally many steps, and batches go to a device, where that is asked for."""
+        taken = iterator
+        if self.equal_steps is not None:
+            from asyncloader.run.equal_steps import in_step
 
-        taken = in_step(iterator, self.equal_steps, self._runs)
-        self._newest = weakref.ref(taken)
+            taken = in_step(taken, self.equal_steps, self._runs)
+        if self.device is not None:
+            from asyncloader.run.device_iterator import on_device
+
+            taken = on_device(taken, self.device, self.device_prefetch, self.device_transform)
+        if taken is not iterator:
+            self._newest = weakref.ref(taken)
         return cast("BaseIterator[T_co]", taken)
 
     def check_worker_number_rationality(self) -> None:

@@ -20,6 +20,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader.checks import Least, at_least, check_of, no_word, says_auto
+from asyncloader.device.device import Device
+from asyncloader.device.device import check as check_device
 from asyncloader.errors import ConfigurationError
 from asyncloader.machine import cores_of_rank, private_bytes
 from asyncloader.protocols import WorkerProvider, is_async, is_stateful, makes_processes, probe
@@ -153,6 +155,9 @@ class Options:
     max_tasks_per_child: Annotated[int | None, Least(1), _KEPT]
     max_worker_memory: Annotated[int | None, _MEMORY, _KEPT]
     fingerprint: Annotated[bool, _KEPT]
+    device: str | torch.device | Device | None
+    device_prefetch: Annotated[int, Least(0)]
+    device_transform: Callable[[Any], Any] | None
 
     is_iterable: bool = field(init=False)
     is_async: bool = field(init=False)
@@ -388,6 +393,7 @@ class Options:
             check(name, getattr(self, name))
         self._check_max_errors()
         self._check_fingerprint()
+        self._check_device()
         if self.equal_steps is not None and not isinstance(self.dataset, IterableDataset):
             raise ConfigurationError(
                 "equal_steps is for iterable datasets; of a map-style one a sampler gives all ranks equally many "
@@ -407,6 +413,18 @@ class Options:
         if self.fingerprint and find_spec("xxhash") is None:
             raise ConfigurationError(
                 "fingerprint=True needs xxhash, which is not installed: pip install 'asyncloader[fingerprint]'"
+            )
+
+    def _check_device(self) -> None:
+        check_device("device", self.device)
+        if self.device_transform is None:
+            return
+        if not callable(self.device_transform):
+            raise ConfigurationError(f"device_transform should be a function, but got {self.device_transform!r}")
+        if self.device is None:
+            raise ConfigurationError(
+                'device_transform is for batches on a device: device="cuda" takes them there, and "auto" to the '
+                "accelerator of this machine, or the CPU where there is none"
             )
 
     def _check_prefetch_epochs(self) -> None:

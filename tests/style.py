@@ -12,10 +12,9 @@ FUNCTION_LINES = 60
 
 
 def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return how many lines a function has, its docstring left out."""
-    first = function.body[0]
-    docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(function) is not None else 0
-    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+    """Return how many lines of code a function has: a signature with an option a line, and a docstring, are none."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def long_functions() -> Iterator[str]:

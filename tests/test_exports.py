@@ -39,6 +39,7 @@ def test_public_names() -> None:
         "sample_rng",
         "sample_seed",
         "shutdown",
+        "to_device",
         "tracing",
     ]
     assert all(hasattr(asyncloader, name) for name in asyncloader.__all__)

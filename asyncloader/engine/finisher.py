@@ -2,8 +2,7 @@
 
     loop thread ── finish(make, tell) ──> queue ──> this thread ── tell(finished, error, seconds) ──> loop thread
 
-The copy is torch's own (`torch.utils.data._utils.pin_memory`), which knows nested batches and types with a
-``pin_memory`` method. The slab that the batch came in is free again when the copy is made.
+The slab that the batch came in is free again when the copy is made.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from asyncloader import threads
+from asyncloader.device.device import Device
 from asyncloader.messages.outcome import Outcome
 from asyncloader.worker.guarded_loop import GuardedLoop
 
@@ -30,19 +29,16 @@ class Finisher:
 
     Args:
         loop: On which the outcome is told.
-        device: Type of the accelerator that batches are pinned for, "cuda" for example; None for no pinning.
-        copy: Makes the pinned copy of a batch; torch's by default.
+        device: The accelerator that batches are pinned for; None for no pinning.
 
     Attributes:
         pins: Batches are pinned.
     """
 
-    def __init__(self, loop: GuardedLoop, device: str | None, copy: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, loop: GuardedLoop, device: Device | None) -> None:
         self._loop = loop
         self.pins = device is not None
-        self._copy = copy or (lambda batch: pin_memory(batch, device))  # type: ignore[no-untyped-call]
-        has_device = self.pins and torch.accelerator.is_available()
-        self._index = torch.accelerator.current_device_index() if has_device else -1
+        self._device = device
         self._queue: queue.SimpleQueue[tuple[Callable[[], Outcome], Tell] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -77,8 +73,8 @@ class Finisher:
 
     def _finish_all(self) -> None:
         torch.set_num_threads(1)
-        if self._index >= 0:
-            torch.accelerator.set_device_index(self._index)
+        if self._device is not None:
+            self._device.select()
         while (job := self._queue.get()) is not None:
             make: Any
             batch: Outcome | None
@@ -89,17 +85,18 @@ class Finisher:
                 batch = make()
                 make = None
                 began = perf_counter()
-                if self.pins:
-                    batch = batch._replace(data=self._pinned(batch.data))
+                if self._device is not None:
+                    batch = batch._replace(data=_pinned(batch.data, self._device))
             except BaseException as raised:
                 batch, error = None, raised
             self._loop.call_soon_threadsafe(tell, batch, error, perf_counter() - began)
             del make, tell, batch, error
 
-    def _pinned(self, data: Any) -> Any:
-        try:
-            return self._copy(data)
-        except BaseException as raised:  # of a type of the user's, with a pin_memory method
-            raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {self._index}.")
-            raised.__traceback__ = None  # its frames refer to the data
-            raise
+
+def _pinned(data: Any, device: Device) -> Any:
+    try:
+        return device.pin(data)
+    except BaseException as raised:  # of a type of the user's, with a pin_memory method
+        raised.add_note(f"Caught {type(raised).__name__} in pin memory thread for device {device.device.index}.")
+        raised.__traceback__ = None  # its frames refer to the data
+        raise

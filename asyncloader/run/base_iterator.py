@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from asyncloader.device.device import Device, find, for_pinning
 from asyncloader.engine.progress import Call
 from asyncloader.engine.taking import Item
 from asyncloader.epochs import Told
@@ -106,6 +107,15 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
         """Run torch's constructor, which iterates over the sampler and draws the base seed."""
         with one_walks(loader.dataset):  # torch seeds each pipe of a graph
             super().__init__(loader)
+        self._pinner = self._find_pinner()
+
+    def _find_pinner(self) -> Device | None:
+        """Return the device that batches are pinned for, or None: as torch does, and of worker processes for copies."""
+        options = self._options
+        device = None if options.device is None else find(options.device)
+        if device is not None and device.overlaps:
+            return device if self._pin_memory or not options.is_in_process else None
+        return for_pinning() if self._pin_memory else None
 
     def _begin(
         self,
@@ -285,6 +295,10 @@ class BaseIterator(ClosableIterator, _BaseDataLoaderIter, Generic[T_co]):
             return item
         finally:
             del item  # the traceback of an error of the sampler may refer to this frame
+
+    def take_ready(self, call: Call) -> Item | None:
+        """Take what comes next if it is there, for this call; nothing is waited for, or made."""
+        return None
 
     def _deadline(self) -> float | None:
         """Return until when a consumer that comes now waits for a batch."""

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from asyncloader.engine import exits
@@ -99,7 +98,7 @@ class InlineIterator(BaseIterator[T_co], _SingleProcessDataLoaderIter):
         self._meter = self._runs.meter = Meter(start.checkpointer.epoch, 0, 0, faults, trace, loader=number)
         self._meter.fingerprint = progress.fingerprint
         taking = Taking(progress, ErrorLimit(options, progress, faults))
-        pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
+        pin = None if self._pinner is None else self._pinner.pin
         aside = partial(alone, start.checkpointer.key) if options.seeds_each_sample else None
         self._run = InlineRun(start.plan, taking, self._make_maker(start), pin, aside)
         self._run.stop_with(self)

@@ -30,6 +30,7 @@ from asyncloader.options import Options
 from asyncloader.protocols import SuppliesKeys, is_stateful, members, probe
 from asyncloader.run.checkpoint import Checkpointer, initial_state, moved
 from asyncloader.run.data_rank import data_rank
+from asyncloader.run.device_iterator import on_device
 from asyncloader.run.exclusions import Exclusions
 from asyncloader.run.inline_iterator import InlineIterator
 from asyncloader.run.plan import digest, samplers_within
@@ -254,6 +255,7 @@ def of_one_batch(twin: Any, found: Found) -> dict[str, Any]:
         collate_fn=made_with.collate_fn,
         worker_init_fn=made_with.worker_init_fn,
         on_error=made_with.on_error,
+        device_transform=made_with.device_transform,
         seeding=made_with.seeding,
         seeding_rank=data_rank(options),
         scheduling="static",
@@ -373,10 +375,14 @@ def making(loader: Any, epoch: int, number: int, *, in_async_for: bool = False) 
                 steps.enter_context(left_alone((*GLOBAL, *own)))
         else:  # its own copy of the dataset hears of the epoch
             twin._runs.told_then = tuple(map(Told, found.told))
+        iterator: Any
         if options.is_inline:
-            yield InlineIterator(twin, options, twin._runs, state)
+            iterator = InlineIterator(twin, options, twin._runs, state)
         else:
-            yield WorkerIterator(twin, options, twin._runs, wait_for_start=not in_async_for, state=state)
+            iterator = WorkerIterator(twin, options, twin._runs, wait_for_start=not in_async_for, state=state)
+        if options.device is not None:
+            iterator = on_device(iterator, options.device, 0, options.device_transform)
+        yield iterator
 
 
 def was_left_out(epoch: int, number: int) -> IndexError:

@@ -207,9 +207,8 @@ class WorkerIterator(BaseIterator[T_co]):
         return workplace.make_session(self._options, self._runs, spec, run, self._home, self._make_finisher, tell)
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher | None:
-        if not (self._pin_memory or self._options.splits):
-            return None
-        return Finisher(loop, str(self._pin_memory_device) if self._pin_memory else None)
+        is_needed = self._pinner is not None or self._options.splits
+        return Finisher(loop, self._pinner) if is_needed else None
 
     def note_number(self, num_workers: int, in_all: int) -> None:
         """Note the number of workers, which looks after itself, for the loader and for states. On the loop thread."""
@@ -266,6 +265,13 @@ class WorkerIterator(BaseIterator[T_co]):
             return item
         finally:
             del item
+
+    def take_ready(self, call: Call) -> Item | None:
+        """Take what comes next if it is there, for this call; nothing is waited for."""
+        run = self._run
+        if run.ended:
+            self._foresee()
+        return run.take(call) if run.handoff.ready and self._session.pid == os.getpid() else None
 
     def _wait_started(self, started: Future[None]) -> None:
         try:

@@ -31,6 +31,9 @@ BLOCK = 3
 """Of the first `sample_seed` block of a sample; the next ones have every third number from there, and those between are
 of blocks in ``__getitems__`` and ``collate_fn``."""
 
+ON_DEVICE = -1
+"""What is made of a batch on a device."""
+
 _WORD = (1 << 32) - 1
 _FOR_NUMPY = 0x6E756D70
 _LOW, _16 = np.uint64(_WORD), np.uint64(16)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
+from asyncloader.device.device import Device
 from asyncloader.engine.finisher import Finisher
 from asyncloader.run.worker_iterator import WorkerIterator
 from asyncloader.worker.guarded_loop import GuardedLoop
@@ -35,13 +36,21 @@ class Large(Numbers):
         return torch.full((100_000,), float(index))
 
 
+class Pins(Device):
+    """A device that batches are pinned for by a function."""
+
+    def __init__(self, copy: Callable[[Any], Any]) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self.pin = copy  # type: ignore[method-assign]
+
+
 class Pinning(WorkerIterator[Any]):
     """An iterator that pins with a given function."""
 
     copy: Callable[[Any], Any]
 
     def _make_finisher(self, loop: GuardedLoop) -> Finisher:
-        return Finisher(loop, "cuda", copy=type(self).copy)
+        return Finisher(loop, Pins(type(self).copy))
 
 
 def pinned(copy: Callable[[Any], Any], dataset: Any = None, **options: Any) -> Pinning:

@@ -1,0 +1,568 @@
+"""Batches to a device, some of them ahead, for whoever iterates over them there.
+
+    source ── pull ──> sent: a copy is under way, on a stream of its own ──> handed over: the consumer's stream waits
+                         └ 1 + depth of them, if there are so many             for the copy, and no thread does
+
+To a run of a loader, a batch that is sent is on its way to the consumer: its call ends when the consumer has it. So
+states are those of the batches that the consumer has.
+
+Of a loader with workers, batches are sent ahead that are ready: none that is there is held back for one that is not.
+Without workers none is, for the loader makes none ahead. Other iterables do not say what they have: of these the next
+batches are waited for, as many as there are to be ahead.
+
+A program may ask the device for steps faster than the device does them. So a consumer that comes for a batch waits
+until all but the last ``1 + depth`` steps are done: there are at most ``2 + 2 * depth`` batches on the device.
+
+A signal's handler may raise anywhere, as `asyncloader.engine.progress` says: what was pulled and not sent is pulled
+again, and a batch is handed over by assignments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+
+from asyncloader.checks import at_least
+from asyncloader.device.device import Device, Host, Mark, check, find
+from asyncloader.engine.progress import Call
+from asyncloader.engine.taking import Item, failed
+from asyncloader.messages.messages import Kind
+from asyncloader.messages.outcome import Outcome
+from asyncloader.run.base_iterator import BaseIterator, ClosableIterator, check_owner
+from asyncloader.seeding.generators import GLOBAL, left_alone
+from asyncloader.seeding.sample_context import EpochKey
+from asyncloader.seeding.seeder import ON_DEVICE, Seeder
+from asyncloader.seeding.turns import Drawing
+
+T_co = TypeVar("T_co", covariant=True)
+
+_SENT: Any = object()  # in place of the item of a call: whoever copies keeps the host's memory as long as it has to
+_NOTHING: Any = object()
+
+
+class Source(Protocol):
+    """What batches are pulled from. An item whose call is over is given again."""
+
+    @property
+    def counter(self) -> Any:
+        """What has ``_num_yielded``."""
+        ...
+
+    @property
+    def meter(self) -> Any:
+        """What has ``held_back``."""
+        ...
+
+    @property
+    def run(self) -> object:
+        """Another object with each run."""
+        ...
+
+    @property
+    def key(self) -> EpochKey | None:
+        """The seeds of the run; None if it has none."""
+        ...
+
+    def next_item(self, call: Call) -> Item:
+        """Take what comes next, for this call. StopIteration if nothing does."""
+        ...
+
+    async def next_item_async(self, call: Call) -> Item:
+        """Do so without blocking the loop. StopAsyncIteration if nothing comes."""
+        ...
+
+    def take_ahead(self, call: Call) -> Item | None:
+        """Take what may be sent ahead."""
+        ...
+
+    async def take_ahead_async(self, call: Call) -> Item | None:
+        """Do so without blocking the loop."""
+        ...
+
+    async def let_the_loop_turn(self) -> None:
+        """Give other tasks a turn, if there was none for a while."""
+        ...
+
+    def check_length(self) -> None:
+        """Look whether there are more batches than were announced, before one is handed over."""
+        ...
+
+    def was_interrupted(self) -> None:
+        """Have somebody else take the item of a call that is over."""
+        ...
+
+    def end(self) -> None:
+        """Note that a consumer has been told of the end."""
+        ...
+
+
+class LoaderSource:
+    """An iterator of a loader. What is ready may be sent ahead: nothing is waited for, and nothing made, for that."""
+
+    def __init__(self, iterator: BaseIterator[Any]) -> None:
+        self._iterator = iterator
+        self.next_item = iterator.next_item
+        self.next_item_async = iterator.next_item_async
+        self.take_ahead = iterator.take_ready
+        self.let_the_loop_turn = iterator.let_the_loop_turn
+
+    @property
+    def counter(self) -> Any:
+        """What counts the batches that consumers have."""
+        return self._iterator
+
+    @property
+    def meter(self) -> Any:
+        """What counts the batches of the run."""
+        return self._iterator._meter
+
+    @property
+    def run(self) -> object:
+        """How far the run is, which each run has of its own."""
+        return self._iterator._checkpointer.progress
+
+    @property
+    def key(self) -> EpochKey | None:
+        """The seeds of the run."""
+        return self._iterator._checkpointer.key
+
+    async def take_ahead_async(self, call: Call) -> Item | None:
+        """Take what is ready."""
+        return self.take_ahead(call)
+
+    def check_length(self) -> None:
+        """Warn as torch does of an iterable dataset that gives more than it said."""
+        if self._iterator._IterableDataset_len_called is not None:
+            self._iterator.check_length()
+
+    def was_interrupted(self) -> None:
+        """Wake another consumer."""
+        self._iterator._run.handoff.wake()
+
+    def end(self) -> None:
+        """Note that a consumer has been told of the end."""
+        self.meter.log_summary()
+        progress = self._iterator._checkpointer.progress
+        progress.is_over = not progress.is_broken
+
+
+class AnySource:
+    """Any iterator, or asynchronous one. It is waited for, and what it raises comes in its turn."""
+
+    held_back = _num_yielded = 0
+    run = key = None
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._arrived = _NOTHING
+        self._last = Call()
+        self._has_ended = False
+
+    def next_item(self, call: Call) -> Item:
+        """Take what comes next, for this call. StopIteration if nothing does."""
+        if (item := self.take_ahead(call)) is None:
+            raise StopIteration
+        return item
+
+    async def next_item_async(self, call: Call) -> Item:
+        """Do so without blocking the loop. StopAsyncIteration if nothing comes."""
+        if (item := await self.take_ahead_async(call)) is None:
+            raise StopAsyncIteration
+        return item
+
+    def take_ahead(self, call: Call) -> Item | None:
+        """Wait for what comes next, and take it; None at the end."""
+        iterator = self._iterator
+        try:
+            if self._lacks:
+                # Not `next`: an interrupt between its end and the assignment would lose what it has returned.
+                for self._arrived in iterator:
+                    break
+                else:
+                    self._has_ended = True
+        except Exception as error:
+            return self._given(call, failed(error))
+        return self._take(call)
+
+    async def take_ahead_async(self, call: Call) -> Item | None:
+        """Wait for what comes next, and take it; None at the end."""
+        iterator = self._iterator
+        try:
+            if self._lacks:
+                async for self._arrived in iterator:
+                    break
+                else:
+                    self._has_ended = True
+        except Exception as error:
+            return self._given(call, failed(error))
+        return self._take(call)
+
+    @property
+    def counter(self) -> AnySource:
+        """What has ``_num_yielded``: this itself."""
+        return self
+
+    meter = counter
+
+    @property
+    def _lacks(self) -> bool:
+        return self._arrived is _NOTHING and not self._last.is_over and not self._has_ended
+
+    def _take(self, call: Call) -> Item | None:
+        if self._last.is_over:
+            return self._given(call, self._last.item)
+        if self._arrived is _NOTHING:
+            return None
+        item = Item(Outcome(Kind.BATCH, data=self._arrived))
+        self._arrived = _NOTHING
+        return self._given(call, item)
+
+    def _given(self, call: Call, item: Item) -> Item:
+        call.item, self._last = item, call
+        return item
+
+    async def let_the_loop_turn(self) -> None:
+        """Leave that to the iterator."""
+
+    def check_length(self) -> None:
+        """Nobody has announced anything."""
+
+    def was_interrupted(self) -> None:
+        """There is one consumer."""
+
+    def end(self) -> None:
+        """Whoever made the iterator has noted that."""
+
+
+class _Sent(NamedTuple):
+    """A batch on the device, or what is raised in its place.
+
+    Attributes:
+        call: Ends when the consumer has it.
+        item: Has the batch on the device.
+        mark: Behind its copy; None for what is no batch.
+    """
+
+    call: Call
+    item: Item
+    mark: Mark | None
+
+
+class _Seeded:
+    """A transform, with global generators and that of the device seeded by batch: what it draws depends on that alone.
+
+    So it does not matter when a batch is sent. The generators are the trainer's otherwise, and stay as they are.
+
+    Args:
+        transform: The user's.
+        key: The seeds of the run.
+        device: Where batches are.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any], key: EpochKey, device: Device) -> None:
+        self._transform = transform
+        self._key = EpochKey(key)  # it stays possible when the run's own is over
+        self._seeder = Seeder(key)
+        self._device = device
+
+    def __call__(self, number: int, batch: Any) -> Any:
+        """Return what becomes of the batch of this number."""
+        on_device = self._device.generators
+        with Drawing(self._key), left_alone((*GLOBAL, *on_device)):
+            seed = self._seeder(number, ON_DEVICE)
+            for generator in on_device:
+                generator.manual_seed(seed)
+            return self._transform(batch)
+
+
+class DeviceIterator(ClosableIterator):
+    """Iterates as another iterator does, over batches on a device.
+
+    Args:
+        inner: What has the batches in memory of the host.
+        source: The same, to be pulled from.
+        device: Where batches go.
+        depth: How many are sent ahead.
+        transform: Makes another batch of each, on the stream of the copies.
+    """
+
+    def __init__(
+        self, inner: Any, source: Source, device: Device, depth: int, transform: Callable[[Any], Any] | None = None
+    ) -> None:
+        self._inner = inner
+        self._source = source
+        self._device = device
+        self._depth = depth
+        self._transform = transform
+        self._pid = os.getpid()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a run: what was sent of another one is nobody's."""
+        self._begun = self._source.run
+        self._held: tuple[_Sent, ...] = ()
+        self._steps: deque[Mark] = deque()  # behind what was asked of the device before each call of the consumer
+        self._joins = True  # what the trainer has on the device before the run is there when a transform uses it
+        key, transform = self._source.key, self._transform
+        self._change: Callable[[int, Any], Any] | None = None
+        if transform is not None:
+            self._change = (
+                (lambda number, batch: transform(batch)) if key is None else _Seeded(transform, key, self._device)
+            )
+
+    # ----------------------------------------------------------------------------------------------------- iterating
+
+    def __next__(self) -> Any:
+        self._come()
+        while len(self._steps) > 1 + self._depth:
+            self._steps.popleft().synchronize()
+        while True:
+            if not self._held:
+                try:
+                    self._pull(self._source.next_item)
+                except StopIteration:
+                    if self._has_ended():
+                        raise
+            while len(self._held) <= self._depth and self._pull(self._source.take_ahead):
+                pass
+            if not (before := self._held):  # another thread was quicker
+                continue
+            batch, error = self._open(before[0])
+            call, rest, counter, meter = before[0].call, before[1:], self._source.counter, self._source.meter
+            left = _batches(rest)
+            # From here on nothing is called: neither can a signal's handler run, nor another thread.
+            if self._held is before:
+                self._held, call.item, meter.held_back = rest, None, left
+                if error is None:
+                    counter._num_yielded += 1
+                    return batch
+                try:
+                    raise error
+                finally:
+                    del error, before  # a traceback that refers to this frame would keep the iterator alive
+
+    async def __anext__(self) -> Any:
+        await self._source.let_the_loop_turn()
+        self._come()
+        while len(self._steps) > 1 + self._depth:
+            if not (step := self._steps.popleft()).query():
+                await asyncio.to_thread(step.synchronize)
+        while True:
+            if not self._held:
+                try:
+                    await self._pull_async(self._source.next_item_async)
+                except StopAsyncIteration:
+                    if self._has_ended():
+                        raise
+            while len(self._held) <= self._depth and await self._pull_async(self._source.take_ahead_async):
+                pass
+            if not (before := self._held):  # another task was quicker
+                continue
+            batch, error = self._open(before[0], in_async_for=True)
+            call, rest, counter, meter = before[0].call, before[1:], self._source.counter, self._source.meter
+            left = _batches(rest)
+            if self._held is before:
+                self._held, call.item, meter.held_back = rest, None, left
+                if error is None:
+                    counter._num_yielded += 1
+                    return batch
+                try:
+                    raise error
+                finally:
+                    del error, before
+
+    def _come(self) -> None:
+        """Note that a consumer comes, and what it has asked of the device before."""
+        check_owner(self._pid)
+        if self._source.run is not self._begun:
+            self._begin()
+        self._steps.append(self._device.mark())
+
+    def _open(self, sent: _Sent, *, in_async_for: bool = False) -> tuple[Any, BaseException | None]:
+        """Have the consumer's stream wait for a batch. Whoever is interrupted here does it again."""
+        batch, error = sent.item.open(in_async_for=in_async_for)
+        if sent.mark is not None:
+            self._device.hand_over(batch, sent.mark)
+            self._source.check_length()
+        return batch, error
+
+    def _has_ended(self) -> bool:
+        """Note the end, unless another thread or task has sent a batch that nobody has taken."""
+        if self._held:
+            return False
+        self._device.sweep()
+        self._source.end()
+        return True
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    def _pull(self, take: Callable[[Call], Item | None]) -> bool:
+        """Take a batch and send it; whether there was one."""
+        call, item = Call(), None
+        try:
+            if (item := take(call)) is None:
+                return False
+            self._send(call, item)
+        except StopIteration:
+            call.item = None
+            raise
+        except BaseException:
+            call.is_over = call.item is not _SENT
+            self._source.was_interrupted()
+            raise
+        finally:
+            del item  # an error's traceback may refer to this frame
+        return True
+
+    async def _pull_async(self, take: Callable[[Call], Any]) -> bool:
+        """Do so without blocking the loop."""
+        call, item = Call(), None
+        try:
+            if (item := await take(call)) is None:
+                return False
+            self._send(call, item)
+        except StopAsyncIteration:
+            call.item = None
+            raise
+        except BaseException:
+            call.is_over = call.item is not _SENT
+            self._source.was_interrupted()
+            raise
+        finally:
+            del item
+        return True
+
+    def _send(self, call: Call, item: Item) -> None:
+        """Send a batch to the device, and hold it for the consumer."""
+        mark = None
+        if item.outcome.kind == Kind.BATCH:
+            change = None if self._change is None else partial(self._change, item.seq)
+            try:
+                data, mark = self._device.send(item.outcome.data, change, joins=self._joins)
+                item = item._replace(outcome=item.outcome._replace(data=data))
+                self._joins = False
+            except Exception as error:
+                error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+                item = failed(error, item.seq)
+        sent = _Sent(call, item, mark)
+        del item
+        meter = self._source.meter
+        while True:
+            before = self._held
+            after = (*before, sent)
+            count = _batches(after)
+            if self._held is before:  # see `__next__`
+                self._held, call.item, meter.held_back = after, _SENT, count
+                return
+
+    # ------------------------------------------------------------------------------------------------ the rest of it
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # not made yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def close(self) -> None:
+        """End the run and let go of everything. Waits for copies that have begun."""
+        self._held = ()
+        if hasattr(self._inner, "close"):
+            self._inner.close()
+        self._let_go()
+
+    async def aclose(self) -> None:
+        """End the run as `close` does, without blocking the loop."""
+        self._held = ()
+        if hasattr(self._inner, "aclose"):
+            await self._inner.aclose()
+        await asyncio.to_thread(self._let_go)
+
+    def _let_go(self) -> None:
+        if self._pid == os.getpid():
+            self._device.finish()
+
+
+def _batches(held: Sequence[_Sent]) -> int:
+    """Return how many of these are batches."""
+    return sum(sent.mark is not None for sent in held)
+
+
+def on_device(
+    iterator: Any,
+    device: str | torch.device | Device,
+    depth: int,
+    transform: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return an iterator over batches on a device; the same one, if they are there.
+
+    Args:
+        iterator: Over batches in memory of the host.
+        device: Where they are to go.
+        depth: How many are sent ahead.
+        transform: Makes another batch of each, there.
+
+    Raises:
+        ConfigurationError: if torch sees no such device here.
+    """
+    device = find(device)
+    if isinstance(device, Host) and transform is None:
+        return iterator
+    is_counted = isinstance(iterator, BaseIterator)
+    source: Source = LoaderSource(iterator) if is_counted else AnySource(iterator)
+    # Batches of other iterators of a loader count as given when they are pulled.
+    pulls = 0 if isinstance(iterator, ClosableIterator) and not is_counted else depth
+    return DeviceIterator(iterator, source, device, pulls if device.overlaps else 0, transform)
+
+
+class OnDevice(Generic[T_co]):
+    """An iterable over batches on a device: see `to_device`."""
+
+    def __init__(self, batches: Any, device: Device, depth: int) -> None:
+        self._batches = batches
+        self._device = device
+        self._depth = depth
+
+    def __iter__(self) -> Iterator[T_co]:
+        return cast(Iterator[T_co], on_device(iter(self._batches), self._device, self._depth))
+
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        return cast(AsyncIterator[T_co], on_device(aiter(self._batches), self._device, self._depth))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def to_device(
+    batches: Iterable[T_co] | AsyncIterable[T_co], device: str | torch.device, depth: int = 1
+) -> OnDevice[T_co]:
+    """Iterate over batches on a device: the next ones are copied there while the program computes with one.
+
+    For any loader or iterable, asynchronous ones too; it can be iterated over again if those can. Copies run beside the
+    computation if the batches are in page-locked memory: ``pin_memory=True`` of a loader. A loader of ours has the same
+    by its option ``device``, which sees to that; of other iterables the next ``depth`` batches are waited for before
+    one is given.
+
+    Args:
+        batches: Tensors in any containers, and objects that have a method ``to``.
+        device: As torch names it; "auto" for the accelerator that there is. On the CPU nothing is done.
+        depth: How many batches are copied ahead; at most ``2 + 2 * depth`` are on the device.
+
+    Raises:
+        ConfigurationError: if torch sees no such device here, or the depth is less than 0.
+        TypeError: while iterating, for a batch with something in it that cannot be moved; it names the type.
+
+    Example:
+        >>> for images, labels in to_device(loader, "cuda"):
+        ...     step(images, labels)
+    """
+    check("device", device)
+    at_least("depth", depth, least=0)
+    return OnDevice(batches, find(device), depth)

@@ -1,0 +1,266 @@
+"""Batches on their way to a device that is simulated: every order of its copies and of the program's steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncloader import ConfigurationError, to_device
+from asyncloader.run.device_iterator import on_device
+from asyncloader.transport import arena
+from asyncloader.transport.slab import SlabPool
+from tests.device.simulated import SimulatedDevice
+
+NBYTES = 1 << 17
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SlabPool]:
+    """Slabs of few bytes, so that each is used again as soon as it may be."""
+    pool = SlabPool(limit=lambda reserved: 16 * NBYTES, create_arena=lambda size: arena.create(1 << 28))
+    pool.handle()
+    yield pool
+    pool.close()
+
+
+def on_slabs(pool: SlabPool, count: int) -> Iterator[torch.Tensor]:
+    """Yield batches that lie in slabs: batch i is full of i."""
+    for number in range(count):
+        memory = pool.receive(NBYTES)
+        assert memory is not None
+        batch = torch.frombuffer(memory, dtype=torch.uint8)
+        batch.fill_(number)
+        del memory
+        yield batch
+        del batch
+
+
+ORDER = st.lists(st.sampled_from(["next", "next", "copy", "copies", "step", "keep"]), min_size=8, max_size=60)
+
+
+@given(depth=st.integers(0, 3), order=ORDER, count=st.integers(0, 30), closes=st.booleans())
+def test_steps_read_what_was_sent_in_any_order(
+    pool: SlabPool, depth: int, order: list[str], count: int, closes: bool
+) -> None:
+    """Whatever the device does first: no memory is used again before its copy, or its step."""
+    device = SimulatedDevice()
+    batches = on_device(on_slabs(pool, count), device, depth)
+    seen: list[int] = []
+    asked, kept, is_over = 0, [], False
+    for action in order:
+        if action == "copy":
+            device.copies.advance()
+        elif action == "copies":
+            while device.copies.advance():
+                pass
+        elif action == "step":
+            device.steps.advance()
+        elif not is_over:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                is_over = True
+                continue
+            device.step(batch, lambda tensors: seen.append(read(tensors[0])))
+            asked += 1
+            if action == "keep":
+                kept.append(batch)
+            del batch
+    if closes:
+        batches.close()
+    del batches
+    device.run()
+    assert seen == list(range(asked))
+    assert device.faults == []
+    assert device.most <= 2 + 2 * depth + len(kept)
+    for batch in kept:
+        device.step(batch, lambda tensors: seen.append(read(tensors[0])))
+    device.run()
+    device.sweep()
+    assert len(seen) == asked + len(kept)
+
+
+def read(tensor: torch.Tensor) -> int:
+    """Return the number that a batch is full of; -1 if it has several."""
+    first = int(tensor[0])
+    return first if bool((tensor == first).all()) else -1
+
+
+def test_the_next_batch_is_copied_before_the_step_on_this_one_is_asked_for() -> None:
+    """So the device does both at once; and no thread waits for anything."""
+    device = SimulatedDevice()
+    batches = on_device(iter([torch.full((4,), float(i)) for i in range(4)]), device, 1)
+    next(batches)
+    assert len(device.blocks) == 2
+    while device.copies.advance():
+        pass
+    assert [float(block.memory[3]) for block in device.blocks] == [0.0, 63.0]  # 1.0, as a float's last byte
+    assert device.blocked == 0
+
+
+def test_programs_that_ask_for_steps_faster_than_the_device_does_them_wait() -> None:
+    """Otherwise batches would fill the device."""
+    device = SimulatedDevice()
+    for batch in on_device(iter([torch.full((4,), float(i)) for i in range(50)]), device, 1):
+        device.step(batch, lambda tensors: None)
+        del batch
+    assert device.blocked >= 40
+    assert device.most <= 4
+    device.run()
+
+
+async def test_waiting_for_steps_does_not_block_the_loop() -> None:
+    """The thread of the loop never waits for the device."""
+    device = SimulatedDevice()
+
+    async def batches() -> AsyncIterator[torch.Tensor]:
+        for number in range(20):
+            yield torch.full((4,), float(number))
+
+    seen: list[float] = []
+    async for batch in to_device(batches(), device):  # type: ignore[arg-type]
+        device.step(batch, lambda tensors: seen.append(float(tensors[0][0])))
+        del batch
+    device.run()
+    assert seen == [float(number) for number in range(20)]
+    assert device.blocked
+    assert "MainThread" in device.threads  # which asks for copies
+    assert len(device.threads) > 1
+
+
+def test_any_iterable_can_be_iterated_over_again() -> None:
+    """As often as that allows; it has the length of that."""
+    device = SimulatedDevice()
+    batches = to_device([torch.ones(2), torch.zeros(2)], device)  # type: ignore[arg-type]
+    assert len(batches) == 2
+    for _ in range(3):
+        seen: list[float] = []
+        for batch in batches:
+            device.step(batch, lambda tensors, seen=seen: seen.append(float(tensors[0][0])))  # type: ignore[misc]
+        device.run()
+        assert seen == [1.0, 0.0]
+
+
+def test_an_iterable_that_raises_does_so_in_its_turn() -> None:
+    """After the batches before, which were sent ahead; and it is asked on then, as it would have been."""
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.zeros(1)
+        yield torch.ones(1)
+        raise OSError("the end of the tape")
+
+    device = SimulatedDevice()
+    iterator = on_device(batches(), device, 3)
+    assert len(next(iterator)) == len(next(iterator)) == 1
+    with pytest.raises(OSError, match="the end of the tape"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    device.run()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_batch_that_cannot_be_moved_is_an_error_in_its_place(depth: int) -> None:
+    """It names the type and where that is; the batches around it arrive."""
+    device = SimulatedDevice()
+    odd = {"pictures": torch.ones(2), "masks": [object()]}
+    iterator = on_device(iter([torch.zeros(2), odd, torch.ones(2)]), device, depth)
+    next(iterator)
+    with pytest.raises(TypeError, match=r"batch\['masks'\]\[0\] is a object, which cannot be moved to"):
+        next(iterator)
+    assert next(iterator).shape == (2,)
+    device.run()
+    assert device.faults == []
+
+
+class Interrupt(BaseException):
+    """What a handler of a signal raises."""
+
+
+@pytest.mark.parametrize("call", ["copy", "mark", "wait", "note_use", "keep", "sweep", "hand_over", "send"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 5])
+def test_an_interrupt_anywhere_loses_no_batch(monkeypatch: pytest.MonkeyPatch, call: str, at: int) -> None:
+    """Whatever call to the device it comes in: the next call of the program gets the batch that this one was to get."""
+    device = SimulatedDevice()
+    left = [at]
+    as_it_was = getattr(device, call)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise Interrupt
+        return as_it_was(*args, **kwargs)
+
+    monkeypatch.setattr(device, call, interrupted)
+    iterator = on_device(iter([torch.full((2,), float(i)) for i in range(6)]), device, 1)
+    seen: list[float] = []
+    interrupts = 0
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            break
+        except Interrupt:
+            interrupts += 1
+            continue
+        device.step(batch, lambda tensors: seen.append(float(tensors[0][0])))
+    device.run()
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert device.faults == []
+    assert interrupts == (left[0] < 0)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    """Before anything is iterated over."""
+    with pytest.raises(ConfigurationError, match="depth should be an integer of at least 0"):
+        to_device([], "cpu", depth=-1)
+    with pytest.raises(ConfigurationError, match='device should be "auto", or a device as torch names it'):
+        to_device([], "gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="torch sees no device 'cuda'"):
+            to_device([], "cuda")
+
+
+def test_on_the_cpu_nothing_is_done() -> None:
+    """Whatever batches are made of: the iterator is that of the iterable itself."""
+    things = [object(), torch.ones(1)]
+    assert list(to_device(things, "cpu")) == things
+    assert type(iter(to_device(things, "cpu"))) is type(iter(things))
+    if not torch.accelerator.is_available():
+        assert type(iter(to_device(things, "auto"))) is type(iter(things))
+
+
+async def test_an_iterator_that_is_left_is_closed() -> None:
+    """`close` and `aclose` reach the iterator, and let go of what copies read."""
+    ended: list[str] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(ended.append, "batches")
+            for number in range(9):
+                yield torch.full((2,), float(number))
+
+    device = SimulatedDevice()
+    with on_device(batches(), device, 1) as iterator:
+        next(iterator)
+    assert ended == ["batches"]
+
+    async def later() -> AsyncIterator[torch.Tensor]:
+        try:
+            for number in range(9):
+                yield torch.full((2,), float(number))
+        finally:
+            ended.append("later")
+
+    async with on_device(later(), device, 1) as iterator:
+        await anext(iterator)
+    assert ended == ["batches", "later"]
+    await asyncio.sleep(0)
+    device.run()

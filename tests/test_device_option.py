@@ -1,0 +1,402 @@
+"""``device``, ``device_prefetch`` and ``device_transform`` of a loader, on a device that is simulated: no copy ends by
+itself, so whatever relies on that is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncloader import ConfigurationError, DataLoader, LoaderClosedError, to_device
+from asyncloader.run.device_iterator import DeviceIterator
+from tests import inside
+from tests.device.simulated import SimulatedDevice
+from tests.forks import forked
+from tests.patience import wait_until
+
+COUNT = 24
+LARGE = 1 << 14  # floats: two samples are in shared memory
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """Sample i is full of i."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((LARGE,), float(index))
+
+
+class Later(Numbers):
+    """The same, awaited."""
+
+    async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return torch.full((LARGE,), float(index))
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """The same, without keys."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((LARGE,), float(index)) for index in range(COUNT))
+
+
+class Broken(Numbers):
+    """One sample raises."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 6:
+            raise OSError("a bad sector")
+        return super().__getitem__(index)
+
+
+class Dying(Numbers):
+    """One sample kills its worker, once."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9 and not os.path.exists(self.path):
+            open(self.path, "w").close()
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+class Witness(Numbers):
+    """What a worker is."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        touched = torch.cuda.is_initialized() or ("asyncloader.run.device_iterator" in sys.modules and not os.getppid())
+        return torch.tensor([os.getpid(), int(touched)])
+
+
+def make(dataset: Any = None, device: Any = None, **options: Any) -> DataLoader[Any]:
+    """Make a loader of batches of two samples."""
+    return DataLoader(dataset or Numbers(), **{"batch_size": 2, "device": device, **options})
+
+
+def collect(batches: Any, device: SimulatedDevice) -> list[list[float]]:
+    """Take all batches, with a step on each, and have all of that be done at the very end."""
+    seen: list[list[float]] = []
+    for batch in batches:
+        device.step(batch, lambda tensors: seen.append(values(tensors[0])))
+        del batch
+    device.run()
+    return seen
+
+
+def values(batch: torch.Tensor) -> list[float]:
+    """Return the number of each sample of a batch; nan for one that is not full of it."""
+    return [float(row[0]) if bool((row == row[0]).all()) else float("nan") for row in batch]
+
+
+ALL = [[float(i), float(i + 1)] for i in range(0, COUNT, 2)]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "worker processes": {"num_workers": 2},
+    "worker threads": {"num_workers": 2, "worker_backend": "thread"},
+    "split batches": {"num_workers": 2, "scheduling": "split"},
+    "async samples": {"dataset": Later()},
+    "async samples in workers": {"dataset": Later(), "num_workers": 1},
+    "a stream": {"dataset": Stream(), "num_workers": 1},
+    "pinned without workers": {"pin_memory": True},
+}
+
+
+@pytest.fixture(params=[True, False], ids=["pinned", "from slabs"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    """Batches are copied into memory that takes the place of page-locked memory, or go out of the slabs themselves."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    device = SimulatedDevice(pins=request.param)
+    yield device
+    device.run()
+    assert device.faults == []
+    assert device.pids == {os.getpid()}, "a worker has used the device"
+    device.finish()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+@pytest.mark.parametrize(("way", "depth"), [*((way, 1) for way in WAYS), ("worker processes", 0), ("split batches", 3)])
+def test_batches_arrive_on_the_device(device: SimulatedDevice, way: str, depth: int) -> None:
+    """In order, each step with its batch, and no more of them on the device than were to be."""
+    loader = make(device=device, device_prefetch=depth, **WAYS[way])
+    assert collect(loader, device) == ALL
+    assert device.most <= 2 + 2 * depth
+    assert collect(loader, device) == ALL
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+async def test_batches_arrive_in_async_for(device: SimulatedDevice, way: str) -> None:
+    """The same."""
+    seen: list[list[float]] = []
+    async for batch in make(device=device, **WAYS[way]):
+        device.step(batch, lambda tensors: seen.append(values(tensors[0])))
+        del batch
+    device.run()
+    assert seen == ALL
+    assert device.most <= 4
+
+
+def test_workers_batches_are_pinned_on_the_side_thread(device: SimulatedDevice) -> None:
+    """Also without ``pin_memory``, for the copy waits otherwise; batches of this process only if that is asked for."""
+    collect(make(device=device, num_workers=1), device)
+    assert device.pinned == len(ALL)
+    assert "asyncloader finish" in device.threads
+    collect(make(device=device), device)
+    assert device.pinned == len(ALL)
+
+
+def test_what_is_ready_is_sent_ahead_and_nothing_is_waited_for(device: SimulatedDevice) -> None:
+    """A batch is given when it is there, whatever the next one takes."""
+    let_go = threading.Event()
+
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index >= 4:
+                let_go.wait(30)
+            return super().__getitem__(index)
+
+    batches: Any = iter(make(Slow(), device, num_workers=1, worker_backend="thread"))
+    wait_until(lambda: len(inside.run(batches).handoff.ready) == 2)
+    next(batches)
+    assert inside.sent(batches) == 1
+    next(batches)
+    assert inside.sent(batches) == 0
+    let_go.set()
+    for batch in batches:
+        del batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_states_are_those_of_the_batches_that_were_given(device: SimulatedDevice, num_workers: int, depth: int) -> None:
+    """What was sent ahead counts as not given: a run goes on from a state with the batch that follows."""
+    loader = make(device=device, device_prefetch=depth, num_workers=num_workers, shuffle=True)
+    order: list[list[float]] = []
+    states = [loader.state_dict()]
+    batches = iter(loader)
+    if num_workers:
+        wait_until(lambda: len(inside.run(batches).handoff.ready) >= 3)
+    for batch in batches:
+        device.step(batch, lambda tensors: order.append(values(tensors[0])))
+        states.append(loader.state_dict())
+        assert loader.stats().batches == len(states) - 1
+    device.run()
+    assert [state["position"] for state in states[:-1]] == list(range(len(ALL)))
+    for taken in (1, 5):
+        other = make(device=device, device_prefetch=depth, num_workers=num_workers, shuffle=True)
+        other.load_state_dict(states[taken])
+        assert collect(other, device) == order[taken:]
+    assert loader.remaining() == len(ALL)
+
+
+def noisy(device: SimulatedDevice) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a transform that draws from all generators, those of the host now and the device's in its turn."""
+
+    def change(batch: torch.Tensor) -> torch.Tensor:
+        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        drawn += float(torch.rand((), generator=device.generator))
+        return device.asked_for(batch, lambda pixels: pixels + drawn)
+
+    return change
+
+
+def test_what_a_transform_draws_depends_on_the_batch_alone(device: SimulatedDevice) -> None:
+    """On the number of workers, on how far ahead it is and on what training draws it does not; training's stay."""
+    found: list[Any] = []
+    for options in ({}, {"num_workers": 2}, {"num_workers": 1, "device_prefetch": 3}, {"device_prefetch": 0}):
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        device.generator.manual_seed(3)
+        loader = make(device=device, device_transform=noisy(device), **options)
+        seen: list[Any] = []
+        own: list[Any] = []
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                device.step(batch, lambda tensors, seen=seen: seen.append(values(tensors[0])))  # type: ignore[misc]
+                own += [float(torch.rand(1, generator=device.generator)) for _ in range(number % 3)]
+                own += [random.random(), float(np.random.rand())]
+        device.run()
+        found.append((seen, own))
+    assert len(set(map(str, (seen for seen, _ in found)))) == 1
+    assert len(set(map(str, (own for _, own in found)))) == 1
+    seen = found[0][0]
+    drawn = [round(batch[0] % 1, 4) for batch in seen]
+    assert len(set(drawn)) == 2 * len(ALL)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+async def test_one_batch_by_its_number_is_what_the_run_gave(device: SimulatedDevice, num_workers: int) -> None:
+    """On the device, and transformed."""
+    loader = make(device=device, device_transform=noisy(device), num_workers=num_workers, shuffle=True)
+    seen: list[Any] = []
+    for _ in range(2):
+        for batch in loader:
+            device.step(batch, lambda tensors: seen.append(values(tensors[0])))
+    device.step(loader.batch(1, 4), lambda tensors: seen.append(values(tensors[0])))
+    device.step(await loader.abatch(0, 3), lambda tensors: seen.append(values(tensors[0])))
+    device.run()
+    assert seen[-2:] == [seen[len(ALL) + 4], seen[3]]
+
+
+def test_a_transform_that_raises_does_so_in_the_place_of_its_batch(device: SimulatedDevice) -> None:
+    """With the user's traceback; the batches around it arrive."""
+
+    def change(batch: torch.Tensor) -> torch.Tensor:
+        if inside_count.append(0) is None and len(inside_count) == 4:
+            raise ZeroDivisionError("no")
+        return batch
+
+    inside_count: list[int] = []
+    batches = iter(make(device=device, device_transform=change, num_workers=1))
+    seen = []
+    for number in range(len(ALL)):
+        if number == 3:
+            with pytest.raises(ZeroDivisionError, match="no") as caught:
+                next(batches)
+            assert caught.traceback[-1].name == "change"
+        else:
+            batch = next(batches)
+            device.step(batch, lambda tensors: seen.append(values(tensors[0])))
+    with pytest.raises(StopIteration):
+        next(batches)
+    device.run()
+    assert seen == ALL[:3] + ALL[4:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_raise_do_so_in_their_turn(device: SimulatedDevice, num_workers: int) -> None:
+    """After the batches before, which are on their way."""
+    batches = iter(make(Broken(), device, num_workers=num_workers, device_prefetch=3))
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(OSError, match="a bad sector"):
+        next(batches)
+    assert collect(batches, device) == ALL[4:]
+
+
+def test_a_worker_that_dies_costs_nothing(device: SimulatedDevice, tmp_path: Any) -> None:
+    """Its batch is made again, and what was sent stays."""
+    loader = make(Dying(str(tmp_path / "died")), device, num_workers=2, multiprocessing_context="fork")
+    assert collect(loader, device) == ALL
+    assert loader.stats().retries == 1
+
+
+def test_epochs_of_persistent_workers(device: SimulatedDevice) -> None:
+    """Also after one that was left, whose batches on the device are nobody's."""
+    loader = make(device=device, num_workers=2, persistent_workers=True, prefetch_epochs=1)
+    for _ in range(2):
+        assert collect(loader, device) == ALL
+    first = iter(loader)
+    next(first)
+    assert collect(loader, device) == ALL
+    second = iter(loader)
+    next(second)
+    next(first)  # the older one takes from the same run
+    loader.close()
+    with pytest.raises(LoaderClosedError):
+        next(second)
+    device.run()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iterator_that_is_dropped_ends_by_that_alone(device: SimulatedDevice, num_workers: int) -> None:
+    """Its workers go, and copies that are under way keep what they read: see `device`, which looks for that."""
+    batches: Any = iter(make(device=device, num_workers=num_workers, device_prefetch=2))
+    next(batches)
+    processes = inside.workers(batches) if num_workers else []
+    del batches
+    wait_until(lambda: not any(process.is_alive() for process in processes))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_do_not_touch_the_device(device: SimulatedDevice, method: str) -> None:
+    """Neither forked ones nor others; `device` looks for it as well."""
+    batches = make(Witness(), device, num_workers=2, multiprocessing_context=method, batch_size=None)
+    seen: list[Any] = []
+    for batch in batches:
+        device.step(batch, lambda tensors: seen.append(tensors[0].tolist()))
+    device.run()
+    assert os.getpid() not in {pid for pid, _ in seen}
+    assert not any(touched for _, touched in seen)
+
+
+def test_a_fork_of_the_trainer_leaves_the_device_alone(device: SimulatedDevice) -> None:
+    """Its copy of the iterator says whose it is."""
+    batches = iter(make(device=device, num_workers=1))
+    next(batches)
+
+    def child() -> None:
+        before = len(device.pids)
+        with pytest.raises(LoaderClosedError, match="belongs to the process that made it"):
+            next(batches)
+        batches.close()
+        assert len(device.pids) == before
+
+    assert forked(child).wait() == 0
+    assert len(collect(batches, device)) == len(ALL) - 1
+
+
+def test_to_device_around_a_loader_keeps_its_states(device: SimulatedDevice) -> None:
+    """As with the option."""
+    loader = make(num_workers=1)
+    batches = iter(to_device(loader, device, depth=2))  # type: ignore[arg-type]
+    assert isinstance(batches, DeviceIterator)
+    wait_until(lambda: len(inside.run(batches).handoff.ready) == 2)
+    next(batches)
+    assert inside.sent(batches) >= 1
+    assert loader.state_dict()["position"] == 1
+    assert len(collect(batches, device)) == len(ALL) - 1
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+def test_a_script_runs_without_an_accelerator(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Batches stay as they are; a transform is called with them."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert [values(batch) for batch in make(device=name, num_workers=1)] == ALL
+    assert type(iter(make(device=name))) is type(iter(make()))
+    assert [values(batch - 1) for batch in make(device=name, device_transform=lambda batch: batch + 1)] == ALL
+
+
+def test_what_cannot_be_is_refused() -> None:
+    """With what to write instead."""
+    with pytest.raises(ConfigurationError, match='device_transform is for batches on a device: device="cuda"'):
+        make(device_transform=abs)
+    with pytest.raises(ConfigurationError, match="device_transform should be a function, but got 3"):
+        make(device="cpu", device_transform=3)
+    with pytest.raises(ConfigurationError, match="device_prefetch should be an integer of at least 0"):
+        make(device="cpu", device_prefetch=-1)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="torch sees no device 'cuda' here"):
+            iter(make(device="cuda"))
+
+
+async def test_several_tasks_take_from_one_iterator(device: SimulatedDevice) -> None:
+    """Each batch goes to exactly one of them."""
+    loader = make(device=device, num_workers=2, device_prefetch=2)
+    batches: AsyncIterator[Any] = aiter(loader)
+    seen: list[float] = []
+
+    async def take() -> None:
+        async for batch in batches:
+            device.step(batch, lambda tensors: seen.extend(values(tensors[0])))
+            await asyncio.sleep(0)
+
+    await asyncio.gather(take(), take(), take())
+    device.run()
+    assert sorted(seen) == [float(number) for number in range(COUNT)]
