@@ -18,7 +18,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -202,7 +202,7 @@ class StreamDevice(Device):
 
     def select(self) -> None:
         """Make it the current device of the calling thread."""
-        torch.accelerator.set_device_index(self.device.index)
+        self._torch.set_device(self.device.index)
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
         """Have what is asked of the device in here be done on the stream of the copies."""
@@ -251,8 +251,7 @@ def find(device: str | torch.device | Device) -> Device:
     if named.type == "cpu":
         return Host(named)
     module = _module(named)
-    index = module.current_device() if named.index is None and hasattr(module, "current_device") else named.index
-    named = torch.device(named.type, index)
+    named = torch.device(named.type, _current_index(named.type, module) if named.index is None else named.index)
     kind = StreamDevice if hasattr(module, "Stream") else Device
     return _devices.setdefault((os.getpid(), named), kind(named))
 
@@ -261,6 +260,17 @@ def for_pinning() -> Device | None:
     """Return the accelerator that `pin_memory` alone is about; None if there is none."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if found is None else find(found)
+
+
+def _current_index(kind: str, module: Any) -> int | None:
+    """Return which device of a kind is the current one.
+
+    It is asked for before workers are forked. The device's own module would make a context on the device for that.
+    """
+    if torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(kind):
+        name = "current_device_index" if hasattr(torch.accelerator, "current_device_index") else "current_device_idx"
+        return cast(int, getattr(torch.accelerator, name)())
+    return module.current_device() if hasattr(module, "current_device") else None
 
 
 def _module(device: torch.device) -> Any:

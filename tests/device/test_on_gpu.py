@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -129,6 +131,22 @@ def test_workers_have_no_context_of_cuda() -> None:
         seen = [batch.tolist() for batch in loader]
         assert os.getpid() not in {pid for pid, _ in seen}
         assert not any(touched for _, touched in seen)
+
+
+def test_workers_are_forked_before_the_trainer_has_a_context() -> None:
+    """If the loader is the first that wants the device."""
+    script = """
+import torch
+from asyncloader import DataLoader
+class Witness:
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return torch.cuda._is_in_bad_fork()
+print([int(batch) for batch in DataLoader(Witness(), num_workers=1, device="cuda", multiprocessing_context="fork")])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[0, 0, 0]\n"
 
 
 def test_a_fork_in_the_middle_of_a_run() -> None:
