@@ -18,7 +18,7 @@ from asyncloader.transport import arena
 from asyncloader.transport.slab import SlabPool
 from tests.device.simulated import SimulatedDevice
 
-NBYTES = 1 << 17
+NBYTES = 1 << 14  # less than torch would use threads for
 
 
 @pytest.fixture(scope="module")
