@@ -153,7 +153,7 @@ def lent(loans: WorkerLoans) -> dict[int, Region]:
 
 def written(loans: WorkerLoans) -> list[Region]:
     """Return the regions in which a worker finds the keys of its tickets."""
-    return [region for _, region in loans._written]
+    return [*loans._written.values()]
 
 
 def written_to_all(iterator: Any) -> list[Region]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import pickle
@@ -19,6 +20,7 @@ import torch
 
 from asyncloader import DataLoader
 from asyncloader.datasets import ParallelMap
+from asyncloader.engine import slices as slicing
 from asyncloader.transport.slab import slab_pool
 from asyncloader.transport.worker_loans import WorkerLoans
 from tests import inside
@@ -132,7 +134,7 @@ PLACES = [
     pytest.param({}, id="fork"),
     pytest.param({"multiprocessing_context": "spawn", "persistent_workers": True}, id="spawn", marks=pytest.mark.slow),
     pytest.param({"worker_backend": "thread"}, id="threads"),
-    pytest.param({"scheduling": "split"}, id="split"),
+    pytest.param({"scheduling": "split"}, id="split"),  # of lists, which stay whole: see `test_batches_in_slices`
     pytest.param({"scheduling": "dynamic"}, id="dynamic"),
     pytest.param({"max_tasks_per_child": 2}, id="renewed"),
     pytest.param({"persistent_workers": True}, id="persistent"),
@@ -160,6 +162,41 @@ def test_items_come_whole(fn: Any, options: dict[str, Any]) -> None:
     del iterator
     assert flat(loader) == WANTED
     loader.close()
+
+
+def slowly(path: Path, number: int, row: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Make a sample, which takes a while; end the worker, once, at an item."""
+    time.sleep(0.001)
+    if row[0] == number:
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return torch.from_numpy(row)
+
+
+@pytest.mark.parametrize("number", [-1, 45], ids=["undisturbed", "a worker is killed"])
+def test_batches_in_slices(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slice has the keys of its own samples, in a slab of its own."""
+    monkeypatch.setattr(slicing, "_LEAST_SLICE_S", 0.0001)  # otherwise only samples that take long are divided
+    placed: list[tuple[int, int]] = []
+    place = WorkerLoans.place
+
+    def note(self: WorkerLoans, run: int, seq: int, parts: Any) -> Any:
+        there = place(self, run, seq, parts)
+        placed.append((seq, type(there) is tuple))
+        return there
+
+    monkeypatch.setattr(WorkerLoans, "place", note)
+    stream = partial(map, partial(np.full, 5_000), range(96))
+    loader = DataLoader(
+        ParallelMap(stream, partial(slowly, tmp_path / "ended", number)), 16, num_workers=2, scheduling="split"
+    )
+    batches = list(loader)
+    assert [batch[:, 0].tolist() for batch in batches] == [[*range(at, at + 16)] for at in range(0, 96, 16)]
+    assert all(bool((batch == batch[:, :1]).all()) for batch in batches)
+    assert len({seq for seq, _ in placed}) > 6  # tickets, for six batches
+    assert sum(in_slab for _, in_slab in placed) > 6
+    assert bool(loader.stats().retries) is (number >= 0)
 
 
 @pytest.mark.parametrize("options", [*PLACES[:2], *PLACES[3:5]])

@@ -89,15 +89,13 @@ def inline(seq: int, parts: Sequence[Buffer]) -> bytes:
 def pickle_tickets(
     tickets: Iterable[tuple[int, Any]], dumps: Callable[[Any], Sequence[Buffer]], place: Place = inline
 ) -> tuple[list[PickledTicket], list[tuple[int, Exception]]]:
-    """Pickle the keys of each ticket; return what can be sent, and why the others cannot."""
+    """Pickle the keys of each ticket, and place them; return what can be sent, and why the others cannot."""
     pickled, refused = [], []
     for seq, keys in tickets:
         try:
-            parts = dumps(_travelling(keys) if type(keys) in _PACKED else keys)
+            pickled.append((seq, place(seq, dumps(_travelling(keys) if type(keys) in _PACKED else keys))))
         except Exception as error:
             refused.append((seq, _without_frames(error)))
-        else:
-            pickled.append((seq, place(seq, parts)))
     return pickled, refused
 
 

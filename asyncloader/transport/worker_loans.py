@@ -46,7 +46,7 @@ class WorkerLoans:
         # By ticket (number of the run, of the ticket), slabs of a batch that the worker may write its rows into. That
         # they are here keeps the lease.
         self._shown: dict[tuple[int, int], BatchSlabs] = {}
-        self._written: list[tuple[tuple[int, int], Region]] = []  # with the keys of a ticket, as they were sent
+        self._written: dict[tuple[int, int], Region] = {}  # by ticket, in the order of runs: its keys are in there
         self._num_held: Counter[int] = Counter()  # of _loans, by capacity
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)  # sizes of large buffers of the last batches
         self._num_alike = 0  # of the last batches, but for the first of them
@@ -107,12 +107,13 @@ class WorkerLoans:
         """
         if len(parts) == 1 and len(parts[0]) <= _KEYS_INLINE:  # most tickets
             return bytes(parts[0])
+        assert (run, seq) not in self._written, f"the worker has ticket {seq} of run {run} already"
         pieces = [PickleBuffer(part).raw() for part in parts]
         nbytes = sum(map(len, pieces))
         if nbytes <= _KEYS_INLINE or not self.has_reader or (region := self._pool.obtain_reserved(nbytes)) is None:
             return b"".join(pieces)
         region.users.add(self)
-        self._written.append(((run, seq), region))
+        self._written[run, seq] = region
         memory, at = self._pool.memory_of(region), 0
         for piece in pieces:
             memory[at : at + len(piece)] = piece
@@ -123,19 +124,16 @@ class WorkerLoans:
         """The worker has answered this ticket, and is not at any of an earlier run."""
         for other in [other for other in self._shown if other == ticket or other[0] < ticket[0]]:
             del self._shown[other]
-        if not self._written:
-            return
-        read = [each for each in self._written if each[0][0] < ticket[0]]
-        read += [each for each in self._written if each[0] == ticket][:1]  # the others are of other slices
-        for each in read:
-            self._written.remove(each)
-            self._pool.release(each[1], self)
+        written = self._written
+        if (region := written.pop(ticket, None)) is not None:
+            self._pool.release(region, self)
+        while written and (first := next(iter(written)))[0] < ticket[0]:
+            self._pool.release(written.pop(first), self)
 
     def reclaim(self) -> None:
         """Take back all that the worker had: it has ended."""
         self._shown.clear()
-        written = [region for _, region in self._written]
-        for region in [*self._loans.values(), *self._kept.values(), *self._watched, *written]:
+        for region in [*self._loans.values(), *self._kept.values(), *self._watched, *self._written.values()]:
             if self in region.users:
                 self._pool.release(region, self)
         self._written.clear()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.messages.tickets import TicketPickler, inline
+from asyncloader.messages.tickets import TicketPickler, inline, pickle_tickets
 from tests.sameness import same
 
 LARGE = 1 << 17
@@ -93,3 +93,16 @@ def test_one_pickle_has_nothing_of_the_last() -> None:
         with pytest.raises(AttributeError, match="local object"):
             dumps([tensor, tensor[1:], lambda: 0])
         assert torch.equal(pickle.loads(whole(dumps([tensor])))[0], tensor)
+
+
+def test_a_ticket_that_finds_no_place_is_refused_alone() -> None:
+    """So those before it, which may be in slabs, are sent, and those behind it."""
+
+    def place(seq: int, parts: Any) -> bytes:
+        if seq == 2:
+            raise MemoryError("no room")
+        return inline(seq, parts)
+
+    pickled, ((seq, error),) = pickle_tickets([(1, [10]), (2, [20]), (3, [30])], TicketPickler(), place)
+    assert [(seq, pickle.loads(keys)) for seq, keys in pickled] == [(1, [10]), (3, [30])]
+    assert (seq, str(error)) == (2, "no room")
